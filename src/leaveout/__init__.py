@@ -1,0 +1,36 @@
+"""Which training examples made your model what it is, and what would it be without them?"""
+
+from leaveout import metrics
+from leaveout.errors import InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
+from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
+from leaveout.recorder import Recorder
+from leaveout.resources import Cost, Resources
+from leaveout.scores import Scores
+from leaveout.store import Run, open_run
+from leaveout.task import Task
+from leaveout.train import train
+from leaveout.verify import Check, verify
+
+__all__ = [
+    "ACC",
+    "SGDIE",
+    "Check",
+    "Cost",
+    "Estimator",
+    "InputError",
+    "LeaveoutError",
+    "MismatchError",
+    "Recorder",
+    "Replay",
+    "Resources",
+    "Run",
+    "RunError",
+    "Scores",
+    "Task",
+    "TracIn",
+    "UnsupportedError",
+    "metrics",
+    "open_run",
+    "train",
+    "verify",
+]

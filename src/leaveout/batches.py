@@ -1,0 +1,115 @@
+"""Batches by example number: reading them from a data set, and telling whether they are the ones trained on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from leaveout.errors import InputError
+
+Batch: TypeAlias = Any
+"""What a loader yields: a tensor, or tuples, lists and dicts of them."""
+
+Collate: TypeAlias = Callable[[list], Batch]
+
+
+def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -> Batch:
+    """The examples with these numbers as one batch, as a ``DataLoader`` would build it.
+
+    >>> read(TensorDataset(torch.arange(4.0)), [2, 0])
+    [tensor([2., 0.])]
+    """
+    if collate is None and type(dataset) is TensorDataset:
+        index = torch.as_tensor(ids)
+        return [tensor[index] for tensor in dataset.tensors]
+    if collate is None and type(dataset) is Subset:
+        return read(dataset.dataset, [dataset.indices[i] for i in ids])
+    return (collate or default_collate)([dataset[i] for i in ids])
+
+
+def size(dataset: Dataset) -> int:
+    """How many examples a data set holds."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(
+            f"{type(dataset).__name__} has no length, so its examples have no numbers: use a map-style Dataset."
+        ) from None
+
+
+def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    """The same nest with the function applied to everything that is not a tuple, list or dict."""
+    if isinstance(batch, dict):
+        return {key: map_leaves(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        values = [map_leaves(function, value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return function(batch)
+
+
+def leaves(batch: Batch) -> list[Any]:
+    """Everything in the nest that is not a tuple, list or dict, in order."""
+    found: list[Any] = []
+    map_leaves(found.append, batch)
+    return found
+
+
+def to(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device."""
+    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def fingerprint(batch: Batch) -> list[tuple[int, int]]:
+    """For each tensor a checksum of its rows in order, and one that does not see their order.
+
+    >>> a, b = torch.eye(2), torch.eye(2).flip(0)
+    >>> (ordered, unordered), (other, same) = fingerprint(a)[0], fingerprint(b)[0]
+    >>> ordered == other, unordered == same
+    (False, True)
+    """
+    return [_leaf_fingerprint(leaf) for leaf in leaves(batch)]
+
+
+def _leaf_fingerprint(leaf: Any) -> tuple[int, int]:
+    if not isinstance(leaf, Tensor):
+        checksum = zlib.crc32(repr(leaf).encode())
+        return checksum, checksum
+    kind = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+    data = leaf.detach().cpu()
+    data = data.reshape(len(data) if data.ndim else 1, -1).contiguous()
+    checksums = [zlib.crc32(row) for row in data.view(torch.uint8).numpy()] if data.numel() else []
+    unordered = kind
+    for checksum in checksums:
+        unordered = (unordered + checksum) & 0xFFFFFFFF
+    ordered = zlib.crc32(b"".join(checksum.to_bytes(4, "little") for checksum in checksums), kind)
+    return ordered, unordered
+
+
+def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[], Batch]) -> str | None:
+    """What differs between a recorded batch and the one read now, in words; None where nothing does."""
+    now = fingerprint(batch)
+    if now == recorded:
+        return None
+    if fingerprint(again()) != now:
+        return (
+            "the data set gives something else each time it is read (random augmentation?); "
+            "make it return the same example for the same number"
+        )
+    if len(now) != len(recorded):
+        return f"it held {len(recorded)} tensors when it was trained on and holds {len(now)} now"
+    which = [i for i, (old, new) in enumerate(zip(recorded, now, strict=True)) if old != new]
+    if all(recorded[i][1] == now[i][1] for i in which):
+        return "it holds the same examples in another order; give the data set in the order it was trained on"
+    parts = leaves(batch)
+    names = " and ".join(
+        f"tensor {i} (now {str(parts[i].dtype).removeprefix('torch.')} {list(parts[i].shape)})"
+        if isinstance(parts[i], Tensor)
+        else f"item {i}"
+        for i in which
+    )
+    return f"{names} has other values, another type or another shape; give the data set that was trained on"

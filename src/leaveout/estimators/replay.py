@@ -1,0 +1,56 @@
+"""Replay: the run again without the example. The ground truth that the estimators are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leaveout.errors import InputError
+from leaveout.estimators.base import Estimator, Request, joined
+from leaveout.members import Groups, Members, members_of
+from leaveout.task import Task
+from leaveout.train import counterfactuals
+from leaveout.vectors import PARAM, Params, nbytes
+
+
+@dataclass(frozen=True)
+class Replay(Estimator):
+    """s' ← F_i(s'; w^{−k}): same start, same batches, same order, the example's weight zero, |Z_i| unchanged.
+
+    Cost: one batch gradient a step and example; the models are trained side by side.
+
+    Args:
+        ids: the examples to leave out, one at a time; all of them by default.
+        weight: the weight that a left-out example gets instead of one.
+    """
+
+    ids: Sequence[int] | None = None
+    weight: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return "Replay"
+
+    def _members(self, task: Task, groups: Groups | None) -> Members:
+        if self.ids is not None and groups is not None:
+            raise InputError("Replay(ids=...) and groups= were both given: give one of them.")
+        return members_of(task.size, self.ids, groups)
+
+    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
+        trajectory, query, resources = request.trajectory, request.query, request.resources
+        state = trajectory.initial()
+        held = trajectory.task.footprint(state[PARAM], trajectory.task.read(trajectory.run.record(0).ids.tolist()))
+        bytes_each = 3 * held + 4 * nbytes(state)
+        values, kept = [], []
+        for part in request.members.chunks(resources.chunk(bytes_each, len(request.members))):
+            params = counterfactuals(trajectory, part, self.weight, resources, request.cost)
+            losses = query.losses(params)
+            # Compared with the undisturbed model of the same stack, so that rounding cancels.
+            values.append(query.reduce(losses[:-1] - losses[-1:]))
+            if request.displacements:
+                kept.append({name: tensor[:-1] - tensor[-1:] for name, tensor in params.items()})
+        return torch.cat(values), joined(kept)

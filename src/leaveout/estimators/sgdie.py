@@ -1,0 +1,40 @@
+"""SGD-IE: the exact derivative of training with respect to an example's weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from leaveout.estimators.base import Estimator, Request, swept
+from leaveout.readout import readout_of
+from leaveout.vectors import Params
+
+
+@dataclass(frozen=True)
+class SGDIE(Estimator):
+    """δ ← ∂F_i(s_i; w¹)·δ + γ_{k,i}.
+
+    For plain SGD ``δ ← (I − α_i H(Z_i))·δ + (α_i/|Z_i|) g(z_k, θ_i)``. For momentum, Adam and AdamW the state carries
+    the optimizer's buffers. This is the derivative of the whole training run in the example's weight, the quantity
+    that metagradient methods (MAGIC among them) compute.
+
+    Cost: backward, one Hessian-vector product a step and query vector, whatever the number of examples; forward, one
+    a step and example.
+
+    Args:
+        readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
+        direction: ``"forward"``, ``"backward"``, or the cheaper one.
+    """
+
+    readout: str = "linear"
+    direction: str = "auto"
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return "SGD-IE"
+
+    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
+        sweep = request.sweep(curved=True, corrected=False)
+        return swept(request, readout_of(self.readout), self.direction, sweep)

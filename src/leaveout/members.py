@@ -1,0 +1,87 @@
+"""Who is left out: single examples or named groups, one row of the scores each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from leaveout.errors import InputError
+
+Groups: TypeAlias = Mapping[str, Sequence[int]] | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Members:
+    """Rows of examples. Row r leaves out the examples ``example[start[r]:start[r+1]]``, all at once."""
+
+    names: tuple[int | str, ...]
+    ids: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __post_init__(self) -> None:
+        flat = torch.tensor([i for group in self.ids for i in group], dtype=torch.int64)
+        owner = torch.tensor([row for row, group in enumerate(self.ids) for _ in group], dtype=torch.int64)
+        order = torch.argsort(flat, stable=True)
+        object.__setattr__(self, "_flat", flat[order])
+        object.__setattr__(self, "_owner", owner[order])
+
+    def pairs(self, ids: Int[Tensor, " batch"]) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
+        """(row, position in the batch) for every example of the batch that a row leaves out.
+
+        >>> rows, positions = Members(("a", "b"), ((0, 2), (2,))).pairs(torch.tensor([2, 1, 0]))
+        >>> list(zip(rows.tolist(), positions.tolist()))
+        [(0, 0), (1, 0), (0, 2)]
+        """
+        flat, owner = self.__dict__["_flat"], self.__dict__["_owner"]
+        first = torch.searchsorted(flat, ids)
+        count = torch.searchsorted(flat, ids, right=True) - first
+        positions = torch.arange(len(ids)).repeat_interleave(count)
+        within = torch.arange(len(positions)) - (count.cumsum(0) - count).repeat_interleave(count)
+        return owner[first.repeat_interleave(count) + within], positions
+
+    def chunks(self, size: int) -> Iterator[Members]:
+        """The rows in runs of at most ``size``."""
+        for start in range(0, len(self), size):
+            yield Members(self.names[start : start + size], self.ids[start : start + size])
+
+
+def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Groups | None = None) -> Members:
+    """Rows for every example, for chosen ones, or for groups of them.
+
+    >>> members_of(3).names
+    (0, 1, 2)
+    >>> members_of(3, groups={"ann": [0, 2]}).ids
+    ((0, 2),)
+    """
+    if groups is None:
+        chosen = list(range(size)) if ids is None else [int(i) for i in ids]
+        _check(chosen, size, "ids")
+        if len(set(chosen)) < len(chosen):
+            repeated = next(i for i in chosen if chosen.count(i) > 1)
+            raise InputError(f"Example {repeated} is named twice in ids: name each example once.")
+        return Members(tuple(chosen), tuple((i,) for i in chosen))
+    if ids is not None:
+        raise InputError("Both ids and groups were given: give one of them.")
+    named = dict(groups) if isinstance(groups, Mapping) else {str(i): group for i, group in enumerate(groups)}
+    if not named:
+        raise InputError("groups is empty: give at least one group of example numbers.")
+    for name, group in named.items():
+        _check(group, size, f"group {name!r}")
+    return Members(tuple(named), tuple(tuple(sorted({int(i) for i in group})) for group in named.values()))
+
+
+def _check(ids: Sequence[int], size: int, what: str) -> None:
+    if len(ids) == 0:
+        raise InputError(f"{what} is empty: name at least one example.")
+    for i in ids:
+        if not 0 <= int(i) < size:
+            raise InputError(
+                f"Example {int(i)} in {what} does not exist: the training set has numbers 0 to {size - 1}."
+            )

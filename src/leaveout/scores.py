@@ -1,0 +1,117 @@
+"""Scores: values with their ids, sign, unit, method and cost; never a bare tensor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from leaveout.errors import InputError, RunError
+from leaveout.resources import Cost
+from leaveout.store import write_tensors
+
+SIGN = "positive: the query loss would rise without this example; it helped"
+UNIT = "change of the query loss"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How the query loss would change without each training example (or group).
+
+    ``values`` has a row for each of ``train_ids`` and a column for each of ``query_ids``. Positive: the loss would
+    rise without the example, so it helped.
+
+    >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
+    >>> scores.harmful(1), scores.helpful(2)
+    ([1], [0, 2])
+    """
+
+    values: Float[Tensor, "train query"]
+    train_ids: tuple[int | str, ...]
+    query_ids: tuple[int | str, ...]
+    method: str
+    cost: Cost = field(default_factory=Cost)
+    displacements: dict[str, Tensor] | None = None
+    sign: str = SIGN
+    unit: str = UNIT
+
+    def __post_init__(self) -> None:
+        if self.values.shape != (len(self.train_ids), len(self.query_ids)):
+            raise InputError(
+                f"Scores of shape {list(self.values.shape)} do not match {len(self.train_ids)} training ids and "
+                f"{len(self.query_ids)} query ids: give a row for each training id and a column for each query id."
+            )
+
+    def __repr__(self) -> str:
+        rows, columns = self.values.shape
+        return f"Scores({self.method}, {rows} train x {columns} query, {self.unit})"
+
+    def mean(self) -> Float[Tensor, " train"]:
+        """The scores averaged over the queries."""
+        return self.values.mean(1)
+
+    def helpful(self, k: int = 10) -> list[int | str]:
+        """The k ids without which the query loss would rise most, most helpful first."""
+        return self._ranked(k, descending=True)
+
+    def harmful(self, k: int = 10) -> list[int | str]:
+        """The k ids without which the query loss would fall most, most harmful first."""
+        return self._ranked(k, descending=False)
+
+    def _ranked(self, k: int, *, descending: bool) -> list[int | str]:
+        order = torch.argsort(self.mean(), descending=descending, stable=True)
+        return [self.train_ids[i] for i in order[:k].tolist()]
+
+    def to_frame(self) -> pd.DataFrame:
+        """A labelled table: training ids down, query ids across."""
+        return pd.DataFrame(
+            self.values.detach().cpu().numpy(),
+            index=pd.Index(self.train_ids, name="train"),
+            columns=pd.Index(self.query_ids, name="query"),
+        )
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes the scores to one safetensors file, whole or not at all."""
+        path = Path(path)
+        if path.exists() and not overwrite:
+            raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+        told = {
+            "method": self.method,
+            "sign": self.sign,
+            "unit": self.unit,
+            "cost": asdict(self.cost),
+            "train_ids": self.train_ids,
+            "query_ids": self.query_ids,
+        }
+        tensors = {"values": self.values}
+        tensors |= {f"displacements/{name}": tensor for name, tensor in (self.displacements or {}).items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, tensors, {"leaveout": json.dumps(told)})
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Scores:
+        """Reads what ``save`` wrote."""
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                told = json.loads((file.metadata() or {})["leaveout"])
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise RunError(f"{path} holds no scores ({error}): give a file that Scores.save wrote.") from None
+        moved = {key.removeprefix("displacements/"): t for key, t in tensors.items() if key != "values"}
+        return cls(
+            tensors["values"],
+            tuple(told["train_ids"]),
+            tuple(told["query_ids"]),
+            told["method"],
+            Cost(**told["cost"]),
+            moved or None,
+            told["sign"],
+            told["unit"],
+        )

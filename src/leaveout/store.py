@@ -1,0 +1,279 @@
+"""The run directory: a manifest and shards of steps and states, each written aside and then renamed.
+
+``manifest.json``          what was trained and how, how many steps are on disk, whether the run is finished
+``initial.safetensors``    the state before step 0
+``shard-00000.safetensors`` for a range of steps: ids, epochs, hyperparameters, fingerprints, and the states after them
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from leaveout.errors import RunError
+from leaveout.optim import HYPERS, Hyper, Rule
+from leaveout.vectors import State, nbytes
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+INITIAL = "initial.safetensors"
+SHARD_BYTES = 64_000_000
+SHARD_STEPS = 4096
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step as it was taken: everything but the state."""
+
+    index: int
+    epoch: int
+    ids: Int[Tensor, " batch"]
+    hypers: list[Hyper]
+    fingerprint: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a run directory says of itself."""
+
+    rule: Rule
+    shapes: dict[str, list[int]]
+    dtypes: dict[str, str]
+    constants: int
+    train_size: int | None
+    shards: tuple[int, ...] = ()
+    finished: bool = False
+    format: int = FORMAT
+
+    @property
+    def steps(self) -> int:
+        """How many steps are on disk."""
+        return sum(self.shards)
+
+
+def shard_name(number: int) -> str:
+    """Shards are found by number, never by a name that a manifest gives."""
+    return f"shard-{number:05d}.safetensors"
+
+
+class Writer:
+    """Appends steps to a new run directory; shards are written by a thread of their own.
+
+    Raises:
+        RunError: if the directory holds anything already.
+    """
+
+    def __init__(self, path: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.path = Path(path)
+        claim(self.path)
+        self._shard_bytes = shard_bytes
+        self._manifest: Manifest | None = None
+        self._records: list[Record] = []
+        self._states: list[State] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leaveout-writer")
+        self._writing: Future[Any] | None = None
+
+    def begin(self, manifest: Manifest, initial: State) -> None:
+        """Writes the state before the first step."""
+        self._manifest = manifest
+        write_tensors(self.path / INITIAL, _flatten(initial))
+        write_manifest(self.path, manifest)
+
+    def append(self, record: Record, state: State) -> None:
+        """Takes one step and the state after it; the tensors must not change afterwards."""
+        self._records.append(record)
+        self._states.append(state)
+        if nbytes(state) * len(self._states) >= self._shard_bytes or len(self._records) >= SHARD_STEPS:
+            self._flush()
+
+    def finish(self, *, complete: bool = True) -> None:
+        """Waits until everything is on disk; ``complete=False`` leaves the run marked as cut short."""
+        if self._records:
+            self._flush()
+        self._wait()
+        self._thread.shutdown()
+        if complete and self._manifest is not None:
+            self._manifest = _but(self._manifest, finished=True)
+            write_manifest(self.path, self._manifest)
+
+    def _flush(self) -> None:
+        self._wait()  # one shard under way at a time bounds what is held in memory
+        assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
+        number = len(self._manifest.shards)
+        self._manifest = _but(self._manifest, shards=(*self._manifest.shards, len(self._records)))
+        self._writing = self._thread.submit(
+            _write_shard, self.path, number, self._records, self._states, self._manifest
+        )
+        self._records, self._states = [], []
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+
+def claim(path: Path) -> None:
+    """Makes the directory, or refuses if something is there."""
+    if (path / MANIFEST).exists():
+        raise RunError(f"{path} already holds a run: choose another directory, or delete it first.")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunError(f"{path} is there already and not an empty directory: choose another one for the run.")
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _but(manifest: Manifest, **changes: Any) -> Manifest:
+    return Manifest(**{**manifest.__dict__, **changes})
+
+
+def _write_shard(
+    path: Path, number: int, records: Sequence[Record], states: Sequence[State], manifest: Manifest
+) -> None:
+    names = HYPERS[manifest.rule.kind]
+    leaves = max(len(record.fingerprint) for record in records)
+    prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
+    tensors = {
+        "ids": torch.cat([record.ids for record in records]),
+        "lengths": torch.tensor([len(record.ids) for record in records]),
+        "epochs": torch.tensor([record.epoch for record in records]),
+        "hypers": torch.tensor([[[h[name] for name in names] for h in r.hypers] for r in records], dtype=torch.float64),
+        "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
+    }
+    flat = [_flatten(state) for state in states]
+    tensors |= {key: torch.stack([state[key] for state in flat]) for key in flat[0]}
+    write_tensors(path / shard_name(number), tensors)
+    write_manifest(path, manifest)
+
+
+def _flatten(state: State) -> dict[str, Tensor]:
+    return {f"state/{slot}/{name}": tensor for slot, params in state.items() for name, tensor in params.items()}
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that is there whole or not at all."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside, metadata)
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """The manifest, replaced in one move."""
+    aside = path / f".{MANIFEST}.{os.getpid()}"
+    aside.write_text(json.dumps(asdict(manifest), indent=1))
+    os.replace(aside, path / MANIFEST)
+
+
+class Run:
+    """A recorded run: its steps and the state before and after each."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        starts = [0]
+        for count in manifest.shards:
+            starts.append(starts[-1] + count)
+        self._starts = torch.tensor(starts)
+        self._shard = lru_cache(maxsize=2)(self._load_shard)
+
+    def __len__(self) -> int:
+        """How many steps the run has."""
+        return self.manifest.steps
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {len(self)} steps of {self.rule.kind})"
+
+    @property
+    def rule(self) -> Rule:
+        """The optimizer."""
+        return self.manifest.rule
+
+    def record(self, index: int) -> Record:
+        """Step ``index`` without its state."""
+        number, offset = self._find(index)
+        shard = self._shard(number)
+        lengths = shard["lengths"]
+        start = int(lengths[:offset].sum())
+        names = HYPERS[self.rule.kind]
+        return Record(
+            index,
+            int(shard["epochs"][offset]),
+            shard["ids"][start : start + int(lengths[offset])],
+            [dict(zip(names, values, strict=True)) for values in shard["hypers"][offset].tolist()],
+            [(a, b) for a, b in shard["fingerprints"][offset].tolist() if a >= 0],
+        )
+
+    def state(self, index: int) -> State:
+        """The state before step ``index``; ``state(len(run))`` is the final one."""
+        if index == 0:
+            return self._unflatten(_load(self.path / INITIAL))
+        number, offset = self._find(index - 1)
+        shard = self._shard(number)
+        return self._unflatten({key: shard[key][offset] for key in shard if key.startswith("state/")})
+
+    def final(self) -> State:
+        """The state after the last step."""
+        return self.state(len(self))
+
+    def _find(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise RunError(f"{self.path} has {len(self)} steps and no step {index}: ask for one from 0 on.")
+        number = int(torch.searchsorted(self._starts, index, right=True)) - 1
+        return number, index - int(self._starts[number])
+
+    def _load_shard(self, number: int) -> dict[str, Tensor]:
+        return _load(self.path / shard_name(number))
+
+    def _unflatten(self, tensors: dict[str, Tensor]) -> State:
+        return {slot: {name: tensors[f"state/{slot}/{name}"] for name in self.rule.groups} for slot in self.rule.slots}
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{file} cannot be read ({error}): the run is damaged; restore it or record it again.") from None
+
+
+def open_run(path: str | Path, *, partial: bool = False) -> Run:
+    """Opens a run directory.
+
+    Args:
+        path: the directory a ``Recorder`` or ``train`` wrote.
+        partial: accept a run that was cut short, as the run of the steps that are on disk.
+    """
+    path = Path(path)
+    file = path / MANIFEST
+    if not file.exists():
+        raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
+    try:
+        raw = json.loads(file.read_text())
+        if raw["format"] != FORMAT:
+            raise RunError(
+                f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it."
+            )
+        rule = Rule(raw["rule"]["kind"], raw["rule"]["groups"], tuple(raw["rule"]["slots"]))
+        manifest = Manifest(**{**raw, "rule": rule, "shards": tuple(raw["shards"])})
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{file} is not a manifest of a run ({error!r}): restore it or record the run again.") from None
+    if manifest.steps == 0:
+        raise RunError(f"The run in {path} has no complete step on disk: record it again.")
+    if not manifest.finished and not partial:
+        raise RunError(
+            f"The run in {path} was cut short after step {manifest.steps - 1}: record it again, or use "
+            "open_run(path, partial=True) for the steps that are there."
+        )
+    return Run(path, manifest)

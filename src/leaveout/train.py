@@ -1,0 +1,110 @@
+"""Training with the examples weighted: the built-in recorded loop, and the same run again with some left out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from leaveout.errors import InputError
+from leaveout.members import Members
+from leaveout.recorder import Recorder
+from leaveout.resources import Cost, Resources
+from leaveout.store import Run
+from leaveout.task import Task, looped
+from leaveout.trajectory import Moment, Trajectory, check_step
+from leaveout.vectors import PARAM, Params, State, norm
+
+
+def train(
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    out: str | Path,
+    *,
+    resources: Resources | None = None,
+) -> Run:
+    """Trains the task's model with shuffled batches and records it.
+
+    Args:
+        task: model, loss and data; the model's parameters are trained in place.
+        optimizer: a ``torch.optim`` optimizer over them.
+        epochs: how often every example is seen.
+        batch_size: examples a step; the last batch of an epoch may be smaller.
+        seed: of the shuffling.
+        out: a new directory for the run.
+        resources: whether to show progress.
+    """
+    if epochs < 1 or batch_size < 1:
+        raise InputError(f"epochs={epochs} and batch_size={batch_size} must both be at least 1.")
+    order = torch.Generator().manual_seed(seed)
+    plan = [
+        (epoch, ids) for epoch in range(epochs) for ids in torch.randperm(task.size, generator=order).split(batch_size)
+    ]
+    with Recorder(out, task.model, optimizer) as recorder:
+        for epoch, ids in (resources or Resources()).track(plan, len(plan), "training"):
+            batch = task.read(ids.tolist())
+            optimizer.zero_grad()
+            task.losses(task.parameters(), batch).mean().backward()
+            recorder.step(ids, batch, epoch=epoch)
+            optimizer.step()
+        return recorder.finish()
+
+
+def counterfactuals(
+    trajectory: Trajectory, members: Members, weight: float, resources: Resources, cost: Cost
+) -> Params:
+    """Final parameters of the run again, once for each row with its examples weighted ``weight``, and once with none.
+
+    The models are trained side by side; the last of the stack is the one with every example, whose way must be the
+    recorded one.
+    """
+    count = len(members) + 1
+    state: State = {
+        slot: {name: tensor.expand(count, *tensor.shape).clone() for name, tensor in params.items()}
+        for slot, params in trajectory.initial().items()
+    }
+    gradients: Callable[..., Params] | None = None
+    travelled = 0.0
+    for moment in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(members)}"):
+        weights = _weights(members, moment, weight, state[PARAM])
+        if gradients is None:
+            gradients = _faster(trajectory.task, state[PARAM], weights, moment)
+        state = trajectory.rule.step(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
+        cost.gradients += count
+        travelled += norm({n: moment.after[PARAM][n] - moment.before[PARAM][n] for n in moment.after[PARAM]})
+        check_step(moment, {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}, travelled)
+    return state[PARAM]
+
+
+def _weights(members: Members, moment: Moment, weight: float, params: Params) -> Tensor:
+    like = next(iter(params.values()))
+    weights = like.new_ones((len(like), len(moment.record.ids)))
+    row, position = members.pairs(moment.record.ids)
+    weights[row, position] = weight
+    return weights
+
+
+def _faster(task: Task, params: Params, weights: Tensor, moment: Moment) -> Callable[..., Params]:
+    """The quicker of two ways to take many models' gradients: all at once, or one after the other."""
+    dims = (0, 0, None)
+    single = looped(task.gradient, dims)
+    if not task.vectorised or len(weights) == 1:
+        return single
+    together = vmap(task.gradient, dims)
+    few = min(2, len(weights))
+    slow = _seconds(single, {n: t[:few] for n, t in params.items()}, weights[:few], moment.batch) * len(weights) / few
+    return together if _seconds(together, params, weights, moment.batch) < slow else single
+
+
+def _seconds(function: Callable[..., Params], *args: object) -> float:
+    function(*args)  # the first call sets up kernels and caches
+    start = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - start

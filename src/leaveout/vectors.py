@@ -1,0 +1,113 @@
+"""Dictionaries of tensors as vectors: parameters by name, stacked along a first dimension when there are many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.func import vjp
+
+Params: TypeAlias = dict[str, Tensor]
+"""One tensor a parameter; a *stack* of m such vectors has tensors of shape (m, *shape)."""
+
+State: TypeAlias = dict[str, Params]
+"""Slot (``"param"`` or an optimizer buffer) to parameters."""
+
+PARAM = "param"
+
+
+def inner(left: Params, right: Params) -> Float[Tensor, "left right"]:
+    """All inner products between two stacks: ``out[i, j] = Σ_p left[p][i] · right[p][j]``.
+
+    >>> inner({"w": torch.eye(2)}, {"w": torch.tensor([[3.0, 4.0]])}).tolist()
+    [[3.0], [4.0]]
+    """
+    return sum_of(left[name].flatten(1) @ right[name].flatten(1).T for name in left)
+
+
+def inner_rows(left: Params, right: Params) -> Float[Tensor, " rows"]:
+    """Row by row inner products of two stacks: ``out[i] = Σ_p left[p][i] · right[p][i]``."""
+    return sum_of((left[name] * right[name]).flatten(1).sum(1) for name in left)
+
+
+def sum_of(terms: Iterator[Tensor]) -> Tensor:
+    """Sum of one tensor or more, without a starting zero of some other dtype or device."""
+    total = next(terms)
+    for term in terms:
+        total = total + term
+    return total
+
+
+def each(function: Callable[..., Tensor], *trees: Params) -> Params:
+    """The same tensor function for every parameter."""
+    return {name: function(*(tree[name] for tree in trees)) for name in trees[0]}
+
+
+def rows(stack: Params, index: Int[Tensor, " chosen"]) -> Params:
+    """The chosen vectors of a stack."""
+    return {name: tensor[index] for name, tensor in stack.items()}
+
+
+def state_rows(stack: State, index: Int[Tensor, " chosen"]) -> State:
+    """The chosen states of a stack."""
+    return {slot: rows(params, index) for slot, params in stack.items()}
+
+
+def replace_rows(stack: State, index: Int[Tensor, " chosen"], new: State) -> State:
+    """The stack with the chosen states replaced."""
+    return {
+        slot: {name: tensor.index_copy(0, index, new[slot][name]) for name, tensor in params.items()}
+        for slot, params in stack.items()
+    }
+
+
+def gather_sums(terms: Params, index: Int[Tensor, " terms"], count: int) -> Params:
+    """A stack of ``count`` vectors whose row r is the sum of the terms with ``index == r``."""
+    return {
+        name: tensor.new_zeros((count, *tensor.shape[1:])).index_add_(0, index, tensor)
+        for name, tensor in terms.items()
+    }
+
+
+def expand(state: State, count: int) -> State:
+    """The same state ``count`` times, without copying."""
+    return {
+        slot: {name: tensor.expand(count, *tensor.shape) for name, tensor in params.items()}
+        for slot, params in state.items()
+    }
+
+
+def zeros(state: State, count: int) -> State:
+    """A stack of ``count`` zero vectors shaped like the state."""
+    return {
+        slot: {name: tensor.new_zeros((count, *tensor.shape)) for name, tensor in params.items()}
+        for slot, params in state.items()
+    }
+
+
+def embed(params: Params, like: State) -> State:
+    """A stack of parameter vectors as state vectors: zero in every optimizer buffer."""
+    return {slot: params if slot == PARAM else each(torch.zeros_like, params) for slot in like}
+
+
+def pullback(function: Callable, *at: Any) -> tuple[Any, Callable]:
+    """``torch.func.vjp`` without auxiliary output: the value, and the function that pulls cotangents back."""
+    out = vjp(function, *at)
+    return out[0], out[1]
+
+
+def nbytes(state: State) -> int:
+    """Bytes that one state takes."""
+    return sum(tensor.numel() * tensor.element_size() for params in state.values() for tensor in params.values())
+
+
+def norm(params: Params) -> float:
+    """Euclidean norm of one vector, in float64.
+
+    >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
+    5.0
+    """
+    return float(sum_of(tensor.double().square().sum() for tensor in params.values()).sqrt())

@@ -1,0 +1,132 @@
+"""Scores held against exact replays: where they matter most, and where nobody looked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch.utils.data import Dataset
+
+from leaveout.errors import InputError
+from leaveout.estimators import Replay
+from leaveout.metrics import Agreement, Interval, compare
+from leaveout.resources import Cost, Resources
+from leaveout.scores import Scores
+from leaveout.store import Run
+from leaveout.task import Task
+
+MINIMUM = 4
+
+
+@dataclass(frozen=True)
+class Check:
+    """How far scores can be trusted, for the most extreme examples and for a random sample of the others.
+
+    ``table`` has a row for each replayed example: its score, the true change of the loss, and the sample it is in.
+    ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is a good one.
+    """
+
+    extreme: Agreement
+    random: Agreement
+    spread: dict[str, float]
+    table: pd.DataFrame
+    method: str
+    cost: Cost
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        return (
+            f"{self.method}, held against {len(self.table)} exact replays: {self._part('extreme', self.extreme)}, and "
+            f"{self._part('random', self.random)}."
+        )
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    def _part(self, sample: str, agreement: Agreement) -> str:
+        where = f"the {agreement.count} most extreme" if sample == "extreme" else f"{agreement.count} drawn at random"
+        error = agreement.rmse.value / self.spread[sample] if self.spread[sample] > 0 else float("nan")
+        return (
+            f"among {where} {trust(agreement.kendall)} (tau {agreement.kendall}, typical error {error:.0%} of the "
+            "scores' spread)"
+        )
+
+
+def trust(tau: Interval) -> str:
+    """What a rank correlation with the truth lets one do, judged by the lower end of its interval.
+
+    >>> trust(Interval(0.95, 0.9, 0.98))
+    'the ranking can be trusted'
+    """
+    if tau.low >= 0.8:
+        return "the ranking can be trusted"
+    if tau.low >= 0.5:
+        return "the ranking is right in the large, not in detail"
+    if tau.low > 0:
+        return "the ranking is only a hint"
+    return "the ranking cannot be trusted"
+
+
+def verify(
+    scores: Scores,
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    replays: int = 64,
+    seed: int = 0,
+    resources: Resources | None = None,
+) -> Check:
+    """Replays the run exactly without the most extreme examples, and without a random sample of the rest.
+
+    Half of the replays go to each. Scores for several queries are compared by their mean over the queries.
+
+    Args:
+        scores: scores of single examples.
+        run: the run that was scored.
+        task: what was trained.
+        query: the query set that was scored.
+        replays: how many examples to replay.
+        seed: of the random sample.
+        resources: memory budget and progress.
+    """
+    if any(isinstance(i, str) for i in scores.train_ids):
+        raise InputError("These are scores of groups: verify them with Replay().score(..., groups=...) instead.")
+    if len(scores.train_ids) < 2 * MINIMUM or replays < 2 * MINIMUM:
+        raise InputError(f"verify needs at least {2 * MINIMUM} scored examples and replays: it compares rankings.")
+    extreme, random = chosen(scores, min(replays, len(scores.train_ids)), seed)
+    ids = torch.tensor([int(scores.train_ids[i]) for i in extreme + random])
+    single = scores.query_ids != ("mean",)
+    truth = Replay(tuple(ids.tolist())).score(
+        run, task, query, queries="each" if single else "mean", resources=resources
+    )
+    if truth.query_ids != scores.query_ids:
+        raise InputError(
+            f"The scores have {len(scores.query_ids)} queries and the query set {len(truth.query_ids)}: "
+            "give the query set that was scored."
+        )
+    table = pd.DataFrame(
+        {
+            "score": scores.mean()[extreme + random].cpu().numpy(),
+            "truth": truth.mean().cpu().numpy(),
+            "sample": ["extreme"] * len(extreme) + ["random"] * len(random),
+        },
+        index=pd.Index(ids.numpy(), name="train"),
+    )
+    samples = dict(iter(table.groupby("sample")))
+    agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
+    spread = {str(name): float(part["truth"].std()) for name, part in samples.items()}
+    return Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost)
+
+
+def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int]]:
+    """Rows to replay: half of them the most extreme, half from each tail, and a random sample of the rest."""
+    order = torch.argsort(scores.mean(), stable=True).tolist()
+    half = max(MINIMUM, replays // 2)
+    tail = half // 2
+    extreme = order[:tail] + order[len(order) - (half - tail) :]
+    rest = order[tail : len(order) - (half - tail)]
+    picked = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))[: replays - half]
+    return extreme, [rest[i] for i in picked.tolist()]
