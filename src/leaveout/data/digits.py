@@ -1,0 +1,20 @@
+"""Digits: 1,797 images of 8 x 8 pixels, shipped inside scikit-learn, so that a demo needs no network."""
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+from leaveout.data.examples import Table
+
+
+def table() -> Table:
+    """Flat rows of 64 pixels in [0, 1], ten classes."""
+    x, y = load_digits(return_X_y=True)
+    return Table(
+        x=x / 16,  # the pixels are counts 0..16
+        y=y.astype(np.int64),
+        ids=np.arange(len(y)),
+        n_pool=len(y),
+        features=tuple(f"pixel_{row}_{column}" for row in range(8) for column in range(8)),
+        classes=tuple("0123456789"),
+        standardise=False,
+    )

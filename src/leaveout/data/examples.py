@@ -1,0 +1,98 @@
+"""What a data set is once it is loaded: three parts, each example with the row number it has in the original files."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, Shaped
+from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from leaveout.errors import InputError
+
+
+class Examples(TensorDataset):
+    """Pairs (x, y) for any `DataLoader`, with `ids`: row numbers in the original files, the same for every split.
+
+    `y` is float 0/1 where a model gives one logit, and an int64 class otherwise.
+    """
+
+    def __init__(self, x: Float[Tensor, "n ..."], y: Shaped[Tensor, " n"], ids: Int64[Tensor, " n"]) -> None:
+        super().__init__(x, y)
+        self.ids = ids
+
+    @property
+    def x(self) -> Float[Tensor, "n ..."]:
+        """The inputs."""
+        return self.tensors[0]
+
+    @property
+    def y(self) -> Shaped[Tensor, " n"]:
+        """The labels."""
+        return self.tensors[1]
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set by name, split and scaled; `features` is empty for images."""
+
+    name: str
+    train: Examples
+    val: Examples
+    test: Examples
+    features: tuple[str, ...]
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A data set as it was read, before any split: row i of the first `n_pool` may be used for training.
+
+    The rows after `n_pool` are the official test part; without any, the rows that a split leaves over are the test.
+    """
+
+    x: Shaped[np.ndarray, "n ..."]
+    y: Int64[np.ndarray, " n"]
+    ids: Int64[np.ndarray, " n"]
+    n_pool: int
+    features: tuple[str, ...]
+    classes: tuple[str, ...]
+    standardise: bool
+
+
+def split(
+    n: int, n_train: int, n_val: int, seed: int = 0
+) -> tuple[Int64[np.ndarray, " train"], Int64[np.ndarray, " val"], Int64[np.ndarray, " rest"]]:
+    """Rows 0..n-1 as (train, val, rest): disjoint, drawn by `train_test_split`, repeatable by seed.
+
+    >>> train, val, rest = split(10, 4, 3, seed=0)
+    >>> train, val, rest
+    (array([9, 1, 6, 7]), array([2, 8, 4]), array([0, 3, 5]))
+    """
+    if min(n_train, n_val) < 1 or n_train + n_val > n:
+        raise InputError(
+            f"n_train={n_train} and n_val={n_val} must be at least 1 and together at most {n}, the rows there are."
+        )
+    train, val = train_test_split(np.arange(n), train_size=n_train, test_size=n_val, random_state=seed)
+    return train, val, np.setdiff1d(np.arange(n), np.concatenate([train, val]))
+
+
+def prepare(name: str, table: Table, n_train: int, n_val: int, seed: int) -> Data:
+    """Split a table and scale all its parts by what the training rows say, never by what the others do."""
+    train, val, rest = split(table.n_pool, n_train, n_val, seed)
+    official = np.arange(table.n_pool, len(table.x))
+    scaler = StandardScaler().fit(table.x[train]) if table.standardise else None
+
+    def part(rows: Int64[np.ndarray, " rows"]) -> Examples:
+        x = table.x[rows]
+        if scaler is not None:
+            x = scaler.transform(x)
+        scaled = torch.from_numpy(x).float()
+        if x.dtype == np.uint8:
+            scaled /= 255
+        y = torch.from_numpy(table.y[rows])
+        return Examples(scaled, y.float() if len(table.classes) == 2 else y, torch.from_numpy(table.ids[rows]))
+
+    return Data(name, part(train), part(val), part(official if len(official) else rest), table.features, table.classes)

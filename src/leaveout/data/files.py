@@ -1,0 +1,99 @@
+"""Where raw files are found: the directory that LEAVEOUT_DATA names, then leaveout's cache, then a download.
+
+Contents are compared with the original's checksum after decompression, so a file may be kept plain, as .gz or as .xz.
+Archives are read in memory, member by member, and never unpacked to disk: no name in them can reach a path.
+"""
+
+import gzip
+import hashlib
+import lzma
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pooch
+
+from leaveout.errors import InputError
+
+_DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
+_DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A public file: `folder` is its place below the data directory, `known` the checksum of the download."""
+
+    folder: str
+    name: str
+    url: str
+    known: str
+
+
+def roots() -> list[Path]:
+    """The directories that are searched, first one first."""
+    named = os.environ.get("LEAVEOUT_DATA")
+    if named and not Path(named).is_dir():
+        raise InputError(f"LEAVEOUT_DATA names {named}, which is not a directory; create it or unset the variable.")
+    return ([Path(named)] if named else []) + [Path(pooch.os_cache("leaveout"))]
+
+
+def find(folder: str, *patterns: str) -> Path | None:
+    """The first file that matches one of the patterns, in the order of `roots` and then of the patterns."""
+    matches = (path for root in roots() for pattern in patterns for path in sorted((root / folder).glob(pattern)))
+    return next((path for path in matches if path.is_file()), None)
+
+
+def variants(name: str) -> tuple[str, ...]:
+    """The names under which a file may be kept: plain or compressed."""
+    return name, f"{name}.gz", f"{name}.xz"
+
+
+def download(remote: Remote) -> Path:
+    """Fetch a file into the cache; say what to put where if that cannot be done."""
+    try:
+        cache = Path(pooch.os_cache("leaveout")) / remote.folder
+        return Path(pooch.retrieve(remote.url, remote.known, fname=remote.name, path=cache))
+    except OSError as error:  # every failure of the network or of the disk
+        reason = f"could not be fetched from {remote.url} ({type(error).__name__})"
+    except ValueError:  # pooch's word for a wrong checksum
+        reason = f"has a wrong checksum as {remote.url} serves it"
+    raise InputError(
+        f"{remote.name} was not found and {reason}: put it into {roots()[0] / remote.folder}, "
+        f"or set LEAVEOUT_DATA to a directory that has it as {remote.folder}/{remote.name}."
+    )
+
+
+def read(path: Path) -> bytes:
+    """A file's content, decompressed as its suffix says."""
+    try:
+        return _DECOMPRESS.get(path.suffix, bytes)(path.read_bytes())
+    except _DAMAGED as error:
+        raise InputError(f"{path} cannot be read ({error}): replace it by the original or delete it.") from error
+
+
+def members(path: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
+    """The regular files in a tar archive; links and devices are passed over."""
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                file = archive.extractfile(member) if member.isfile() else None
+                if file is not None:
+                    yield PurePosixPath(member.name), file.read()
+    except _DAMAGED as error:
+        raise InputError(f"{path} cannot be read ({error}): replace it by the original or delete it.") from error
+
+
+def checked(content: bytes, sha256: str, path: Path) -> bytes:
+    """The content, if it is the original's."""
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise InputError(f"{path} differs from the original (sha256): replace it by the original or delete it.")
+    return content
+
+
+def original(remote: Remote, sha256: str) -> bytes:
+    """The decompressed content of one public file, found or fetched, and checked."""
+    path = find(remote.folder, *variants(remote.name.removesuffix(".gz"))) or download(remote)
+    return checked(read(path), sha256, path)

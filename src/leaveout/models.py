@@ -1,0 +1,106 @@
+"""The models of the experiments, by name, with PyTorch's default initialisation.
+
+A model of one output gives logits of shape (batch,), to go with `BCEWithLogitsLoss`; the others (batch, classes), to
+go with `CrossEntropyLoss`. No layer here mixes examples or draws random numbers, so per-example gradients are exact.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leaveout.errors import InputError
+
+
+class OneLogit(nn.Module):
+    """Drops the last axis, of size 1: (batch, 1) becomes (batch,)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits without their last axis."""
+        return x.squeeze(-1)
+
+
+def logistic(features: int) -> nn.Module:
+    """Logistic regression: ⟨w, x⟩ + b, one logit.
+
+    >>> logistic(62)(torch.zeros(5, 62)).shape
+    torch.Size([5])
+    """
+    return mlp(features, hidden=())
+
+
+def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1) -> nn.Module:
+    """A ReLU network on flat features, features-8-8-1 if nothing else is asked for.
+
+    >>> mlp(784, outputs=10)(torch.zeros(5, 784)).shape
+    torch.Size([5, 10])
+    """
+    sizes = [features, *hidden, outputs]
+    if min(sizes) < 1:
+        raise InputError(f"every layer needs at least one unit, but the sizes are {sizes}.")
+    layers: list[nn.Module] = []
+    for inputs, units in pairwise(sizes):
+        layers += [nn.Linear(inputs, units), nn.ReLU()]
+    layers[-1:] = [OneLogit()] if outputs == 1 else []  # no ReLU after the last layer
+    return nn.Sequential(*layers)
+
+
+def mnist_cnn() -> nn.Module:
+    """conv5(20)-pool-conv5(20)-pool-fc10 with ReLU, on (batch, 1, 28, 28)."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(20, 20, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(20 * 4 * 4, 10)),
+    )
+
+
+def cifar_cnn() -> nn.Module:
+    """Three blocks of two 3 x 3 convolutions (32, 32, 64, 64, 128, 128 channels), pool, fc10, on (batch, 3, 32, 32).
+
+    The experiments' original normalises each block's first convolution by BatchNorm. There an example's loss depends
+    on the rest of its batch, and no per-example gradient exists; GroupNorm takes its place here.
+    """
+    blocks: list[nn.Module] = []
+    for inputs, channels in ((3, 32), (32, 64), (64, 128)):
+        blocks += [nn.Conv2d(inputs, channels, 3, padding=1), nn.GroupNorm(8, channels), nn.ReLU()]
+        blocks += [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
+
+
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "logistic": logistic,
+    "mlp": mlp,
+    "mnist-cnn": mnist_cnn,
+    "cifar-cnn": cifar_cnn,
+}
+
+
+def names() -> tuple[str, ...]:
+    """The models that `build` knows.
+
+    >>> names()
+    ('logistic', 'mlp', 'mnist-cnn', 'cifar-cnn')
+    """
+    return tuple(_MODELS)
+
+
+def build(name: str, seed: int | None = None, **options: Any) -> nn.Module:
+    """A model by name; with a seed its initial weights are repeatable and the global random state is left alone.
+
+    >>> build("mlp", seed=0, features=62, hidden=(16,))(torch.zeros(5, 62)).shape
+    torch.Size([5])
+    """
+    if name not in _MODELS:
+        raise InputError(f"there is no model {name!r}; choose one of {', '.join(_MODELS)}.")
+    make = _MODELS[name]
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        raise InputError(f"the model {name!r} takes {inspect.signature(make)}, but {error}.") from error
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return make(**options)
