@@ -1,0 +1,22 @@
+"""Shared settings of the tests."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("leaveout", deadline=None, max_examples=30, derandomize=True)
+settings.load_profile("leaveout")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Two test processes share two cores; tiny tensors gain nothing from threads."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def pytest_report_header():
+    data = os.environ.get("LEAVEOUT_DATA")
+    return f"real data: {data}" if data else "real data: LEAVEOUT_DATA is not set, tests on real data are skipped"

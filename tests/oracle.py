@@ -1,0 +1,117 @@
+"""The slow known answers: dense Jacobians of training steps written out a second time, and plain retraining.
+
+Nothing here uses leaveout's own losses, steps, products or loops; only what a run recorded is read.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+class Oracle:
+    """A recorded run with its steps as functions of one flat state vector and the weights of all training examples."""
+
+    def __init__(self, run, model: nn.Module, loss, inputs: Tensor, targets: Tensor, l2: float = 0.0) -> None:
+        self.run, self.model, self.loss, self.inputs, self.targets, self.l2 = run, model, loss, inputs, targets, l2
+        self.names = list(run.rule.groups)
+        self.shapes = [run.manifest.shapes[name] for name in self.names]
+        self.p = sum(math.prod(shape) for shape in self.shapes)
+
+    def flat(self, state: dict) -> Tensor:
+        return torch.cat([state[slot][name].flatten() for slot in self.run.rule.slots for name in self.names])
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        sizes = [math.prod(shape) for shape in self.shapes]
+        return {n: part.reshape(s) for n, part, s in zip(self.names, vector.split(sizes), self.shapes, strict=True)}
+
+    def per_parameter(self, hypers: list[dict], key: str) -> Tensor:
+        """A hyperparameter spread over the flat parameter vector."""
+        values = [
+            torch.full((math.prod(shape),), hypers[self.run.rule.groups[name]][key], dtype=torch.float64)
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
+        return torch.cat(values)
+
+    def example_loss(self, theta: Tensor, k: int) -> Tensor:
+        output = functional_call(self.model, self.named(theta), (self.inputs[k : k + 1],))
+        return self.loss(output, self.targets[k : k + 1]) + 0.5 * self.l2 * theta.dot(theta)
+
+    def batch_gradient(self, theta: Tensor, weights: Tensor, ids: list[int]) -> Tensor:
+        total = sum(weights[k] * self.example_loss(theta, k) for k in ids) / len(ids)
+        return torch.autograd.grad(total, theta, create_graph=True)[0]
+
+    def step(self, i: int, state: Tensor, weights: Tensor) -> Tensor:
+        record = self.run.record(i)
+        theta = state[: self.p]
+        gradient = self.batch_gradient(theta, weights, record.ids.tolist())
+        get = lambda key: self.per_parameter(record.hypers, key)  # noqa: E731
+        lr, decay = get("lr"), get("weight_decay")
+        if self.run.rule.kind == "SGD":
+            d = gradient + decay * theta
+            if "momentum_buffer" not in self.run.rule.slots:
+                return theta - lr * d
+            mu, started = get("momentum"), get("started")
+            m = torch.where(started > 0, mu * state[self.p :] + (1 - get("dampening")) * d, d)
+            used = torch.where(get("nesterov") > 0, d + mu * m, m)
+            return torch.cat([theta - lr * used, m])
+        decoupled = self.run.rule.kind == "AdamW"
+        d = gradient if decoupled else gradient + decay * theta
+        start = theta * (1 - lr * decay) if decoupled else theta
+        b1, b2, t = get("beta1"), get("beta2"), get("step")
+        m = b1 * state[self.p : 2 * self.p] + (1 - b1) * d
+        v = b2 * state[2 * self.p :] + (1 - b2) * d * d
+        moved = start - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + get("eps"))
+        return torch.cat([moved, m, v])
+
+    def jacobian(self, i: int, state: Tensor, weights: Tensor) -> Tensor:
+        return torch.autograd.functional.jacobian(lambda s: self.step(i, s, weights), state)
+
+    def displacements(self, method: str, rows: list[list[int]]) -> Tensor:
+        """δ_N of every row (a list of left-out examples), by the recurrences with dense matrices."""
+        n = len(self.inputs)
+        ones = torch.ones(n, dtype=torch.float64)
+        moved: list[Tensor] = []
+        for row in rows:
+            without = ones.clone()
+            without[row] = 0
+            moved.append(self._displacement(method, ones, without, row))
+        return torch.stack(moved)[:, : self.p]
+
+    def _displacement(self, method: str, ones: Tensor, without: Tensor, row: list[int]) -> Tensor:
+        delta = torch.zeros(self.p * len(self.run.rule.slots), dtype=torch.float64)
+        for i in range(len(self.run)):
+            state = self.flat(self.run.state(i)).requires_grad_()
+            in_weights = torch.autograd.functional.jacobian(lambda w, s=state, i=i: self.step(i, s, w), ones)
+            gamma = -in_weights[:, row].sum(1)
+            if method == "tracin":
+                delta = delta + gamma
+            elif method == "sgdie":
+                delta = self.jacobian(i, state, ones) @ delta + gamma
+            elif method == "acc":
+                jump = (self.step(i, state, without) - self.step(i, state, ones)).detach()
+                delta = self.jacobian(i, state, without) @ delta + jump
+            else:
+                raise ValueError(method)
+        return delta.detach()
+
+    def retrained(self, row: list[int], weight: float = 0.0) -> Tensor:
+        """θ'_N: the run again from its start with the row's examples weighted."""
+        weights = torch.ones(len(self.inputs), dtype=torch.float64)
+        weights[row] = weight
+        state = self.flat(self.run.state(0))
+        for i in range(len(self.run)):
+            state = self.step(i, state.detach().requires_grad_(), weights).detach()
+        return state[: self.p]
+
+    def query_losses(self, theta: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        """One loss a query, without L2."""
+        return torch.stack(
+            [
+                self.loss(functional_call(self.model, self.named(theta), (inputs[k : k + 1],)), targets[k : k + 1])
+                for k in range(len(inputs))
+            ]
+        )

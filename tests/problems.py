@@ -1,0 +1,115 @@
+"""Small problems in float64 that the tests share: models, data, optimizers, and runs recorded from plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from oracle import Oracle
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+
+
+@dataclass(frozen=True)
+class Problem:
+    run: lo.Run
+    task: lo.Task
+    train: TensorDataset
+    query: TensorDataset
+    oracle: Oracle
+
+    @property
+    def n(self) -> int:
+        return len(self.train)
+
+
+def logistic() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).double()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)).double()
+
+
+def conv() -> nn.Module:
+    layers = (nn.Conv2d(1, 2, 2), nn.Softplus(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(2, 3))
+    return nn.Sequential(*layers).double()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], nn.Module, float]] = {
+    "logistic": (logistic, nn.BCEWithLogitsLoss(), 0.05),
+    "mlp": (mlp, nn.BCEWithLogitsLoss(), 0.0),
+    "conv": (conv, nn.CrossEntropyLoss(), 0.01),
+}
+
+
+def two_groups(model: nn.Module, **other) -> list[dict]:
+    """The biases in a group of their own, with other settings."""
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    return [{"params": weights}, {"params": biases, **other}]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda m: torch.optim.SGD(two_groups(m, lr=0.2), lr=0.3),
+    "decay": lambda m: torch.optim.SGD(two_groups(m, weight_decay=0.0), lr=0.3, weight_decay=0.1),
+    "momentum": lambda m: torch.optim.SGD(two_groups(m, momentum=0.5), lr=0.1, momentum=0.9, dampening=0.2),
+    "nesterov": lambda m: torch.optim.SGD(
+        two_groups(m, lr=0.05), lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.02
+    ),
+    "adam": lambda m: torch.optim.Adam(two_groups(m, lr=0.02), lr=0.05, betas=(0.8, 0.95), weight_decay=0.1),
+    "adamw": lambda m: torch.optim.AdamW(two_groups(m, betas=(0.5, 0.9)), lr=0.05, weight_decay=0.2),
+}
+
+
+def data_for(name: str, n: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    if name == "conv":
+        x = torch.randn(n, 1, 4, 4, dtype=torch.float64, generator=generator)
+        return TensorDataset(x, torch.randint(3, (n,), generator=generator))
+    x = torch.randn(n, 3, dtype=torch.float64, generator=generator)
+    noise = torch.randn(n, dtype=torch.float64, generator=generator)
+    return TensorDataset(x, (x.sum(1) + noise > 0).double())
+
+
+def shuffled(n: int, size: int, epochs: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [part.tolist() for _ in range(epochs) for part in torch.randperm(n, generator=generator).split(size)]
+
+
+def recorded(
+    path,
+    model_name: str = "mlp",
+    optimizer: str | Callable[[nn.Module], torch.optim.Optimizer] = "sgd",
+    *,
+    n: int = 6,
+    batches: list[list[int]] | None = None,
+    seed: int = 0,
+) -> Problem:
+    """A run from a plain loop with a schedule; by default three epochs of ragged batches."""
+    make, loss, l2 = MODELS[model_name]
+    torch.manual_seed(seed)
+    model = make()
+    train, query = data_for(model_name, n, seed), data_for(model_name, 4, seed + 1)
+    made = OPTIMIZERS[optimizer](model) if isinstance(optimizer, str) else optimizer(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.97)
+    recorder = lo.Recorder(path, model, made)
+    for ids in batches or shuffled(n, 4, 3):
+        made.zero_grad()
+        x, y = train.tensors[0][ids], train.tensors[1][ids]
+        penalty = 0.5 * l2 * sum(p.square().sum() for p in model.parameters())
+        (loss(model(x), y) + penalty).backward()
+        recorder.step(ids, [x, y])
+        made.step()
+        schedule.step()
+    run = recorder.finish()
+    task = lo.Task(model, loss, train, l2=l2)
+    return Problem(run, task, train, query, Oracle(run, model, loss, *train.tensors, l2=l2))
+
+
+def flat(scores: lo.Scores, names: list[str]) -> Tensor:
+    """Displacements of every row as one matrix, in the oracle's order."""
+    return torch.cat([scores.displacements[name].flatten(1) for name in names], dim=1)
