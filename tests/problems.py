@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from oracle import Oracle
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from oracle import Oracle
 
 
 @dataclass(frozen=True)

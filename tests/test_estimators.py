@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from problems import MODELS, OPTIMIZERS, flat, recorded, shuffled
 
 import leaveout as lo
+from problems import MODELS, OPTIMIZERS, flat, recorded, shuffled
 
 ESTIMATORS = {"tracin": lo.TracIn, "sgdie": lo.SGDIE, "acc": lo.ACC}
 

@@ -24,7 +24,12 @@ def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -
     >>> read(TensorDataset(torch.arange(4.0)), [2, 0])
     [tensor([2., 0.])]
     """
-    if collate is None and type(dataset) is TensorDataset:
+    # A data set of tensors is indexed at once, unless its class has its own way to read an example.
+    if (
+        collate is None
+        and isinstance(dataset, TensorDataset)
+        and type(dataset).__getitem__ is TensorDataset.__getitem__
+    ):
         index = torch.as_tensor(ids)
         return [tensor[index] for tensor in dataset.tensors]
     if collate is None and type(dataset) is Subset:
