@@ -45,9 +45,11 @@ class Oracle:
         return torch.autograd.grad(total, theta, create_graph=True)[0]
 
     def step(self, i: int, state: Tensor, weights: Tensor) -> Tensor:
+        return self.update(i, state, self.batch_gradient(state[: self.p], weights, self.run.record(i).ids.tolist()))
+
+    def update(self, i: int, state: Tensor, gradient: Tensor) -> Tensor:
         record = self.run.record(i)
         theta = state[: self.p]
-        gradient = self.batch_gradient(theta, weights, record.ids.tolist())
         get = lambda key: self.per_parameter(record.hypers, key)  # noqa: E731
         lr, decay = get("lr"), get("weight_decay")
         if self.run.rule.kind == "SGD":
@@ -97,6 +99,35 @@ class Oracle:
             else:
                 raise ValueError(method)
         return delta.detach()
+
+    def freely_corrected(self, query: Tensor, rows: list[list[int]]) -> Tensor:
+        """⟨query, δ⟩ for every row with SGD-IE's transport and gradients corrected by a curvature-free displacement."""
+        ones = torch.ones(len(self.inputs), dtype=torch.float64)
+        size = self.p * len(self.run.rule.slots)
+        moved = torch.zeros(len(rows), size, dtype=torch.float64)
+        free = torch.zeros(len(rows), size, dtype=torch.float64)
+        jacobian = torch.autograd.functional.jacobian
+        for i in range(len(self.run)):
+            ids = self.run.record(i).ids.tolist()
+            state = self.flat(self.run.state(i))
+            theta = state[: self.p]
+            gradient = self.batch_gradient(theta.clone().requires_grad_(), ones, ids).detach()
+            enter = jacobian(lambda g, s=state, i=i: self.update(i, s, g), gradient)
+            # The L2 term is the only curvature that the free displacement feels.
+            carry = jacobian(lambda s, g=gradient, i=i: self.update(i, s, g), state)
+            carry[:, : self.p] += self.l2 * enter
+            whole = self.jacobian(i, state.clone().requires_grad_(), ones)
+            for r, row in enumerate(rows):
+                read, plain = torch.zeros(self.p).double(), torch.zeros(self.p).double()
+                for k in ids:
+                    if k in row:
+                        gk = jacobian(lambda t, k=k: self.example_loss(t, k), theta)
+                        hk = torch.autograd.functional.hessian(lambda t, k=k: self.example_loss(t, k), theta)
+                        plain = plain + gk
+                        read = read + gk + hk @ free[r, : self.p]
+                moved[r] = whole @ moved[r] - enter @ read / len(ids)
+                free[r] = carry @ free[r] - enter @ plain / len(ids)
+        return moved[:, : self.p] @ query
 
     def retrained(self, row: list[int], weight: float = 0.0) -> Tensor:
         """θ'_N: the run again from its start with the row's examples weighted."""

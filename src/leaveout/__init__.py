@@ -1,6 +1,7 @@
 """Which training examples made your model what it is, and what would it be without them?"""
 
-from leaveout import metrics
+from leaveout import data, metrics
+from leaveout.carriers import Subspace
 from leaveout.errors import InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
 from leaveout.recorder import Recorder
@@ -26,9 +27,11 @@ __all__ = [
     "Run",
     "RunError",
     "Scores",
+    "Subspace",
     "Task",
     "TracIn",
     "UnsupportedError",
+    "data",
     "metrics",
     "open_run",
     "train",

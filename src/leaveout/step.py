@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +27,7 @@ from leaveout.vectors import (
     each,
     expand,
     gather_sums,
+    height,
     inner_rows,
     pullback,
     replace_rows,
@@ -38,52 +40,87 @@ Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
 """(row, position in the batch): the row leaves out the example at that position."""
 
 
-@dataclass(frozen=True)
-class GradientMap:
-    """The batch gradient at one state and its derivative: ``products(A)`` gives H·a and ⟨a, g_z⟩/|Z| for every a."""
+class Curvature(ABC):
+    """The batch gradient at one state and its derivative, made when it is first needed."""
 
-    gradient: Params
-    products: Callable[[Params], tuple[Params, Float[Tensor, "vectors batch"]]]
+    def __init__(self, task: Task, params: Params, batch: Batch, chunk: int | None = None) -> None:
+        self.task, self.params, self.batch, self.chunk = task, params, batch, chunk
+        like = next(iter(params.values()))
+        self.weights = like.new_ones(len(leaves(batch)[0]))
+
+    @property
+    def gradient(self) -> Params:
+        """ḡ(θ; w¹)."""
+        return self._pullback[0]
+
+    @cached_property
+    @abstractmethod
+    def _pullback(self) -> tuple[Params, Callable]:
+        """ḡ, and the map from a vector to what ``products`` gives for it."""
+
+    @abstractmethod
+    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+        """H·a and ⟨a, g_z⟩/|Z| for every vector a."""
 
 
-Curvature: TypeAlias = Callable[[Task, Params, Batch, int | None], GradientMap]
-
-
-def hessian(task: Task, params: Params, batch: Batch, chunk: int | None = None) -> GradientMap:
+class Hessian(Curvature):
     """The true curvature: the derivative of (θ, w) ↦ ḡ(θ; w), pulled back; both parts come from the same pass."""
-    gradient, pull = pullback(lambda p, w: task.gradient(p, w, batch), params, _ones(params, batch))
-    return GradientMap(gradient, task.over(pull, chunk=chunk))
+
+    @cached_property
+    def _pullback(self) -> tuple[Params, Callable]:
+        return pullback(lambda p, w: self.task.gradient(p, w, self.batch), self.params, self.weights)
+
+    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+        """H·a and ⟨a, g_z⟩/|Z| for every vector a; a single one goes without the gradient, which is quicker."""
+        if height(vectors) == 1 and self.task.abilities.forward and "_pullback" not in self.__dict__:
+            curved, reads = self.task.directional(self.params, self.batch, each(lambda t: t[0], vectors))
+            return each(lambda t: t[None], curved), reads[None]
+        return self.task.over(self._pullback[1], chunk=self.chunk)(vectors)
 
 
-def flat(task: Task, params: Params, batch: Batch, chunk: int | None = None) -> GradientMap:
+class Flat(Curvature):
     """No curvature: only the derivative in the weights."""
-    gradient, pull = pullback(lambda w: task.gradient(params, w, batch), _ones(params, batch))
-    reads = task.over(lambda vector: pull(vector)[0], chunk=chunk)
-    return GradientMap(gradient, lambda vectors: (each(torch.zeros_like, vectors), reads(vectors)))
+
+    @cached_property
+    def _pullback(self) -> tuple[Params, Callable]:
+        return pullback(lambda w: self.task.gradient(self.params, w, self.batch), self.weights)
+
+    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+        """Zero, and ⟨a, g_z⟩/|Z| for every vector a."""
+        reads = self.task.over(lambda vector: self._pullback[1](vector)[0], chunk=self.chunk)(vectors)
+        return each(torch.zeros_like, vectors), reads
 
 
-def _ones(params: Params, batch: Batch) -> Tensor:
-    like = next(iter(params.values()))
-    return torch.ones(len(leaves(batch)[0]), dtype=like.dtype, device=like.device)
+class Pulled(NamedTuple):
+    """A pulled-back stack of vectors: in the state, in the batch gradient, and in each example's weight."""
+
+    state: State
+    gradient: Params
+    weights: Float[Tensor, "vectors batch"]
 
 
 class LinearStep:
     """The derivative of one step at its recorded state: with every example, and with each row's examples left out.
 
-    ``after`` is the step computed again, F(s; w¹), to be compared with the recorded state.
+    ``after`` is the step computed again, F(s; w¹), to be compared with the recorded state; it takes a gradient where
+    nothing else does.
     """
 
-    def __init__(self, task: Task, rule: Rule, moment: Moment, curvature: Curvature, chunk: int | None = None) -> None:
-        self._task, self._rule, self._moment, self._chunk = task, rule, moment, chunk
+    def __init__(self, rule: Rule, moment: Moment, curvature: Curvature) -> None:
+        self._rule, self._moment, self._map = rule, moment, curvature
+        self._task, self._chunk = curvature.task, curvature.chunk
         self._hypers = moment.record.hypers
-        self._map = curvature(task, moment.before[PARAM], moment.batch, chunk)
-        self.after = rule.step(moment.before, self._map.gradient, self._hypers)
 
-    def pull(self, vectors: State) -> tuple[State, Float[Tensor, "vectors batch"]]:
-        """∂F(w¹)ᵀ·u in the state, and in each example's weight: (∂F/∂w_z)ᵀ·u."""
-        state, along = self._rule.cotangent(self._at(_height(vectors)), vectors, self._hypers)
+    @cached_property
+    def after(self) -> State:
+        """The step computed again."""
+        return self._rule.step(self._moment.before, self._map.gradient, self._hypers)
+
+    def pull(self, vectors: State) -> Pulled:
+        """∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight."""
+        state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self._hypers)
         curved, reads = self._map.products(along)
-        return _plus(state, curved), reads
+        return Pulled(_plus(state, curved), along, reads)
 
     def push(self, vectors: State, pairs: Pairs) -> State:
         """∂F(w¹)·δ + γ: SGD-IE's step, with the first-order effect of each row's examples."""
@@ -113,7 +150,7 @@ class LinearStep:
 
     def pull_corrected(self, vectors: State, pairs: Pairs) -> tuple[State, Float[Tensor, " rows"]]:
         """∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩."""
-        count = _height(vectors)
+        count = height(vectors[PARAM])
         read = next(iter(vectors[PARAM].values())).new_zeros(count)
         state, along = self._rule.cotangent(self._at(count), vectors, self._hypers)
         affected, gradient = self._left_out(pairs)
@@ -131,15 +168,17 @@ class LinearStep:
         return _plus(state, _subtract(curved, affected, own_curved)), read
 
     def _at(self, count: int) -> tuple[State, Params]:
-        return expand(self._moment.before, count), expand({PARAM: self._map.gradient}, count)[PARAM]
+        # A linear step has the same derivative everywhere, so that any gradient serves where none is at hand.
+        gradient = self._moment.before[PARAM] if self._rule.linear else self._map.gradient
+        return expand(self._moment.before, count), expand({PARAM: gradient}, count)[PARAM]
 
     def _tangent(self, state: State, gradient: Params) -> State:
-        return self._rule.tangent(self._at(_height(state)), (state, gradient), self._hypers)
+        return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self._hypers)
 
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
         """The recorded state with the batch gradient that lacks each row's examples."""
-        state, batch_gradient = self._at(len(next(iter(gradient.values()))))
-        return state, each(torch.sub, batch_gradient, gradient)
+        state, _ = self._at(height(gradient))
+        return state, each(torch.sub, expand({PARAM: self._map.gradient}, height(gradient))[PARAM], gradient)
 
     def _jump(self, own: tuple[State, Params]) -> State:
         """Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
@@ -175,10 +214,6 @@ class LinearStep:
     def _mean(self, terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
         size = len(self._moment.record.ids)
         return each(lambda tensor: tensor / size, gather_sums(terms, local, count))
-
-
-def _height(stack: State) -> int:
-    return len(next(iter(stack[PARAM].values())))
 
 
 def _plus(state: State, params: Params) -> State:

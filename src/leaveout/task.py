@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 
@@ -65,7 +65,7 @@ class Task:
         problems = module_problems(model)
         if not problems:
             # What the modules' types do not show, a trial on the first examples does.
-            problems, self.vectorised = trial_problems(self)
+            problems, self.abilities = trial_problems(self)
         if problems:
             raise UnsupportedError("This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -123,16 +123,35 @@ class Task:
     def example_products(
         self, params: Params, examples: Batch, vectors: Params, chunk: int | None = None
     ) -> tuple[Params, Params]:
-        """g(z_j, θ) and H(z_j, θ)·v_j for examples j, each with a vector of its own, in one pass.
+        """g(z_j, θ) and H(z_j, θ)·v_j for examples j, each with a vector of its own or all with one, in one pass.
 
-        The primal of the per-example ``vjp(grad)`` is the gradient itself.
+        The primal of the per-example derivative of the gradient is the gradient itself.
         """
+        shared = next(iter(vectors.values())).ndim == next(iter(params.values())).ndim
 
         def one(example: Batch, vector: Params) -> tuple[Params, Params]:
-            gradient, pull = pullback(lambda p: grad(self.example_loss)(p, example), params)
-            return gradient, pull(vector)[0]
+            def gradient(p: Params) -> Params:
+                return grad(self.example_loss)(p, example)
 
-        return self.over(one, chunk=chunk)(examples, vectors)
+            if self.abilities.forward:
+                both = jvp(gradient, (params,), (vector,))
+                return both[0], both[1]
+            value, pull = pullback(gradient, params)
+            return value, pull(vector)[0]
+
+        return self.over(one, (0, None) if shared else 0, chunk)(examples, vectors)
+
+    def directional(self, params: Params, batch: Batch, vector: Params) -> tuple[Params, Float[Tensor, " batch"]]:
+        """H(Z)·v and ⟨v, g_z⟩/|Z| for one vector: the derivative of the losses along v, and its gradient.
+
+        Neither the gradient nor any per-example gradient is formed.
+        """
+
+        def along(p: Params) -> tuple[Tensor, Tensor]:
+            slope = jvp(lambda q: self.losses(q, batch), (p,), (vector,))[1] / len(batches.leaves(batch)[0])
+            return slope.sum(), slope
+
+        return grad(along, has_aux=True)(params)
 
     def footprint(self, params: Params, batch: Batch) -> int:
         """Bytes that one forward pass keeps for its backward pass."""
@@ -149,7 +168,7 @@ class Task:
 
     def over(self, function: Callable, in_dims: Any = 0, chunk: int | None = None) -> Callable:
         """``vmap``, or a plain loop where the model has an operation that ``vmap`` cannot batch."""
-        return vmap(function, in_dims, chunk_size=chunk) if self.vectorised else looped(function, in_dims)
+        return vmap(function, in_dims, chunk_size=chunk) if self.abilities.vmap else looped(function, in_dims)
 
 
 class _Bound(nn.Module):

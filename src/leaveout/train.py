@@ -95,7 +95,7 @@ def _faster(task: Task, params: Params, weights: Tensor, moment: Moment) -> Call
     """The quicker of two ways to take many models' gradients: all at once, or one after the other."""
     dims = (0, 0, None)
     single = looped(task.gradient, dims)
-    if not task.vectorised or len(weights) == 1:
+    if not task.abilities.vmap or len(weights) == 1:
         return single
     together = vmap(task.gradient, dims)
     few = min(2, len(weights))

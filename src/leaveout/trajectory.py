@@ -18,6 +18,8 @@ from leaveout.vectors import PARAM, State, norm
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
 
+CHECK_EVERY = 16
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -67,6 +69,14 @@ class Trajectory:
         for index in reversed(range(len(self))):
             before, after = self._place(self.run.state(index)), before
             yield self._moment(index, before, after)
+
+    def moment(self, index: int) -> Moment:
+        """One step."""
+        return self._moment(index, self._place(self.run.state(index)), self._place(self.run.state(index + 1)))
+
+    def due(self, moment: Moment) -> bool:
+        """Whether this is one of the steps that are computed again even where that costs a gradient of its own."""
+        return moment.record.index % CHECK_EVERY == 0 or moment.record.index == len(self) - 1
 
     def _place(self, state: State) -> State:
         device = self.task.device

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from leaveout.members import Members
 from leaveout.resources import Cost, Resources
-from leaveout.step import LinearStep, flat, hessian
+from leaveout.step import Flat, Hessian, LinearStep, Pulled
 from leaveout.trajectory import Moment, Trajectory, check_step
-from leaveout.vectors import PARAM, Params, State, each, embed, zeros
+from leaveout.vectors import PARAM, Params, State, each, embed, height, zeros
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sweep:
         moved = zeros(self.trajectory.initial(), len(members))
         chunk = self.chunk(len(members))
         for moment in self._track(self.trajectory.forward(), "forward"):
-            step = self._step(moment, chunk)
+            step = self._step(moment, chunk, len(members))
             pairs = members.pairs(moment.record.ids)
             self._count(moment, len(members), len(pairs[0]))
             if not self.curved:
@@ -58,7 +58,7 @@ class Sweep:
     def inner_products(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
         """⟨u_q, δ_r⟩ for every row and query vector, backward."""
         if self.corrected:
-            columns = [self._private(members, {n: t[i] for n, t in queries.items()}) for i in range(_height(queries))]
+            columns = [self._private(members, {n: t[i] for n, t in queries.items()}) for i in range(height(queries))]
             return torch.stack(columns, dim=1)
         return self._shared(members, queries)
 
@@ -66,20 +66,24 @@ class Sweep:
         """How many vectors go through a product at a time."""
         return self.resources.chunk(vector_bytes(self.trajectory), count)
 
-    def _shared(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
-        """One vector a query serves all rows: −(∂F/∂w_k)ᵀu is added to k's row at each of its occurrences."""
+    def pulled(self, queries: Params) -> Iterator[tuple[Moment, Pulled]]:
+        """The query vectors on their way back: each step, from the last, with what reaches it."""
         vectors = embed(queries, self.trajectory.final())
-        count = _height(queries)
-        totals = next(iter(queries.values())).new_zeros((len(members), count))
+        count = height(queries)
         chunk = self.chunk(count)
         for moment in self._track(self.trajectory.backward(), "backward"):
-            step = self._step(moment, chunk)
-            row, position = members.pairs(moment.record.ids)
             self._count(moment, count, 0)
-            carried, reads = step.pull(vectors)
-            totals.index_add_(0, row, reads[:, position].T, alpha=-1)
+            pulled = self._step(moment, chunk, count).pull(vectors)
             if self.curved:
-                vectors = carried
+                vectors = pulled.state
+            yield moment, pulled
+
+    def _shared(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
+        """One vector a query serves all rows: −(∂F/∂w_k)ᵀu is added to k's row at each of its occurrences."""
+        totals = next(iter(queries.values())).new_zeros((len(members), height(queries)))
+        for moment, pulled in self.pulled(queries):
+            row, position = members.pairs(moment.record.ids)
+            totals.index_add_(0, row, pulled.weights[:, position].T, alpha=-1)
         return totals
 
     def _private(self, members: Members, query: Params) -> Float[Tensor, " rows"]:
@@ -90,17 +94,21 @@ class Sweep:
         total = next(iter(query.values())).new_zeros(count)
         chunk = self.chunk(count)
         for moment in self._track(self.trajectory.backward(), "backward"):
-            step = self._step(moment, chunk)
+            step = self._step(moment, chunk, count)
             pairs = members.pairs(moment.record.ids)
             self._count(moment, count, len(pairs[0]))
             vectors, read = step.pull_corrected(vectors, pairs)
             total += read
         return total
 
-    def _step(self, moment: Moment, chunk: int) -> LinearStep:
-        curvature = hessian if self.curved else flat
-        step = LinearStep(self.trajectory.task, self.trajectory.rule, moment, curvature, chunk)
-        check_step(moment, step.after)
+    def _step(self, moment: Moment, chunk: int, vectors: int) -> LinearStep:
+        kind = Hessian if self.curved else Flat
+        step = LinearStep(
+            self.trajectory.rule, moment, kind(self.trajectory.task, moment.before[PARAM], moment.batch, chunk)
+        )
+        # A single vector of a linear step goes without the gradient; then only some steps are computed again.
+        if vectors > 1 or not self.curved or not self.trajectory.rule.linear or self.trajectory.due(moment):
+            check_step(moment, step.after)
         return step
 
     def _count(self, moment: Moment, vectors: int, pairs: int) -> None:
@@ -119,7 +127,3 @@ def vector_bytes(trajectory: Trajectory) -> int:
     params = trajectory.initial()[PARAM]
     held = task.footprint(params, task.read(record.ids.tolist()))
     return 4 * held + 4 * sum(tensor.numel() * tensor.element_size() for tensor in params.values())
-
-
-def _height(stack: Params) -> int:
-    return len(next(iter(stack.values())))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
 from leaveout import batches
 from leaveout.errors import InputError
@@ -50,20 +50,28 @@ def _module_problem(name: str, module: nn.Module) -> str | None:
     return None
 
 
-def trial_problems(task: Task) -> tuple[list[str], bool]:
-    """Problems that show on the first examples, and whether the model can be vmapped."""
+class Abilities(NamedTuple):
+    """Which of PyTorch's transforms the model's operations support; without them the work is done more slowly."""
+
+    vmap: bool = False
+    forward: bool = False
+
+
+def trial_problems(task: Task) -> tuple[list[str], Abilities]:
+    """Problems that show on the first examples, and what the model's operations support."""
+    none = Abilities()
     ids = list(range(min(TRIAL, task.size)))
     batch = task.read(ids)
     if batches.fingerprint(batch) != batches.fingerprint(task.read(ids)):
         return [
             "the training set gives something else each time it is read (random augmentation?); "
             "make it return the same example for the same number"
-        ], False
+        ], none
     if problem := _structure_problem(batch, len(ids)):
-        return [problem], False
+        return [problem], none
     params = {name: param.detach() for name, param in task.parameters().items()}
     if not params:
-        return ["no parameter of the model is trained; set requires_grad=True on those that should be"], False
+        return ["no parameter of the model is trained; set requires_grad=True on those that should be"], none
     buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
     rng = torch.get_rng_state()
     try:
@@ -72,13 +80,13 @@ def trial_problems(task: Task) -> tuple[list[str], bool]:
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is passed on in words
-        return [f"the model or the loss fails on the first training examples: {_line(error)}"], False
+        return [f"the model or the loss fails on the first training examples: {_line(error)}"], none
     problems = _side_effects(task.model, buffers, rng)
     if problems:
-        return problems, False
+        return problems, none
     if problem := _loss_problem(task, params, batch, losses):
-        return [problem], False
-    return [], _can_vmap(task, params, batch)
+        return [problem], none
+    return [], _abilities(task, params, batch)
 
 
 def _line(error: Exception) -> str:
@@ -135,15 +143,23 @@ def _example(batch: Any, i: int) -> Any:
     return batches.map_leaves(lambda leaf: leaf[i], batch)
 
 
-def _can_vmap(task: Task, params: dict[str, Tensor], batch: Any) -> bool:
-    """Whether per-example second derivatives go through ``vmap``; some operations have no batching rule."""
+def _abilities(task: Task, params: dict[str, Tensor], batch: Any) -> Abilities:
+    """Second derivatives are tried with ``vmap``, and in forward mode; some operations have no rule for one of them."""
 
-    def product(example: Any) -> dict[str, Tensor]:
+    def pulled(example: Any) -> dict[str, Tensor]:
         _, pull = pullback(lambda p: grad(task.example_loss)(p, example), params)
         return pull(params)[0]
 
+    def pushed(example: Any) -> Any:
+        return jvp(lambda p: grad(task.example_loss)(p, example), (params,), (params,))
+
+    vectorised = _works(vmap(pulled), batch)
+    return Abilities(vectorised, vectorised and _works(vmap(pushed), batch))
+
+
+def _works(function: Any, batch: Any) -> bool:
     try:
-        vmap(product)(batch)
+        function(batch)
     except (RuntimeError, NotImplementedError):
         return False
     return True

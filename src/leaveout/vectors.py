@@ -41,6 +41,11 @@ def sum_of(terms: Iterator[Tensor]) -> Tensor:
     return total
 
 
+def height(stack: Params) -> int:
+    """How many vectors a stack holds."""
+    return len(next(iter(stack.values())))
+
+
 def each(function: Callable[..., Tensor], *trees: Params) -> Params:
     """The same tensor function for every parameter."""
     return {name: function(*(tree[name] for tree in trees)) for name in trees[0]}

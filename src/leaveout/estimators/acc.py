@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from leaveout.carriers import Subspace
+from leaveout.corrected import Correction, Products
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, swept
-from leaveout.readout import readout_of
-from leaveout.vectors import Params
+from leaveout.readout import Projected, readout_of
+from leaveout.vectors import Params, height
 
 
 @dataclass(frozen=True)
@@ -20,27 +22,63 @@ class ACC(Estimator):
     once an example is out, its curvature is out too. Linear in δ but not in the example's weight; exact wherever the
     loss is quadratic. Equivalently, SGD-IE with ``g(z_k) + H(z_k)·δ_k`` read in place of ``g(z_k)``.
 
-    Cost of the exact transport: one Hessian-vector product a step and example.
+    Cost: free transport, one Hessian-vector product a step for one query and one more than there are query vectors
+    otherwise, whatever the number of examples; exact transport, one a step and example.
 
     Args:
-        transport: how δ gets from one occurrence to the next; ``"exact"``.
-        readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
-        direction: ``"forward"``, ``"backward"``, or the cheaper one.
+        transport: how δ gets from one occurrence to the next: ``"free"`` (without curvature), ``Subspace(rank)``
+            (with curvature in the most curved directions), or ``"exact"``.
+        readout: ``"linear"``, ``"outputs"``, or, with exact transport, ``"exact"``.
+        sketch: keep what is remembered of each example in a random projection of this width (free transport, one
+            query); by default it is kept whole, on disk where memory does not hold it.
+        direction: ``"forward"`` carries displacements (with a cheap transport: the corrected-gradient order),
+            ``"backward"`` a remainder a row (the remainder order, one query at a time); ``"auto"`` takes the cheaper.
     """
 
-    transport: str = "exact"
+    transport: str | Subspace = "free"
     readout: str = "linear"
+    sketch: int | None = None
     direction: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.transport != "exact":
-            raise InputError(f"transport={self.transport!r} is unknown: use 'exact'.")
+        if self.transport not in ("free", "exact") and not isinstance(self.transport, Subspace):
+            raise InputError(f"transport={self.transport!r} is unknown: use 'free', 'exact' or Subspace(rank=8).")
+        if self.sketch is not None and (self.transport != "free" or self.direction == "forward" or self.sketch < 1):
+            raise InputError("sketch takes a positive width, with transport='free' and without direction='forward'.")
 
     @property
     def name(self) -> str:
         """The method's name."""
-        return f"ACC({self.transport})"
+        if isinstance(self.transport, Subspace):
+            return f"ACC(subspace {self.transport.rank})"
+        return f"ACC({self.transport})" if self.sketch is None else f"ACC({self.transport}, sketch {self.sketch})"
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        sweep = request.sweep(curved=True, corrected=True)
-        return swept(request, readout_of(self.readout), self.direction, sweep)
+        if self.transport == "exact":
+            sweep = request.sweep(curved=True, corrected=True)
+            return swept(request, readout_of(self.readout), self.direction, sweep)
+        products = self.products(request)
+        return self._readout(request).of_products(request.query, products.corrected), None
+
+    def _readout(self, request: Request) -> Projected:
+        readout = readout_of(self.readout)
+        if request.displacements or not isinstance(readout, Projected):
+            raise InputError(
+                f"Displacements and the exact readout need each example's final displacement, which {self.name} does "
+                "not have: use transport='exact', or readout='outputs'."
+            )
+        return readout
+
+    def products(self, request: Request) -> Products:
+        """SGD-IE's and ACC's inner products from one cheap sweep, in the cheaper order."""
+        vectors = self._readout(request).vectors(request.query)
+        correction = Correction(request.trajectory, request.members, request.resources, request.cost)
+        free = not isinstance(self.transport, Subspace)
+        if self.direction not in ("auto", "forward", "backward"):
+            raise InputError(f"direction={self.direction!r} is unknown: use 'auto', 'forward' or 'backward'.")
+        if self.direction == "backward" and not free:
+            raise InputError("Subspace transport goes forward: leave direction at 'auto'.")
+        alone = self.sketch is not None or height(vectors) == 1
+        if free and (self.direction == "backward" or (self.direction == "auto" and alone)):
+            return correction.remainders(vectors, self.sketch)
+        return correction.corrected_gradient(vectors, None if free else self.transport)  # type: ignore[arg-type]

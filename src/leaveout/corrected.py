@@ -1,0 +1,162 @@
+"""ACC at the price of SGD-IE: the shared backward sweep, and each row's correction by a cheap transport.
+
+With u the shared vector of SGD-IE and ``a_i = (∂O/∂g)ᵀ u_{i+1}`` its part for the batch gradient, ACC's score is
+
+    score_r = −Σ_i (1/|Z_i|) Σ_{z ∈ r∩Z_i} ⟨a_i, g(z) + H(z)·δ_r⟩
+
+so that all there is to do for a row is to carry its δ_r from one occurrence to the next. Two orders of the same sum:
+
+*remainder*, backward, for one query: a remainder e_r travels instead of δ_r, ``e_r ← Cᵀ e_r − (1/|Z|) H(z)·a``, and
+``⟨bᵀ e_r, g(z)⟩`` is read; the products H(z)·a also average to H(Z)·a, which u needs anyway.
+*corrected gradient*, for many queries: a backward sweep keeps every a_i; then δ_r travels forward and is read with
+all of them. The products H(z)·δ_r do not depend on the query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from leaveout.carriers import Carrier, Free, Subspace, SubspaceCarrier, place
+from leaveout.coasting import Coasting, Drift, Layout, drift, sketch
+from leaveout.errors import UnsupportedError
+from leaveout.members import Members
+from leaveout.resources import Cost, Resources
+from leaveout.subspace import top_directions
+from leaveout.trajectory import Moment, Trajectory, check_step
+from leaveout.transport import Sweep, vector_bytes
+from leaveout.vectors import PARAM, Params, each, embed, expand, height, nbytes
+
+
+@dataclass(frozen=True)
+class Products:
+    """What one sweep gives for every row and query vector: SGD-IE's inner products, and ACC's."""
+
+    plain: Float[Tensor, "rows queries"]
+    corrected: Float[Tensor, "rows queries"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A run, who is left out of it, and what may be used."""
+
+    trajectory: Trajectory
+    members: Members
+    resources: Resources
+    cost: Cost
+
+    def __post_init__(self) -> None:
+        if not self.trajectory.rule.linear:
+            raise UnsupportedError(
+                f"Cheap transports need a step that is linear in the gradient, which {self.trajectory.rule.kind}'s is "
+                "not: use ACC(transport='exact') or Replay() for few examples, SGDIE() for many."
+            )
+
+    def remainders(self, queries: Params, width: int | None = None) -> Products:
+        """Both scores for every query vector, a sweep each."""
+        parts = [self.remainder(each(lambda t, i=i: t[i : i + 1], queries), width) for i in range(height(queries))]
+        return _side_by_side(parts)
+
+    def remainder(self, query: Params, width: int | None = None) -> Products:
+        """Both scores for one query vector, in one backward sweep; ``width`` keeps the remainders in a sketch."""
+        task, rule, final = self.trajectory.task, self.trajectory.rule, self.trajectory.final()
+        layout = Layout(rule, final[PARAM])
+        like = next(iter(final[PARAM].values()))
+        project = sketch(layout, width, like) if width else None
+        held = place(len(self.members), rule, layout.group if project is None else project.group, like, self.resources)
+        vectors = embed(query, final)
+        plain = like.new_zeros(len(self.members))
+        extra = torch.zeros_like(plain)
+        for moment in self.resources.track(self.trajectory.backward(), len(self.trajectory), "backward"):
+            size = len(moment.record.ids)
+            row, position = self.members.pairs(moment.record.ids)
+            at = expand(moment.before, 1)
+            state, along = rule.cotangent((at, at[PARAM]), vectors, moment.record.hypers)
+            gradients, curved = task.example_products(
+                moment.before[PARAM], moment.batch, each(lambda t: t[0], along), self._chunk(moment)
+            )
+            self.cost.gradients += 1
+            self.cost.hvps += 1
+            self._check(moment, gradients)
+            mean = each(lambda t: t.mean(0, keepdim=True), curved)
+            vectors = {**state, PARAM: each(torch.add, state[PARAM], mean)}
+            flat, bent = layout.flatten(gradients), layout.flatten(curved)
+            plain.index_add_(0, row, (flat @ layout.flatten(along)[0])[position], alpha=-1 / size)
+            if project is not None:
+                flat, bent = project(flat), project(bent)
+            step = drift(rule, moment.record.hypers, task.l2, like)
+            extra.index_add_(0, row, _read(held, step, row, flat[position]), alpha=-1 / size)
+            held.advance(step.carry.mT)
+            held.add(row, bent[position, None] / -size)
+        return Products(plain[:, None], (plain + extra)[:, None])
+
+    def corrected_gradient(self, queries: Params, transport: Subspace | None = None) -> Products:
+        """Both scores for every query vector: as many at a time as the budget holds a vector a step for."""
+        width = sum(tensor[0].numel() * tensor.element_size() for tensor in queries.values())
+        chunk = self.resources.chunk(2 * width * len(self.trajectory), height(queries))
+        parts = [
+            self._corrected_gradient(each(lambda t, i=i: t[i : i + chunk], queries), transport)
+            for i in range(0, height(queries), chunk)
+        ]
+        return _side_by_side(parts)
+
+    def _corrected_gradient(self, queries: Params, transport: Subspace | None) -> Products:
+        sweep = Sweep(self.trajectory, self.resources, self.cost)
+        layout = Layout(self.trajectory.rule, each(lambda t: t[0], queries))
+        like = next(iter(queries.values()))
+        plain = like.new_zeros((len(self.members), height(queries)))
+        reached = like.new_empty((len(self.trajectory), height(queries), layout.width))
+        for moment, pulled in sweep.pulled(queries):
+            row, position = self.members.pairs(moment.record.ids)
+            plain.index_add_(0, row, pulled.weights[:, position].T, alpha=-1)
+            reached[moment.record.index] = layout.flatten(pulled.gradient)
+        extra = torch.zeros_like(plain)
+        carrier = self._carrier(layout, transport, like)
+        for moment in self.resources.track(self.trajectory.forward(), len(self.trajectory), "forward"):
+            row, position = self.members.pairs(moment.record.ids)
+            if not len(row):
+                carrier.advance(moment)
+                continue
+            curved = carrier.step(moment, row, position, self._chunk(moment))
+            self.cost.gradients += 1
+            self.cost.hvps += carrier.products
+            extra.index_add_(0, row, curved @ reached[moment.record.index].T, alpha=-1 / len(moment.record.ids))
+        return Products(plain, plain + extra)
+
+    def _carrier(self, layout: Layout, transport: Subspace | None, like: Tensor) -> Carrier:
+        free = Free(self.trajectory, layout, len(self.members), self.resources, like)
+        if transport is None:
+            return free
+        rank = min(transport.rank, layout.width)
+        return SubspaceCarrier(self.trajectory, layout, free, top_directions(self.trajectory, layout, rank, self.cost))
+
+    def _chunk(self, moment: Moment) -> int:
+        """Examples of a batch that go through a product at a time."""
+        return self.resources.chunk(self._example_bytes, len(moment.record.ids))
+
+    @cached_property
+    def _example_bytes(self) -> int:
+        return vector_bytes(self.trajectory) // len(self.trajectory.run.record(0).ids) + 8 * nbytes(
+            {PARAM: self.trajectory.initial()[PARAM]}
+        )
+
+    def _check(self, moment: Moment, gradients: Params) -> None:
+        after = self.trajectory.rule.step(moment.before, each(lambda t: t.mean(0), gradients), moment.record.hypers)
+        check_step(moment, after)
+
+
+def _side_by_side(parts: list[Products]) -> Products:
+    plain = torch.cat([part.plain for part in parts], dim=1)
+    return Products(plain, torch.cat([part.corrected for part in parts], dim=1))
+
+
+def _read(
+    held: Coasting, step: Drift, row: Int[Tensor, " pairs"], gradients: Float[Tensor, "pairs width"]
+) -> Float[Tensor, " pairs"]:
+    """⟨bᵀ e_r, g(z)⟩ for every pair."""
+    weights = step.enter[held.group].T  # slots x width
+    return torch.einsum("psw,sw,pw->p", held.now(row), weights, gradients)
