@@ -74,31 +74,29 @@ class Oracle:
 
     def displacements(self, method: str, rows: list[list[int]]) -> Tensor:
         """δ_N of every row (a list of left-out examples), by the recurrences with dense matrices."""
-        n = len(self.inputs)
-        ones = torch.ones(n, dtype=torch.float64)
-        moved: list[Tensor] = []
-        for row in rows:
-            without = ones.clone()
-            without[row] = 0
-            moved.append(self._displacement(method, ones, without, row))
-        return torch.stack(moved)[:, : self.p]
-
-    def _displacement(self, method: str, ones: Tensor, without: Tensor, row: list[int]) -> Tensor:
-        delta = torch.zeros(self.p * len(self.run.rule.slots), dtype=torch.float64)
+        ones = torch.ones(len(self.inputs), dtype=torch.float64)
+        moved = [torch.zeros(self.p * len(self.run.rule.slots), dtype=torch.float64) for _ in rows]
         for i in range(len(self.run)):
             state = self.flat(self.run.state(i)).requires_grad_()
             in_weights = torch.autograd.functional.jacobian(lambda w, s=state, i=i: self.step(i, s, w), ones)
-            gamma = -in_weights[:, row].sum(1)
-            if method == "tracin":
-                delta = delta + gamma
-            elif method == "sgdie":
-                delta = self.jacobian(i, state, ones) @ delta + gamma
-            elif method == "acc":
-                jump = (self.step(i, state, without) - self.step(i, state, ones)).detach()
-                delta = self.jacobian(i, state, without) @ delta + jump
-            else:
-                raise ValueError(method)
-        return delta.detach()
+            whole = self.jacobian(i, state, ones)
+            after = self.step(i, state, ones).detach()
+            for r, row in enumerate(rows):
+                gamma = -in_weights[:, row].sum(1)
+                if method == "tracin":
+                    moved[r] = moved[r] + gamma
+                elif method == "sgdie":
+                    moved[r] = whole @ moved[r] + gamma
+                elif method == "acc" and not set(row) & set(self.run.record(i).ids.tolist()):
+                    moved[r] = whole @ moved[r]
+                elif method == "acc":
+                    without = ones.clone()
+                    without[row] = 0
+                    jump = self.step(i, state, without).detach() - after
+                    moved[r] = self.jacobian(i, state, without) @ moved[r] + jump
+                else:
+                    raise ValueError(method)
+        return torch.stack(moved)[:, : self.p].detach()
 
     def freely_corrected(self, query: Tensor, rows: list[list[int]]) -> Tensor:
         """⟨query, δ⟩ for every row with SGD-IE's transport and gradients corrected by a curvature-free displacement."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from leaveout.errors import InputError
 
@@ -39,6 +39,10 @@ def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -
 
 def size(dataset: Dataset) -> int:
     """How many examples a data set holds."""
+    if isinstance(dataset, IterableDataset):
+        raise InputError(
+            f"{type(dataset).__name__} is an IterableDataset, whose examples have no numbers: use a map-style Dataset."
+        )
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError:
@@ -86,7 +90,7 @@ def _leaf_fingerprint(leaf: Any) -> tuple[int, int]:
         return checksum, checksum
     kind = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
     data = leaf.detach().cpu()
-    data = data.reshape(len(data) if data.ndim else 1, -1).contiguous()
+    data = data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1).contiguous()
     checksums = [zlib.crc32(row) for row in data.view(torch.uint8).numpy()] if data.numel() else []
     unordered = kind
     for checksum in checksums:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Int
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from leaveout.errors import InputError
 
-Groups: TypeAlias = Mapping[str, Sequence[int]] | Sequence[Sequence[int]]
+Groups: TypeAlias = Mapping[Any, Sequence[int]] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Gro
         return Members(tuple(chosen), tuple((i,) for i in chosen))
     if ids is not None:
         raise InputError("Both ids and groups were given: give one of them.")
-    named = dict(groups) if isinstance(groups, Mapping) else {str(i): group for i, group in enumerate(groups)}
+    items = groups.items() if isinstance(groups, Mapping) else enumerate(groups)
+    named = {str(name): group for name, group in items}  # names are strings; numbers are single examples
     if not named:
         raise InputError("groups is empty: give at least one group of example numbers.")
     for name, group in named.items():
@@ -81,6 +82,10 @@ def _check(ids: Sequence[int], size: int, what: str) -> None:
     if len(ids) == 0:
         raise InputError(f"{what} is empty: name at least one example.")
     for i in ids:
+        if isinstance(i, bool) or int(i) != i or str(getattr(i, "dtype", "")).endswith("bool"):
+            raise InputError(
+                f"{what} holds {i}: name its members by example numbers (of a mask, those where it is true)."
+            )
         if not 0 <= int(i) < size:
             raise InputError(
                 f"Example {int(i)} in {what} does not exist: the training set has numbers 0 to {size - 1}."

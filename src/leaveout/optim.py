@@ -128,6 +128,7 @@ class Rule:
 def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
     """The rule of a ``torch.optim`` optimizer, or a refusal that lists every reason."""
     kind = type(optimizer).__name__
+    decoupled = {group.get("decoupled_weight_decay") for group in optimizer.param_groups}
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise UnsupportedError(
             f"The optimizer {kind} cannot be replayed exactly: train with torch.optim.SGD, Adam or AdamW."
@@ -154,6 +155,8 @@ def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
         f"parameter {name!r} needs gradients but is in no group; give it to the optimizer or freeze it"
         for name in missing
     ]
+    if type(optimizer) is torch.optim.Adam and len(decoupled) > 1:
+        problems.append("some of its groups have decoupled_weight_decay=True and some not; set it alike for all")
     if not groups:
         problems.append("no parameter of the model is trained; set requires_grad=True on those that should be")
     if problems:
@@ -164,4 +167,6 @@ def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
     else:
         slots = (PARAM, "exp_avg", "exp_avg_sq")
     order = [name for name, _ in model.named_parameters() if name in groups]
+    # torch's AdamW is its Adam with this flag.
+    kind = "AdamW" if kind == "Adam" and decoupled == {True} else kind
     return Rule(kind, {name: groups[name] for name in order}, slots)

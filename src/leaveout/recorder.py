@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,9 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from leaveout import batches
 from leaveout.errors import InputError, RunError, UnsupportedError
 from leaveout.optim import Hyper, Rule, rule_of
+from leaveout.resources import parse_bytes
 from leaveout.store import Manifest, Record, Run, Writer, open_run
 from leaveout.validate import module_problems
-from leaveout.vectors import PARAM, State
+from leaveout.vectors import PARAM, State, nbytes
 
 
 class Recorder:
@@ -29,13 +29,26 @@ class Recorder:
         path: a new directory for the run.
         model: any ``nn.Module``.
         optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW`` over its parameters.
+        keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them while they
+            fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
+            again when they are needed, from the recorded batches.
+        disk: the budget of ``"auto"``.
 
     Every ``optimizer.step()`` is one step of the run; its batch is the last one that ``watch`` gave, or the ids that
     ``step`` was told.
     """
 
-    def __init__(self, path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep: str | int = "auto",
+        disk: str | int = "2GB",
+    ) -> None:
         rule = rule_of(optimizer, model)
+        self._keep = Keep(keep, parse_bytes(disk))
         _check_modules(model)
         self._rule = rule
         self._model = model
@@ -45,6 +58,7 @@ class Recorder:
         self._pending: list[tuple[Tensor, list[tuple[int, int]]]] = []
         self._hypers: list[Hyper] = []
         self._steps = 0
+        self._cut = False
         self._epoch = -1
         self._train_size: int | None = None
         self._twins: dict[int, tuple[DataLoader, DataLoader, deque[list[int]]]] = {}
@@ -75,7 +89,11 @@ class Recorder:
         The gradient must be that of the mean loss over exactly these examples; an accumulated one is, if every
         micro-batch's ids are given here together and the losses were averaged over all of them.
         """
-        ids = torch.as_tensor(ids, dtype=torch.int64).cpu().clone()
+        ids = torch.as_tensor(ids).cpu().clone()
+        if len(ids.shape) == 1 and len(ids) and (ids.dtype.is_floating_point or ids.dtype == torch.bool):
+            kind = str(ids.dtype).removeprefix("torch.")
+            raise InputError(f"ids of type {kind} do not name a batch: give a list of example numbers.")
+        ids = ids.long()
         if ids.ndim != 1 or len(ids) == 0:
             raise InputError(f"ids of shape {list(ids.shape)} do not name a batch: give a list of example numbers.")
         if int(ids.min()) < 0:
@@ -86,9 +104,14 @@ class Recorder:
     def finish(self) -> Run:
         """Writes what is left, lets go of the optimizer, and returns the run."""
         self._release()
+        if self._cut:
+            raise RunError(
+                f"The run was cut short after step {self._steps - 1}: record it again, or use open_run(path, "
+                "partial=True) for the steps that are there."
+            )
         if self._steps == 0:
             raise RunError("Nothing was recorded: optimizer.step() was never called between Recorder() and finish().")
-        self._writer.finish()
+        self._writer.finish(self._state())
         return open_run(self._writer.path)
 
     def __enter__(self) -> Recorder:
@@ -100,7 +123,9 @@ class Recorder:
         if not self._hooks:
             return
         self._release()
-        self._writer.finish(complete=kind is None and self._steps > 0)
+        self._cut = kind is not None
+        complete = not self._cut and self._steps > 0
+        self._writer.finish(self._state() if complete else None, complete=complete)
 
     def _release(self) -> None:
         for hook in self._hooks:
@@ -111,6 +136,12 @@ class Recorder:
         """The loader again, with a sampler that notes what it draws; kept, so that its workers may persist."""
         if id(loader) not in self._twins:
             _check_loader(loader)
+            size = batches.size(loader.dataset)
+            if self._train_size not in (None, size):
+                raise UnsupportedError(
+                    f"This loader reads another data set ({size} examples, not {self._train_size}), so the numbers of "
+                    "examples would be mixed up: put both into one ConcatDataset."
+                )
             drawn: deque[list[int]] = deque()
             twin = copy.copy(loader)
             # DataLoader forbids setting these after construction; the copy has no iterator yet, so it is safe.
@@ -118,7 +149,7 @@ class Recorder:
             twin.__dict__[attribute] = _NotingSampler(getattr(loader, attribute), drawn)
             twin.__dict__["_iterator"] = None
             self._twins[id(loader)] = (loader, twin, drawn)
-            self._train_size = batches.size(loader.dataset)
+            self._train_size = size
         return self._twins[id(loader)][1:]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -138,6 +169,11 @@ class Recorder:
                 "skipped batches are not seen by watch(); iterate over the loader itself and call recorder.step(ids) "
                 "with all the ids the mean loss was taken over."
             )
+        trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
+        if changed := sorted(trained ^ set(self._params)):
+            raise UnsupportedError(
+                f"{where}, {changed[0]!r} was frozen or unfrozen: keep what is trained unchanged while it is recorded."
+            )
         for name, param in self._params.items():
             if param.grad is None:
                 raise UnsupportedError(f"{where}, parameter {name!r} has no gradient: use it in the loss or freeze it.")
@@ -152,24 +188,27 @@ class Recorder:
                 rule=self._rule,
                 shapes={name: list(param.shape) for name, param in self._params.items()},
                 dtypes={name: str(param.dtype).removeprefix("torch.") for name, param in self._params.items()},
-                constants=constants_fingerprint(self._model, self._rule),
+                constants=constants_of(self._model, self._rule),
                 train_size=self._train_size,
             )
             self._writer.begin(manifest, self._state())
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
-        state = self._state()
-        for name, tensor in state[PARAM].items():
+        for name, tensor in self._params.items():
             if not torch.isfinite(tensor.sum()):
                 self._release()
+                self._cut = True
                 self._writer.finish(complete=False)
                 raise RunError(
                     f"Step {self._steps} made parameter {name!r} NaN or infinite: lower the learning rate or look at "
                     "the loss of its batch; the steps before it are kept."
                 )
         ids, fingerprint = self._pending.pop()
-        self._writer.append(Record(self._steps, self._epoch, ids, self._hypers, fingerprint), state)
         self._steps += 1
+        state = self._state() if self._keep.wants(self._steps) else None
+        if state is not None:
+            self._keep.note(self._steps, nbytes(state))
+        self._writer.append(Record(self._steps - 1, self._epoch, ids, self._hypers, fingerprint), state)
 
     def _state(self) -> State:
         state: State = {PARAM: {name: _copy(param) for name, param in self._params.items()}}
@@ -183,6 +222,34 @@ class Recorder:
         return torch.zeros_like(param) if held is None else held
 
 
+class Keep:
+    """Which states are worth their room on disk.
+
+    >>> keep = Keep("auto", budget=3)
+    >>> [i for i in range(1, 60) if keep.wants(i) and keep.note(i, 1) is None]
+    [1, 2, 3, 6, 11, 18, 26, 36, 48]
+    """
+
+    def __init__(self, keep: str | int, budget: int) -> None:
+        if keep not in ("all", "auto") and not (isinstance(keep, int) and keep >= 1):
+            raise InputError(f"keep={keep!r} is unknown: use 'all', 'auto', or a number K for every K-th state.")
+        self._keep, self._budget = keep, budget
+        self._used = 0
+        self._next = 1
+
+    def wants(self, index: int) -> bool:
+        """Whether the state before step ``index`` is kept."""
+        if isinstance(self._keep, int):
+            return index % self._keep == 0
+        return self._keep == "all" or index >= self._next
+
+    def note(self, index: int, size: int) -> None:
+        """The state was kept, and took this much room."""
+        self._used += size
+        # Gaps of 2√i make √N of N.
+        self._next = index + 1 if self._used < self._budget else index + max(1, round(2 * index**0.5))
+
+
 class _NotingSampler:
     """A sampler that appends what it draws to a queue; loaders hand batches out in the order they were drawn."""
 
@@ -192,8 +259,8 @@ class _NotingSampler:
 
     def __iter__(self) -> Iterator[Any]:
         for indices in self.sampler:
-            noted = list(indices) if isinstance(indices, Sequence | Tensor) else [indices]
-            self.drawn.append([int(i) for i in noted])
+            noted = torch.as_tensor(indices).reshape(-1)  # a number, or any sequence or array of them
+            self.drawn.append(noted.tolist())
             yield indices
 
     def __len__(self) -> int:
@@ -237,6 +304,8 @@ def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, par
     group = optimizer.param_groups[number]
     if group.get("maximize"):
         raise UnsupportedError(f"Parameter group {number} has maximize=True: minimise the negative loss instead.")
+    if group.get("amsgrad"):
+        raise UnsupportedError(f"Parameter group {number} has amsgrad=True: set amsgrad=False.")
     states = [optimizer.state.get(param, {}) for param in params]
     if rule.kind == "SGD":
         if group["momentum"] != 0 and "momentum_buffer" not in rule.slots:
@@ -258,11 +327,7 @@ def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, par
     return {**hyper, "beta1": beta1, "beta2": beta2, "step": float(counts.pop() + 1 if counts else 1)}
 
 
-def constants_fingerprint(model: nn.Module, rule: Rule) -> int:
-    """A checksum of everything in the model that is not trained: frozen parameters and buffers."""
+def constants_of(model: nn.Module, rule: Rule) -> dict[str, int]:
+    """A checksum of each tensor in the model that is not trained: frozen parameters and buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    checksum = 0
-    for name, tensor in sorted(((n, t) for n, t in named if n not in rule.groups), key=lambda pair: pair[0]):
-        ((ordered, _),) = batches.fingerprint(tensor)
-        checksum = zlib.crc32(f"{name} {ordered}".encode(), checksum)
-    return checksum
+    return {name: batches.fingerprint(tensor)[0][0] for name, tensor in named if name not in rule.groups}

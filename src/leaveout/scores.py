@@ -102,16 +102,16 @@ class Scores:
             with safe_open(str(path), framework="pt") as file:
                 told = json.loads((file.metadata() or {})["leaveout"])
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            moved = {key.removeprefix("displacements/"): t for key, t in tensors.items() if key != "values"}
+            return cls(
+                tensors["values"],
+                tuple(told["train_ids"]),
+                tuple(told["query_ids"]),
+                told["method"],
+                Cost(**told["cost"]),
+                moved or None,
+                told["sign"],
+                told["unit"],
+            )
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise RunError(f"{path} holds no scores ({error}): give a file that Scores.save wrote.") from None
-        moved = {key.removeprefix("displacements/"): t for key, t in tensors.items() if key != "values"}
-        return cls(
-            tensors["values"],
-            tuple(told["train_ids"]),
-            tuple(told["query_ids"]),
-            told["method"],
-            Cost(**told["cost"]),
-            moved or None,
-            told["sign"],
-            told["unit"],
-        )

@@ -92,9 +92,10 @@ class Flat(Curvature):
 
 
 class Pulled(NamedTuple):
-    """A pulled-back stack of vectors: in the state, in the batch gradient, and in each example's weight."""
+    """Pulled-back vectors: in the state (``carried``: without curvature), the batch gradient and the weights."""
 
     state: State
+    carried: State
     gradient: Params
     weights: Float[Tensor, "vectors batch"]
 
@@ -120,7 +121,7 @@ class LinearStep:
         """∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight."""
         state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self._hypers)
         curved, reads = self._map.products(along)
-        return Pulled(_plus(state, curved), along, reads)
+        return Pulled(_plus(state, curved), state, along, reads)
 
     def push(self, vectors: State, pairs: Pairs) -> State:
         """∂F(w¹)·δ + γ: SGD-IE's step, with the first-order effect of each row's examples."""

@@ -2,24 +2,25 @@
 
 ``manifest.json``          what was trained and how, how many steps are on disk, whether the run is finished
 ``initial.safetensors``    the state before step 0
-``shard-00000.safetensors`` for a range of steps: ids, epochs, hyperparameters, fingerprints, and the states after them
+``shard-00000.safetensors`` for a range of steps: ids, epochs, hyperparameters, fingerprints, and the states kept
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Int
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from leaveout.errors import RunError
@@ -31,6 +32,8 @@ MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 SHARD_BYTES = 64_000_000
 SHARD_STEPS = 4096
+SHARD_SECONDS = 10.0
+LOG = {"lengths", "epochs", "hypers", "fingerprints"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Manifest:
     rule: Rule
     shapes: dict[str, list[int]]
     dtypes: dict[str, str]
-    constants: int
+    constants: dict[str, int]
     train_size: int | None
     shards: tuple[int, ...] = ()
     finished: bool = False
@@ -81,7 +84,8 @@ class Writer:
         self._shard_bytes = shard_bytes
         self._manifest: Manifest | None = None
         self._records: list[Record] = []
-        self._states: list[State] = []
+        self._states: dict[int, State] = {}
+        self._flushed = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leaveout-writer")
         self._writing: Future[Any] | None = None
 
@@ -91,16 +95,24 @@ class Writer:
         write_tensors(self.path / INITIAL, _flatten(initial))
         write_manifest(self.path, manifest)
 
-    def append(self, record: Record, state: State) -> None:
-        """Takes one step and the state after it; the tensors must not change afterwards."""
+    def append(self, record: Record, state: State | None) -> None:
+        """Takes one step, and the state after it if it is to be kept; its tensors must not change afterwards."""
         self._records.append(record)
-        self._states.append(state)
-        if nbytes(state) * len(self._states) >= self._shard_bytes or len(self._records) >= SHARD_STEPS:
+        if state is not None:
+            self._states[record.index + 1] = state
+        held = sum(nbytes(state) for state in self._states.values())
+        late = time.monotonic() - self._flushed > SHARD_SECONDS
+        if held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late:
             self._flush()
 
-    def finish(self, *, complete: bool = True) -> None:
-        """Waits until everything is on disk; ``complete=False`` leaves the run marked as cut short."""
+    def finish(self, final: State | None = None, *, complete: bool = True) -> None:
+        """Waits until everything is on disk; ``complete=False`` leaves the run marked as cut short.
+
+        The last state is always kept: ``final`` gives it where the last step's was not.
+        """
         if self._records:
+            if final is not None:
+                self._states[self._records[-1].index + 1] = final
             self._flush()
         self._wait()
         self._thread.shutdown()
@@ -116,7 +128,7 @@ class Writer:
         self._writing = self._thread.submit(
             _write_shard, self.path, number, self._records, self._states, self._manifest
         )
-        self._records, self._states = [], []
+        self._records, self._states, self._flushed = [], {}, time.monotonic()
 
     def _wait(self) -> None:
         if self._writing is not None:
@@ -138,7 +150,7 @@ def _but(manifest: Manifest, **changes: Any) -> Manifest:
 
 
 def _write_shard(
-    path: Path, number: int, records: Sequence[Record], states: Sequence[State], manifest: Manifest
+    path: Path, number: int, records: Sequence[Record], states: dict[int, State], manifest: Manifest
 ) -> None:
     names = HYPERS[manifest.rule.kind]
     leaves = max(len(record.fingerprint) for record in records)
@@ -150,8 +162,10 @@ def _write_shard(
         "hypers": torch.tensor([[[h[name] for name in names] for h in r.hypers] for r in records], dtype=torch.float64),
         "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
     }
-    flat = [_flatten(state) for state in states]
-    tensors |= {key: torch.stack([state[key] for state in flat]) for key in flat[0]}
+    tensors["kept"] = torch.tensor(list(states), dtype=torch.int64)
+    flat = [_flatten(state) for state in states.values()]
+    if flat:
+        tensors |= {key: torch.stack([state[key] for state in flat]) for key in flat[0]}
     write_tensors(path / shard_name(number), tensors)
     write_manifest(path, manifest)
 
@@ -173,16 +187,20 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """The manifest, replaced in one move."""
     aside = path / f".{MANIFEST}.{os.getpid()}"
-    aside.write_text(json.dumps(asdict(manifest), indent=1))
-    os.replace(aside, path / MANIFEST)
+    try:
+        aside.write_text(json.dumps(asdict(manifest), indent=1))
+        os.replace(aside, path / MANIFEST)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 class Run:
     """A recorded run: its steps and the state before and after each."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, interpolate: bool = False) -> None:
         self.path = path
         self.manifest = manifest
+        self.interpolate = interpolate
         starts = [0]
         for count in manifest.shards:
             starts.append(starts[-1] + count)
@@ -190,8 +208,16 @@ class Run:
         self._shard = lru_cache(maxsize=2)(self._load_shard)
 
     def __len__(self) -> int:
-        """How many steps the run has."""
-        return self.manifest.steps
+        """How many steps the run has, up to the last state that is on disk."""
+        return self.kept[-1]
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """Which states are on disk: ``state(i)`` is the one before step i."""
+        found = [0]
+        for number in range(len(self.manifest.shards)):
+            found += _load(self.path / shard_name(number), {"kept"}, only=True)["kept"].tolist()
+        return found
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self)} steps of {self.rule.kind})"
@@ -200,6 +226,13 @@ class Run:
     def rule(self) -> Rule:
         """The optimizer."""
         return self.manifest.rule
+
+    def interpolated(self) -> Run:
+        """The same run with the states between kept ones interpolated instead of computed again.
+
+        Cheaper, and approximate: steps are then not checked against what was recorded.
+        """
+        return Run(self.path, self.manifest, interpolate=True)
 
     def record(self, index: int) -> Record:
         """Step ``index`` without its state."""
@@ -217,33 +250,55 @@ class Run:
         )
 
     def state(self, index: int) -> State:
-        """The state before step ``index``; ``state(len(run))`` is the final one."""
+        """A kept state: the one before step ``index``; ``state(len(run))`` is the final one."""
         if index == 0:
-            return self._unflatten(_load(self.path / INITIAL))
-        number, offset = self._find(index - 1)
+            return self._unflatten(_load(self.path / INITIAL, self._keys))
+        number, _ = self._find(index - 1)
         shard = self._shard(number)
-        return self._unflatten({key: shard[key][offset] for key in shard if key.startswith("state/")})
+        place = int(torch.searchsorted(shard["kept"], index))
+        if place == len(shard["kept"]) or int(shard["kept"][place]) != index:
+            raise RunError(
+                f"{self.path} does not keep the state before step {index}: ask a Trajectory, which replays it."
+            )
+        return self._unflatten({key: shard[key][place] for key in shard if key.startswith("state/")})
 
     def final(self) -> State:
         """The state after the last step."""
         return self.state(len(self))
 
     def _find(self, index: int) -> tuple[int, int]:
-        if not 0 <= index < len(self):
-            raise RunError(f"{self.path} has {len(self)} steps and no step {index}: ask for one from 0 on.")
+        if not 0 <= index < self.manifest.steps:
+            raise RunError(f"{self.path} has {self.manifest.steps} steps and no step {index}: ask for one from 0 on.")
         number = int(torch.searchsorted(self._starts, index, right=True)) - 1
         return number, index - int(self._starts[number])
 
+    @property
+    def _keys(self) -> set[str]:
+        return {f"state/{slot}/{name}" for slot in self.rule.slots for name in self.rule.groups}
+
     def _load_shard(self, number: int) -> dict[str, Tensor]:
-        return _load(self.path / shard_name(number))
+        file = self.path / shard_name(number)
+        shard = _load(file, LOG | {"ids", "kept"})
+        states = self._keys if len(shard["kept"]) else set()
+        count = self.manifest.shards[number]
+        if any(len(shard[key]) != count for key in LOG) or len(shard["ids"]) != int(shard["lengths"].sum()):
+            raise RunError(f"{file} does not hold {count} steps: the run is damaged; restore it or record it again.")
+        if not states <= set(shard) or any(len(shard[key]) != len(shard["kept"]) for key in states):
+            raise RunError(f"{file} does not hold the states of this run: restore it or record it again.")
+        return shard
 
     def _unflatten(self, tensors: dict[str, Tensor]) -> State:
         return {slot: {name: tensors[f"state/{slot}/{name}"] for name in self.rule.groups} for slot in self.rule.slots}
 
 
-def _load(file: Path) -> dict[str, Tensor]:
+def _load(file: Path, needed: set[str], *, only: bool = False) -> dict[str, Tensor]:
+    """The tensors of a file, or ``only`` those that are needed."""
     try:
-        return load_file(file)
+        with safe_open(file, framework="pt") as opened:
+            present = set(opened.keys())
+            if missing := sorted(needed - present):
+                raise OSError(f"it has no {missing[0]!r}")
+            return {key: opened.get_tensor(key) for key in (needed if only else present)}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{file} cannot be read ({error}): the run is damaged; restore it or record it again.") from None
 
@@ -266,14 +321,17 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
                 f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it."
             )
         rule = Rule(raw["rule"]["kind"], raw["rule"]["groups"], tuple(raw["rule"]["slots"]))
-        manifest = Manifest(**{**raw, "rule": rule, "shards": tuple(raw["shards"])})
+        if rule.kind not in HYPERS:
+            raise ValueError(f"unknown optimizer {rule.kind!r}")
+        manifest = Manifest(**{**raw, "rule": rule, "shards": tuple(int(count) for count in raw["shards"])})
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{file} is not a manifest of a run ({error!r}): restore it or record the run again.") from None
-    if manifest.steps == 0:
+    run = Run(path, manifest)
+    if len(run) == 0:
         raise RunError(f"The run in {path} has no complete step on disk: record it again.")
     if not manifest.finished and not partial:
         raise RunError(
-            f"The run in {path} was cut short after step {manifest.steps - 1}: record it again, or use "
+            f"The run in {path} was cut short after step {len(run) - 1}: record it again, or use "
             "open_run(path, partial=True) for the steps that are there."
         )
-    return Run(path, manifest)
+    return run

@@ -72,7 +72,7 @@ class Task:
     @property
     def device(self) -> torch.device:
         """Where the model's parameters are."""
-        return next(self.model.parameters()).device
+        return next((param.device for param in self.model.parameters()), torch.device("cpu"))
 
     @property
     def size(self) -> int:

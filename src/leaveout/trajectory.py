@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice, pairwise
 
 import torch
 
 from leaveout import batches
 from leaveout.batches import Batch
 from leaveout.errors import MismatchError
-from leaveout.recorder import constants_fingerprint
+from leaveout.recorder import constants_of
 from leaveout.store import Record, Run
 from leaveout.task import Task
-from leaveout.vectors import PARAM, State, norm
+from leaveout.vectors import PARAM, State, each, norm
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
@@ -23,12 +25,16 @@ CHECK_EVERY = 16
 
 @dataclass(frozen=True)
 class Moment:
-    """One recorded step with everything that it needs: its batch and the states around it."""
+    """One recorded step with everything that it needs: its batch and the states around it.
+
+    ``exact`` is false where the states are interpolated, and the one does not lead to the other.
+    """
 
     record: Record
     before: State
     after: State
     batch: Batch
+    exact: bool = True
 
 
 class Trajectory:
@@ -58,21 +64,53 @@ class Trajectory:
 
     def forward(self) -> Iterator[Moment]:
         """The steps from the first to the last."""
-        after = self.initial()
-        for index in range(len(self)):
-            before, after = after, self._place(self.run.state(index + 1))
-            yield self._moment(index, before, after)
+        for start, stop in pairwise(self.run.kept):
+            states = self._between(start, stop)
+            before = next(states)
+            for index, after in zip(range(start, stop), states, strict=True):
+                yield self._moment(index, before, after)
+                before = after
 
     def backward(self) -> Iterator[Moment]:
-        """The steps from the last to the first."""
-        before = self.final()
-        for index in reversed(range(len(self))):
-            before, after = self._place(self.run.state(index)), before
-            yield self._moment(index, before, after)
+        """The steps from the last to the first; the states between two kept ones are held together."""
+        for start, stop in reversed(list(pairwise(self.run.kept))):
+            states = list(self._between(start, stop))
+            for index in reversed(range(start, stop)):
+                after = states.pop()
+                yield self._moment(index, states[-1], after)
 
     def moment(self, index: int) -> Moment:
         """One step."""
-        return self._moment(index, self._place(self.run.state(index)), self._place(self.run.state(index + 1)))
+        place = bisect_right(self.run.kept, index)
+        start, stop = self.run.kept[place - 1], self.run.kept[place]
+        before, after = islice(self._between(start, stop), index - start, index - start + 2)
+        return self._moment(index, before, after)
+
+    def _between(self, start: int, stop: int) -> Iterator[State]:
+        """The states before steps start, ..., stop: the kept two and, computed again or interpolated, the others."""
+        first, last = self._place(self.run.state(start)), self._place(self.run.state(stop))
+        yield first
+        if self.run.interpolate:
+            for index in range(start + 1, stop):
+                yield _mixed(first, last, (index - start) / (stop - start))
+        elif stop > start + 1:
+            yield from self._replayed(first, last, start, stop)
+        yield last
+
+    def _replayed(self, first: State, last: State, start: int, stop: int) -> Iterator[State]:
+        """The states between two kept ones, by taking the recorded steps; they must lead to the second."""
+        state, travelled = first, 0.0
+        for index in range(start, stop):
+            moment = self._moment(index, state, last)
+            weights = next(iter(state[PARAM].values())).new_ones(len(moment.record.ids))
+            gradient = self.task.gradient(state[PARAM], weights, moment.batch)
+            after = self.rule.step(state, gradient, moment.record.hypers)
+            travelled += norm({name: after[PARAM][name] - state[PARAM][name] for name in after[PARAM]})
+            if index < stop - 1:
+                yield after
+            else:
+                check_step(moment, after, travelled)
+            state = after
 
     def due(self, moment: Moment) -> bool:
         """Whether this is one of the steps that are computed again even where that costs a gradient of its own."""
@@ -82,7 +120,8 @@ class Trajectory:
         device = self.task.device
         return {slot: {name: tensor.to(device) for name, tensor in params.items()} for slot, params in state.items()}
 
-    def _moment(self, index: int, before: State, after: State) -> Moment:
+    def batch(self, index: int) -> Batch:
+        """The batch of a step, checked against what was recorded of it."""
         record = self.run.record(index)
         ids = record.ids.tolist()
         if max(ids) >= self.task.size:
@@ -91,11 +130,24 @@ class Trajectory:
                 "set that was trained on."
             )
         batch = self.task.read(ids)
+        rows = {len(leaf) for leaf in batches.leaves(batch)}
+        if rows != {len(ids)}:
+            raise MismatchError(
+                f"The batch of step {index} has {len(ids)} examples, but {sorted(rows)} rows: give a collate function "
+                "that returns a row for each example."
+            )
         if record.fingerprint:
             found = batches.difference(record.fingerprint, batch, lambda: self.task.read(ids))
             if found:
                 raise MismatchError(f"The batch of step {index} is not the one that was trained on: {found}.")
-        return Moment(record, before, after, batch)
+        return batch
+
+    def _moment(self, index: int, before: State, after: State) -> Moment:
+        return Moment(self.run.record(index), before, after, self.batch(index), not self.run.interpolate)
+
+
+def _mixed(first: State, last: State, share: float) -> State:
+    return {slot: each(lambda a, b: torch.lerp(a, b, share), first[slot], last[slot]) for slot in first}
 
 
 def check_step(moment: Moment, predicted: State, travelled: float | None = None) -> None:
@@ -104,6 +156,8 @@ def check_step(moment: Moment, predicted: State, travelled: float | None = None)
     ``‖predicted − recorded‖ ≤ tolerance · length of the step`` (or of the way travelled, for a model that replays the
     run on its own), plus what rounding can do.
     """
+    if not moment.exact:
+        return
     before, after = moment.before[PARAM], moment.after[PARAM]
     missed = norm({name: predicted[PARAM][name] - after[name] for name in after})
     dtype = next(iter(after.values())).dtype
@@ -117,10 +171,39 @@ def check_step(moment: Moment, predicted: State, travelled: float | None = None)
             f"{where} gives NaN when it is computed again: look at the losses of its batch's examples "
             f"{moment.record.ids.tolist()[:8]}."
         )
-    raise MismatchError(
-        f"{where} does not follow from its batch and this task: computed again it ends "
-        f"{missed / max(length, 1e-300):.2g} step lengths away from the recorded state; give the Task the loss, l2 and "
-        "model that were trained, and train without gradient clipping, accumulation, mixed precision or randomness."
+    raise MismatchError(_does_not_follow(moment, missed / max(length, 1e-300)))
+
+
+def check_projection(moment: Moment, vector: State, carried: State, slope: float) -> None:
+    """Refuses a step of a linear rule that does not follow from its batch, seen along one vector, at no extra cost.
+
+    ``⟨u, s'⟩ = ⟨Aᵀu, s⟩ + ⟨(∂O/∂g)ᵀu, ḡ⟩`` holds for every u; ``slope`` is the last term, computed again.
+    """
+    if not moment.exact:
+        return
+    recorded = _inner(vector, moment.after) - _inner(carried, moment.before)
+    before, after = moment.before[PARAM], moment.after[PARAM]
+    dtype = next(iter(after.values())).dtype
+    length = norm({name: after[name] - before[name] for name in after})
+    size = norm({f"{slot}/{name}": t for slot, params in vector.items() for name, t in params.items()})
+    allowed = size * (TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(after))
+    if abs(recorded - slope) > allowed or recorded != recorded:
+        raise MismatchError(_does_not_follow(moment, abs(recorded - slope) / max(size * length, 1e-300)))
+
+
+def _inner(left: State, right: State) -> float:
+    return sum(
+        float(tensor.flatten().double() @ right[slot][name].flatten().double())
+        for slot, params in left.items()
+        for name, tensor in params.items()
+    )
+
+
+def _does_not_follow(moment: Moment, missed: float) -> str:
+    return (
+        f"Step {moment.record.index} does not follow from its batch and this task: computed again it ends {missed:.2g} "
+        "step lengths away from the recorded state; give the Task the loss, l2 and model that were trained, and train "
+        "without gradient clipping, accumulation, mixed precision or randomness."
     )
 
 
@@ -143,10 +226,12 @@ def _check_model(run: Run, task: Task) -> None:
                 f"Parameter {name!r} is {dtype} in the task's model and {manifest.dtypes[name]} in the "
                 "run: convert the model to the run's type."
             )
-    if constants_fingerprint(task.model, run.rule) != manifest.constants:
+    constants = constants_of(task.model, run.rule)
+    changed = [n for n in sorted({*constants, *manifest.constants}) if constants.get(n) != manifest.constants.get(n)]
+    if changed:
         raise MismatchError(
-            "Frozen parameters or buffers of the task's model differ from those that were recorded: "
-            "give the model that was recorded, with the same frozen values."
+            f"Frozen values of the task's model differ from those that were recorded ({', '.join(map(repr, changed))}):"
+            " give the model that was recorded, with the same frozen values."
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from leaveout.members import Members
 from leaveout.resources import Cost, Resources
 from leaveout.step import Flat, Hessian, LinearStep, Pulled
-from leaveout.trajectory import Moment, Trajectory, check_step
+from leaveout.trajectory import Moment, Trajectory, check_projection, check_step
 from leaveout.vectors import PARAM, Params, State, each, embed, height, zeros
 
 
@@ -74,6 +74,8 @@ class Sweep:
         for moment in self._track(self.trajectory.backward(), "backward"):
             self._count(moment, count, 0)
             pulled = self._step(moment, chunk, count).pull(vectors)
+            if count == 1 and self.trajectory.rule.linear:
+                check_projection(moment, vectors, pulled.carried, float(pulled.weights.sum()))
             if self.curved:
                 vectors = pulled.state
             yield moment, pulled
@@ -106,7 +108,7 @@ class Sweep:
         step = LinearStep(
             self.trajectory.rule, moment, kind(self.trajectory.task, moment.before[PARAM], moment.batch, chunk)
         )
-        # A single vector of a linear step goes without the gradient; then only some steps are computed again.
+        # A single vector of a linear step goes without the gradient; then most steps are checked along it only.
         if vectors > 1 or not self.curved or not self.trajectory.rule.linear or self.trajectory.due(moment):
             check_step(moment, step.after)
         return step
@@ -122,8 +124,7 @@ class Sweep:
 
 def vector_bytes(trajectory: Trajectory) -> int:
     """About what one vector needs on its way through a product: the batch's activations a few times, and itself."""
-    record = trajectory.run.record(0)
     task = trajectory.task
     params = trajectory.initial()[PARAM]
-    held = task.footprint(params, task.read(record.ids.tolist()))
+    held = task.footprint(params, trajectory.batch(0))
     return 4 * held + 4 * sum(tensor.numel() * tensor.element_size() for tensor in params.values())

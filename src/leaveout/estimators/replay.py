@@ -43,7 +43,7 @@ class Replay(Estimator):
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         trajectory, query, resources = request.trajectory, request.query, request.resources
         state = trajectory.initial()
-        held = trajectory.task.footprint(state[PARAM], trajectory.task.read(trajectory.run.record(0).ids.tolist()))
+        held = trajectory.task.footprint(state[PARAM], trajectory.batch(0))
         bytes_each = 3 * held + 4 * nbytes(state)
         values, kept = [], []
         for part in request.members.chunks(resources.chunk(bytes_each, len(request.members))):

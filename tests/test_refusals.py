@@ -1,0 +1,941 @@
+"""What cannot be done exactly is refused: the right exception, culprit and remedy in its words, nothing written."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+import leaveout as lo
+from leaveout.vectors import PARAM
+
+SIZE = 18
+
+
+def examples(seed: int = 0, size: int = SIZE, dtype: torch.dtype = torch.float32) -> TensorDataset:
+    draw = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(size, 4, generator=draw, dtype=dtype), torch.randint(3, (size,), generator=draw))
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+
+
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+
+
+def recorded(
+    path: Path, data: Dataset, *, model: nn.Module | None = None, spoil: Callable | None = None, batch_size: int = 6
+) -> tuple[lo.Run, nn.Module]:
+    """Two epochs in an ordinary loop; ``spoil`` does something to the model between gradient and step."""
+    model = model or network()
+    optimizer = sgd(model, lr=0.5)
+    recorder = lo.Recorder(path, model, optimizer)
+    for _ in range(2):
+        for number, batch in enumerate(recorder.watch(DataLoader(data, batch_size=batch_size, shuffle=True))):
+            backward(model, optimizer, batch)
+            if spoil is not None:
+                spoil(model, number)
+            optimizer.step()
+    return recorder.finish(), model
+
+
+def task_of(model: nn.Module, data: Dataset, **options: Any) -> lo.Task:
+    return lo.Task(model, nn.CrossEntropyLoss(), data, **options)
+
+
+def contents(path: Path) -> dict[str, bytes | None]:
+    return {str(file): file.read_bytes() if file.is_file() else None for file in sorted(path.rglob("*"))}
+
+
+@contextmanager
+def refused(kind: type[Exception], *words: str, unchanged: Path | None = None) -> Iterator[None]:
+    """The block raises exactly this exception with all these words, and leaves the directory as it was."""
+    before = contents(unchanged) if unchanged else {}
+    with pytest.raises(lo.LeaveoutError) as caught:
+        yield
+    assert type(caught.value) is kind, f"{type(caught.value).__name__}: {caught.value}"
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    if unchanged:
+        assert contents(unchanged) == before, "the refusal wrote something"
+
+
+METHODS = [lo.TracIn(), lo.SGDIE(), lo.ACC(transport="exact"), lo.Replay((0, 1))]
+every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+
+
+# Models
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.25)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.125, batch_first=True)
+        self.memory = nn.GRU(4, 4, num_layers=2, dropout=0.375, batch_first=True)
+        self.slope = nn.RReLU()
+        self.instance = nn.InstanceNorm1d(1, track_running_stats=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(x)).unsqueeze(1)
+        return self.head(self.slope(self.instance(self.memory(self.attention(x, x, x)[0])[0])).squeeze(1))
+
+
+CULPRITS = (
+    "'norm' is BatchNorm1d in training mode",
+    "GroupNorm or LayerNorm",
+    "'drop' is Dropout(p=0.25)",
+    "set p=0",
+    "'attention' is MultiheadAttention with dropout=0.125",
+    "'memory' is GRU with dropout=0.375",
+    "set dropout=0",
+    "'slope' is RReLU",
+    "'instance' is InstanceNorm1d",
+    "track_running_stats=False",
+)
+
+
+def test_every_layer_that_mixes_or_draws_is_listed_at_once(tmp_path: Path) -> None:
+    model = Attentive()
+    with refused(lo.UnsupportedError, *CULPRITS, unchanged=tmp_path):
+        lo.Recorder(tmp_path / "run", model, sgd(model))
+    with refused(lo.UnsupportedError, *CULPRITS):
+        task_of(model, examples())
+
+
+def test_the_same_layers_in_evaluation_mode_are_fine(tmp_path: Path) -> None:
+    data = examples()
+    run, model = recorded(tmp_path / "run", data, model=Attentive().eval())
+    assert lo.TracIn().score(run, task_of(model, data), data).values.abs().max() > 0
+
+
+def test_batchnorm_without_running_statistics_mixes_in_any_mode(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)).eval()
+    with refused(lo.UnsupportedError, "'0' is BatchNorm1d", unchanged=tmp_path):
+        lo.Recorder(tmp_path / "run", model, sgd(model))
+
+
+def test_training_mode_switched_on_after_the_recorder_was_made(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).eval()
+    optimizer = sgd(model)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    model.train()
+    batch = next(iter(recorder.watch(DataLoader(examples(), batch_size=6))))
+    recorder.step(range(6), batch)
+    backward(model, optimizer, batch)
+    with refused(lo.UnsupportedError, "'1' is Dropout(p=0.5)", unchanged=tmp_path):
+        optimizer.step()
+
+
+class Odd(nn.Module):
+    """A linear model whose forward pass does something on the side."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.what = what
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "dropout":
+            x = nn.functional.dropout(x, 0.5)
+        if self.what == "noise":
+            x = x + 0.1 * torch.randn_like(x)
+        if self.what == "random":
+            x = x * (1 + random.random())
+        if self.what == "count":
+            self.calls += 1
+        if self.what == "assign":
+            self.calls = self.calls + 1
+        if self.what == "centre":
+            x = x - x.mean(0)
+        if self.what == "crash":
+            raise ZeroDivisionError("a bug of the user's own")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("dropout", ["draws random numbers", "function of parameters and inputs alone"]),
+        ("noise", ["draws random numbers"]),
+        ("random", ["depends on the other examples"]),
+        ("count", ["changes the buffer 'calls'", "must stay constant"]),
+        ("assign", ["changes the buffer 'calls'", "must stay constant"]),
+        ("centre", ["depends on the other examples in its batch", "within single examples"]),
+        ("crash", ["fails on the first training examples", "ZeroDivisionError: a bug of the user's own"]),
+    ],
+)
+def test_what_only_a_trial_shows(what: str, words: list[str]) -> None:
+    model = Odd(what)
+    state = torch.get_rng_state()
+    with refused(lo.UnsupportedError, *words):
+        task_of(model, examples())
+    assert torch.equal(torch.get_rng_state(), state), "the trial used up random numbers"
+    assert float(model.calls) == 0, "the trial left its traces in the model"
+
+
+@every_method
+def test_randomness_that_was_on_only_while_training(method: lo.Estimator, tmp_path: Path) -> None:
+    data = examples()
+    run, model = recorded(tmp_path / "run", data, model=Odd("dropout"))
+    model.what = ""
+    with refused(lo.MismatchError, "does not follow from its batch and this task", "randomness", unchanged=tmp_path):
+        method.score(run, task_of(model, data), data)
+
+
+def test_a_model_without_trained_parameters() -> None:
+    with refused(lo.UnsupportedError, "no parameter of the model is trained", "requires_grad=True"):
+        task_of(network().requires_grad_(False), examples())
+
+
+def test_a_model_without_any_parameters() -> None:
+    with refused(lo.UnsupportedError, "no parameter of the model is trained"):
+        task_of(nn.Flatten(), examples())
+
+
+# Losses
+
+
+class Wrapped(nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (nn.CrossEntropyLoss(reduction="sum"), ["CrossEntropyLoss(reduction='sum')", "train with reduction='mean'"]),
+        (nn.BCEWithLogitsLoss(reduction="sum"), ["BCEWithLogitsLoss(reduction='sum')"]),
+        (nn.KLDivLoss(reduction="batchmean"), ["KLDivLoss(reduction='batchmean')"]),
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), ["CrossEntropyLoss(weight=...)", "reduction='none'"]),
+        (nn.NLLLoss(weight=torch.ones(3)), ["NLLLoss(weight=...)", "neighbours"]),
+        (nn.functional.cross_entropy, ["3 examples has shape [] instead of [3]", "reduction='none'"]),
+        (Wrapped(), ["3 examples has shape [] instead of [3]", "reduction='none'"]),
+        (lambda outputs, targets: outputs - targets[:, None], ["has shape [3, 3] instead of [3]"]),
+        (nn.L1Loss(), ["the model or the loss fails", "size of tensor"]),
+        (
+            lambda outputs, targets: nn.functional.cross_entropy(outputs - outputs.mean(0), targets, reduction="none"),
+            ["depends on the other examples in its batch"],
+        ),
+    ],
+)
+def test_losses_that_are_not_a_mean_over_examples(loss: Any, words: list[str]) -> None:
+    data = TensorDataset(*examples().tensors)
+    if isinstance(loss, nn.L1Loss):
+        data = TensorDataset(data.tensors[0], torch.randn(SIZE, 5))
+    with refused(lo.UnsupportedError, *words):
+        lo.Task(network(), loss, data)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_outputs_and_targets_that_broadcast() -> None:
+    data = TensorDataset(torch.randn(SIZE, 4), torch.randn(SIZE))
+    with refused(lo.UnsupportedError, "depends on the other examples", "outputs and targets have the same shape"):
+        lo.Task(nn.Linear(4, 1), nn.MSELoss(), data)
+
+
+@every_method
+def test_another_loss_or_l2_than_the_one_trained_with(method: lo.Estimator, tmp_path: Path) -> None:
+    data = examples()
+    run, model = recorded(tmp_path / "run", data)
+    words = ("does not follow from its batch and this task", "give the Task the loss, l2 and model")
+    with refused(lo.MismatchError, *words, unchanged=tmp_path):
+        method.score(run, task_of(model, data, l2=0.1), data)
+    with refused(lo.MismatchError, *words):
+        method.score(run, lo.Task(model, nn.CrossEntropyLoss(label_smoothing=0.1), data), data)
+
+
+def test_the_l2_that_was_trained_with_left_out(tmp_path: Path) -> None:
+    data, model = examples(), network()
+    task = task_of(model, data, l2=0.1)
+    run = lo.train(task, sgd(model), 1, 6, seed=0, out=tmp_path / "run")
+    assert lo.ACC(transport="exact").score(run, task, data).values.abs().max() > 0
+    with refused(lo.MismatchError, "does not follow", "l2"):
+        lo.ACC(transport="exact").score(run, task_of(model, data), data)
+    with refused(lo.InputError, "l2 is -0.5", "0 or a positive"):
+        task_of(model, data, l2=-0.5)
+
+
+# Data
+
+
+class Augmented(Dataset):
+    """Random while ``random`` is set."""
+
+    def __init__(self, random: bool) -> None:
+        self.tensors, self.random = examples().tensors, random
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        x = self.tensors[0][i]
+        return x + 0.1 * torch.randn(4) if self.random else x, self.tensors[1][i]
+
+
+AGAIN = ("gives something else each time it is read", "random augmentation", "the same example for the same number")
+
+
+def test_random_augmentation_is_seen_by_the_task() -> None:
+    with refused(lo.UnsupportedError, *AGAIN):
+        task_of(network(), Augmented(random=True))
+
+
+@every_method
+def test_random_augmentation_that_shows_later(method: lo.Estimator, tmp_path: Path) -> None:
+    data = Augmented(random=False)
+    run, model = recorded(tmp_path / "run", data)
+    task = task_of(model, data)
+    data.random = True
+    with refused(lo.MismatchError, "The batch of step", *AGAIN, unchanged=tmp_path):
+        method.score(run, task, examples())
+
+
+@every_method
+def test_augmentation_that_was_on_only_while_training(method: lo.Estimator, tmp_path: Path) -> None:
+    data = Augmented(random=True)
+    run, model = recorded(tmp_path / "run", data)
+    data.random = False
+    with refused(lo.MismatchError, "The batch of step", "tensor 0 (now float32 [6, 4])", "other values"):
+        method.score(run, task_of(model, data), data)
+
+
+class FromFile(Dataset):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(np.load(self.path)[i]), i % 3
+
+
+@every_method
+def test_a_data_file_that_changed(method: lo.Estimator, tmp_path: Path) -> None:
+    x = examples().tensors[0].numpy()
+    np.save(tmp_path / "x.npy", x)
+    data = FromFile(tmp_path / "x.npy")
+    run, model = recorded(tmp_path / "run", data)
+    task = task_of(model, data)
+    x[7, 2] = np.nextafter(x[7, 2], np.float32(np.inf))  # the last bit of one value of one example
+    np.save(tmp_path / "x.npy", x)
+    words = ("The batch of step", "tensor 0", "other values", "give the data set that was trained on")
+    with refused(lo.MismatchError, *words, unchanged=tmp_path):
+        method.score(run, task, examples())
+
+
+@every_method
+def test_data_in_another_order(method: lo.Estimator, tmp_path: Path) -> None:
+    data = examples()
+    whole, model = recorded(tmp_path / "whole", data, batch_size=SIZE)
+    run, other = recorded(tmp_path / "run", data)
+    turned = Subset(data, list(reversed(range(SIZE))))
+    with refused(lo.MismatchError, "The batch of step", "in another order", "order it was trained on"):
+        method.score(whole, task_of(model, turned), data)
+    with refused(lo.MismatchError, "The batch of step", "give the data set that was trained on"):
+        method.score(run, task_of(other, turned), data)
+
+
+def test_labels_that_were_corrected_since(tmp_path: Path) -> None:
+    data = examples()
+    run, model = recorded(tmp_path / "run", data)
+    x, y = data.tensors
+    with refused(lo.MismatchError, "The batch of step", "tensor 1 (now int64 [6])"):
+        lo.ACC(transport="exact").score(run, task_of(model, TensorDataset(x, (y + 1) % 3)), data)
+
+
+def test_data_of_another_type_or_with_more_parts(tmp_path: Path) -> None:
+    data = examples()
+    run, model = recorded(tmp_path / "run", data)
+    x, y = data.tensors
+    narrow = TensorDataset(x, y.int())
+    task = lo.Task(model, lambda o, t: nn.functional.cross_entropy(o, t.long(), reduction="none"), narrow)
+    with refused(lo.MismatchError, "The batch of step", "tensor 1 (now int32 [6])", "another type"):
+        lo.ACC(transport="exact").score(run, task, narrow)
+    third = TensorDataset(x, y, torch.zeros(SIZE))
+    with refused(lo.MismatchError, "held 2 tensors when it was trained on and holds 3 now"):
+        lo.ACC(transport="exact").score(run, task_of(model, third, forward=lambda m, b: (m(b[0]), b[1])), third)
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
+def test_a_data_set_of_another_length(size: int, tmp_path: Path) -> None:
+    data = examples()
+    run, model = recorded(tmp_path / "run", data)
+    with refused(lo.MismatchError, f"trained on {SIZE} examples", f"has {size}", "that was trained on"):
+        lo.ACC(transport="exact").score(run, task_of(model, examples(size=size)), data)
+
+
+@every_method
+def test_a_shorter_data_set_when_only_ids_were_told(method: lo.Estimator, tmp_path: Path) -> None:
+    data, model = examples(), network()
+    optimizer = sgd(model)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    backward(model, optimizer, data[torch.tensor([2, 17])])
+    recorder.step([2, 17])
+    optimizer.step()
+    run = recorder.finish()
+    with refused(lo.MismatchError, "Step 0 used example 17", "has only 10", "that was trained on"):
+        method.score(run, task_of(model, Subset(data, range(10))), data)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(*examples().tensors, strict=True)
+
+
+class CountedStream(Stream):
+    def __len__(self) -> int:
+        return SIZE
+
+
+@pytest.mark.parametrize("kind", [Stream, CountedStream])
+def test_data_without_numbers(kind: type[Stream], tmp_path: Path) -> None:
+    model = network()
+    recorder = lo.Recorder(tmp_path / "run", model, sgd(model))
+    with refused(lo.UnsupportedError, "IterableDataset", "map-style Dataset", "recorder.step(ids)", unchanged=tmp_path):
+        next(iter(recorder.watch(DataLoader(kind(), batch_size=6))))
+    with refused(lo.InputError, kind.__name__, "map-style Dataset"):
+        task_of(model, kind())
+
+
+def test_loaders_that_are_none(tmp_path: Path) -> None:
+    model = network()
+    recorder = lo.Recorder(tmp_path / "run", model, sgd(model))
+    with refused(lo.UnsupportedError, "out of order", "in_order=True"):
+        next(iter(recorder.watch(DataLoader(examples(), num_workers=1, in_order=False))))
+
+
+def test_an_empty_training_set() -> None:
+    with refused(lo.InputError, "training set is empty", "at least one example"):
+        task_of(network(), Subset(examples(), []))
+
+
+def test_batches_that_the_task_cannot_take_apart() -> None:
+    x, y = examples().tensors
+    with refused(lo.InputError, "(inputs..., targets)", "labels", "forward=lambda"):
+        task_of(network(), TensorDataset(x))
+
+    class Texts(Dataset):
+        def __len__(self) -> int:
+            return SIZE
+
+        def __getitem__(self, i: int) -> tuple[Tensor, Tensor, str]:
+            return x[i], y[i], f"text {i}"
+
+    with refused(lo.UnsupportedError, "item 2 of a batch is a str", "collate="):
+        task_of(network(), Texts())
+
+    def packed(rows: list) -> tuple[Tensor, Tensor]:
+        return torch.cat([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+
+    with refused(lo.UnsupportedError, "tensor 0 of a batch of 3 examples has shape [12]", "collate="):
+        task_of(network(), examples(), collate=packed)
+
+
+def test_a_collate_function_that_drops_examples(tmp_path: Path) -> None:
+    """Batches with fewer rows than ids would put scores on the wrong examples."""
+    data, model = examples(), network()
+
+    def collate(rows: list) -> list[Tensor]:
+        kept = [row for row in rows if not torch.equal(row[0], data.tensors[0][7])]
+        return [torch.stack(part) for part in zip(*kept, strict=True)]
+
+    optimizer = sgd(model)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+
+    def loop() -> None:
+        for batch in recorder.watch(DataLoader(data, batch_size=6, collate_fn=collate)):
+            backward(model, optimizer, batch)
+            optimizer.step()
+        lo.ACC(transport="exact").score(recorder.finish(), task_of(model, data, collate=collate), data)
+
+    with refused(lo.MismatchError, "6 examples", "collate"):
+        loop()
+
+
+# Loops
+
+
+@every_method
+def test_clipped_gradients(method: lo.Estimator, tmp_path: Path) -> None:
+    data = examples()
+
+    def clip(model: nn.Module, number: int) -> None:
+        if number == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    run, model = recorded(tmp_path / "run", data, spoil=clip)
+    where = "Step 1" if isinstance(method, lo.Replay) else "Step "
+    with refused(lo.MismatchError, where, "does not follow", "without gradient clipping", unchanged=tmp_path):
+        method.score(run, task_of(model, data), data)
+
+
+@every_method
+def test_weights_changed_behind_the_optimizers_back(method: lo.Estimator, tmp_path: Path) -> None:
+    data = examples()
+
+    def clamp(model: nn.Sequential, number: int) -> None:
+        if number == 1:
+            model[0].weight.data.clamp_(-0.1, 0.1)
+
+    run, model = recorded(tmp_path / "run", data, spoil=clamp)
+    with refused(lo.MismatchError, "Step ", "does not follow from its batch"):
+        method.score(run, task_of(model, data), data)
+
+
+class Loop:
+    """A recorder at work, for loops that go wrong."""
+
+    def __init__(self, path: Path, model: nn.Module | None = None, **options: Any) -> None:
+        self.path = path
+        self.model = model or network()
+        self.optimizer = sgd(self.model, **options)
+        self.recorder = lo.Recorder(path / "run", self.model, self.optimizer)
+        self.batches = iter(self.recorder.watch(DataLoader(examples(), batch_size=3)))
+
+    def backward(self) -> None:
+        batch = next(self.batches)
+        backward(self.model, self.optimizer, batch)
+
+    def good(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.optimizer.step()
+
+
+def test_accumulated_gradients(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.good(2)
+    loop.backward()
+    loop.backward()
+    words = ("At step 2, 2 batches were drawn", "accumulation", "recorder.step(ids)", "all the ids")
+    with refused(lo.UnsupportedError, *words, unchanged=tmp_path):
+        loop.optimizer.step()
+
+
+def test_a_skipped_batch(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    next(loop.batches)
+    loop.backward()
+    with refused(lo.UnsupportedError, "At step 0, 2 batches were drawn", "skipped", unchanged=tmp_path):
+        loop.optimizer.step()
+
+
+def test_a_refused_step_changes_neither_model_nor_run(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.good(2)
+    weights = loop.model[0].weight.detach().clone()
+    loop.backward()
+    loop.backward()
+    with refused(lo.UnsupportedError, "At step 2"):
+        loop.optimizer.step()
+    assert torch.equal(loop.model[0].weight, weights)
+    run = loop.recorder.finish()
+    assert len(run) == 2
+    assert torch.equal(run.final()[PARAM]["0.weight"], weights)
+
+
+def test_two_steps_for_one_batch(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.good()
+    with refused(lo.RunError, "At step 1, no batch is known", "recorder.watch(loader)", "recorder.step(ids)"):
+        loop.optimizer.step()
+
+
+def test_a_step_without_any_batch(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    backward(loop.model, loop.optimizer, examples()[:3])
+    with refused(lo.RunError, "At step 0, no batch is known", "recorder.watch(loader)", unchanged=tmp_path):
+        loop.optimizer.step()
+
+
+def test_a_closure(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.backward()
+    for step in (lambda: loop.optimizer.step(lambda: 0.0), lambda: loop.optimizer.step(closure=lambda: 0.0)):
+        with refused(lo.UnsupportedError, "At step 0", "closure", "compute the loss before", unchanged=tmp_path):
+            step()
+
+
+def test_a_run_of_no_steps(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with refused(lo.RunError, "Nothing was recorded", "optimizer.step() was never called", unchanged=tmp_path):
+        loop.recorder.finish()
+    with refused(lo.RunError, "holds no run"):
+        lo.open_run(tmp_path / "run", partial=True)
+
+
+def test_a_parameter_without_a_gradient(tmp_path: Path) -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    loop = Loop(tmp_path, Unused())
+    loop.backward()
+    with refused(lo.UnsupportedError, "At step 0", "'idle.weight' has no gradient", "freeze it", unchanged=tmp_path):
+        loop.optimizer.step()
+
+
+def test_a_sparse_embedding(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
+    optimizer = sgd(model)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    recorder.step([0, 1])
+    nn.functional.cross_entropy(model(torch.tensor([[0, 1], [2, 3]])), torch.tensor([0, 1])).backward()
+    with refused(lo.UnsupportedError, "At step 0", "'0.weight' is sparse", "sparse=False", unchanged=tmp_path):
+        optimizer.step()
+
+
+def test_training_that_diverges_keeps_the_steps_before(tmp_path: Path) -> None:
+    data = examples()
+    loop = Loop(tmp_path)
+    loop.good(3)
+    weights = loop.model[0].weight.detach().clone()
+    loop.backward()
+    loop.model[0].weight.grad[0, 0] = float("nan")
+    with refused(lo.RunError, "Step 3 made parameter '0.weight' NaN", "lower the learning rate", "are kept"):
+        loop.optimizer.step()
+    with refused(lo.RunError, "cut short after step 2", "partial=True", unchanged=tmp_path):
+        lo.open_run(tmp_path / "run")
+    run = lo.open_run(tmp_path / "run", partial=True)
+    assert [run.record(i).ids.tolist() for i in range(len(run))] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert torch.equal(run.final()[PARAM]["0.weight"], weights)
+    assert lo.ACC(transport="exact").score(run, task_of(network(), data), data).values.abs().max() > 0
+
+
+def test_a_run_that_diverged_cannot_be_finished(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.good(3)
+    loop.backward()
+    loop.model[0].weight.grad[0, 0] = float("inf")
+    with refused(lo.RunError, "Step 3 made parameter '0.weight' NaN or infinite"):
+        loop.optimizer.step()
+    with refused(lo.RunError, "cut short", "partial=True", unchanged=tmp_path):
+        loop.recorder.finish()
+
+
+def test_training_that_diverges_on_its_own(tmp_path: Path) -> None:
+    data, model = TensorDataset(1e15 * torch.randn(SIZE, 4), torch.randn(SIZE, 1)), nn.Linear(4, 1)
+    task = lo.Task(model, nn.MSELoss(), data)
+    with refused(lo.RunError, "Step ", "NaN or infinite", "learning rate"):
+        lo.train(task, sgd(model, lr=1.0), 5, 6, seed=0, out=tmp_path / "run")
+    assert len(lo.open_run(tmp_path / "run", partial=True)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([], ["shape [0]", "list of example numbers"]),
+        ([0, -3], ["Example number -3 is negative", "count from 0"]),
+        (torch.zeros(2, 2, dtype=torch.int64), ["shape [2, 2]"]),
+        (torch.tensor(3), ["shape []"]),
+        (torch.tensor([True, False, True]), ["bool", "example numbers"]),
+        (torch.tensor([0.5, 1.5]), ["float32", "example numbers"]),
+    ],
+)
+def test_ids_that_name_no_batch(ids: Any, words: list[str], tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with refused(lo.InputError, *words, unchanged=tmp_path):
+        loop.recorder.step(ids)
+
+
+def test_a_loop_of_no_epochs(tmp_path: Path) -> None:
+    model = network()
+    task = task_of(model, examples())
+    for epochs, size in ((0, 6), (2, 0), (-1, 6)):
+        with refused(lo.InputError, f"epochs={epochs} and batch_size={size}", "at least 1", unchanged=tmp_path):
+            lo.train(task, sgd(model), epochs, size, seed=0, out=tmp_path / "run")
+
+
+def test_a_second_data_set_in_the_same_run(tmp_path: Path) -> None:
+    """The numbers of two data sets would be mixed up; a data set built again for each epoch is fine."""
+    model = network()
+    optimizer = sgd(model)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    for _ in range(2):
+        for batch in recorder.watch(DataLoader(examples(), batch_size=6)):
+            backward(model, optimizer, batch)
+            optimizer.step()
+    with refused(lo.UnsupportedError, "another data set", "12 examples", "ConcatDataset", unchanged=tmp_path):
+        next(iter(recorder.watch(DataLoader(examples(1, 12), batch_size=6))))
+
+
+def test_a_group_added_while_training(tmp_path: Path) -> None:
+    model = network()
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    batches = iter(recorder.watch(DataLoader(examples(), batch_size=6)))
+    backward(model, optimizer, next(batches))
+    optimizer.step()
+    model[2].requires_grad_(True)
+    optimizer.add_param_group({"params": model[2].parameters()})
+    backward(model, optimizer, next(batches))
+    with refused(lo.UnsupportedError, "At step 1", "'2.bias'", "unchanged while it is recorded", unchanged=tmp_path):
+        optimizer.step()
+
+
+# Optimizers
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda m: torch.optim.RMSprop(m.parameters()), ["RMSprop", "torch.optim.SGD, Adam or AdamW"]),
+        (lambda m: torch.optim.LBFGS(m.parameters()), ["LBFGS", "torch.optim.SGD, Adam or AdamW"]),
+        (lambda m: torch.optim.NAdam(m.parameters()), ["NAdam", "torch.optim.SGD, Adam or AdamW"]),
+        (lambda m: Own(m.parameters(), lr=0.1), ["Own", "torch.optim.SGD, Adam or AdamW"]),
+        (lambda m: torch.optim.Adam(m.parameters(), amsgrad=True), ["group 0 has amsgrad=True", "set amsgrad=False"]),
+        (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), ["amsgrad=True", "set amsgrad=False"]),
+        (lambda m: sgd(m, maximize=True), ["group 0 has maximize=True", "set maximize=False"]),
+        (lambda m: sgd(m, differentiable=True), ["differentiable=True", "set differentiable=False"]),
+        (lambda m: sgd(network()), ["group 0 holds a tensor of shape (5, 4)", "this model's own parameters"]),
+        (
+            lambda m: torch.optim.Adam(m[0].parameters(), maximize=True, amsgrad=True),
+            ["maximize=True", "amsgrad=True", "'2.weight' needs gradients but is in no group", "'2.bias'", "freeze it"],
+        ),
+    ],
+)
+def test_optimizers_that_cannot_be_replayed(build: Callable, words: list[str], tmp_path: Path) -> None:
+    model = network()
+    optimizer = build(model)
+    with refused(lo.UnsupportedError, *words, unchanged=tmp_path):
+        lo.Recorder(tmp_path / "run", model, optimizer)
+    optimizer.zero_grad()
+    assert not optimizer._optimizer_step_pre_hooks, "the refused recorder left its hooks behind"
+
+
+def test_flags_turned_on_while_training(tmp_path: Path) -> None:
+    for flag, value, words in (
+        ("maximize", True, ["group 0 has maximize=True", "negative loss"]),
+        ("momentum", 0.9, ["group 0 turned momentum on", "start with it on"]),
+    ):
+        loop = Loop(tmp_path / flag)
+        loop.good()
+        loop.optimizer.param_groups[0][flag] = value
+        loop.backward()
+        with refused(lo.UnsupportedError, *words, unchanged=tmp_path):
+            loop.optimizer.step()
+
+
+def test_amsgrad_turned_on_while_training(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    backward(model, optimizer, next(iter(DataLoader(examples(), batch_size=6))))
+    recorder.step(range(6))
+    with refused(lo.UnsupportedError, "group 0 has amsgrad=True", unchanged=tmp_path):
+        optimizer.step()
+
+
+# Another model
+
+
+def test_another_model_than_the_recorded_one(tmp_path: Path) -> None:
+    data = examples()
+    run, _ = recorded(tmp_path / "run", data)
+    wider = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    with refused(lo.MismatchError, "'0.weight' has shape [6, 4]", "[5, 4]", "that was recorded", unchanged=tmp_path):
+        lo.ACC(transport="exact").score(run, task_of(wider, data), data)
+    deeper = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3))
+    with refused(lo.MismatchError, "'4.bias' is trained in the task's model but not in the run"):
+        lo.ACC(transport="exact").score(run, task_of(deeper, data), data)
+    frozen = network()
+    frozen[0].bias.requires_grad_(False)
+    with refused(lo.MismatchError, "'0.bias' is trained in the run but not in the task's model"):
+        lo.ACC(transport="exact").score(run, task_of(frozen, data), data)
+    doubles = examples(dtype=torch.float64)
+    with refused(lo.MismatchError, "'0.weight' is float64", "float32 in the run", "convert the model"):
+        lo.ACC(transport="exact").score(run, task_of(network().double(), doubles), doubles)
+
+
+@every_method
+def test_another_activation(method: lo.Estimator, tmp_path: Path) -> None:
+    data = examples()
+    run, _ = recorded(tmp_path / "run", data)
+    other = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    with refused(lo.MismatchError, "does not follow from its batch and this task", "model that were trained"):
+        method.score(run, task_of(other, data), data)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x)) * self.scale
+
+
+@pytest.mark.parametrize("name", ["base.weight", "scale"])
+def test_frozen_values_that_changed(name: str, tmp_path: Path) -> None:
+    data = examples()
+    run, model = recorded(tmp_path / "run", data, model=Scaled())
+    assert lo.ACC(transport="exact").score(run, task_of(model, data), data).values.abs().max() > 0
+    with torch.no_grad():
+        model.state_dict()[name].mul_(1.001)
+    with refused(lo.MismatchError, "Frozen", repr(name), "same frozen values", unchanged=tmp_path):
+        lo.ACC(transport="exact").score(run, task_of(model, data), data)
+
+
+# Questions
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> tuple[lo.Run, lo.Task]:
+    model = network()
+    task = task_of(model, examples())
+    return lo.train(task, sgd(model), 2, 6, seed=0, out=tmp_path / "run"), task
+
+
+def queries() -> dict[str, tuple[Dataset, list[str]]]:
+    x, y = examples(3, 5).tensors
+    return {
+        "empty": (TensorDataset(x[:0], y[:0]), ["query set is empty", "at least one example"]),
+        "more features": (TensorDataset(torch.randn(5, 6), y), ["float32[4], int64[]", "float32[6]", "the same way"]),
+        "doubles": (TensorDataset(x.double(), y), ["a query example float64[4]", "the same way"]),
+        "another label type": (TensorDataset(x, y.float()), ["a query example float32[4], float32[]"]),
+        "another dimension": (TensorDataset(x[:, None], y), ["a query example float32[1, 4]"]),
+        "one-hot labels": (TensorDataset(x, torch.eye(3)[y]), ["float32[3]", "the same way"]),
+        "no labels": (TensorDataset(x), ["do not fit the model", "a query example float32[4];"]),
+        "an impossible label": (TensorDataset(x, y + 3), ["do not fit the model", "out of bounds"]),
+        "a stream": (Stream(), ["Stream", "map-style Dataset"]),
+    }
+
+
+@pytest.mark.parametrize("name", queries())
+def test_query_sets_that_do_not_fit(name: str, scored: tuple[lo.Run, lo.Task]) -> None:
+    run, task = scored
+    query, words = queries()[name]
+    for method in METHODS:
+        with refused(lo.InputError, *words, unchanged=run.path):
+            method.score(run, task, query)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ((0, SIZE), [f"Example {SIZE} in ids does not exist", f"0 to {SIZE - 1}"]),
+        ((-1,), ["Example -1 in ids does not exist"]),
+        ((2, 5, 2), ["Example 2 is named twice", "once"]),
+        ((), ["ids is empty", "at least one"]),
+    ],
+)
+def test_ids_of_examples_that_are_not_there(
+    ids: tuple[int, ...], words: list[str], scored: tuple[lo.Run, lo.Task]
+) -> None:
+    with refused(lo.InputError, *words):
+        lo.Replay(ids).score(*scored, examples(3))
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({}, ["groups is empty", "at least one group"]),
+        ([], ["groups is empty"]),
+        ({"ann": [0], "bob": []}, ["group 'bob' is empty", "at least one example"]),
+        ([[0], []], ["group '1' is empty"]),
+        ({"ann": [0, SIZE]}, [f"Example {SIZE} in group 'ann' does not exist", f"0 to {SIZE - 1}"]),
+        ({"ann": [-2]}, ["Example -2 in group 'ann' does not exist"]),
+        ({"ann": [True, False, True]}, ["group 'ann'", "True", "example numbers"]),
+    ],
+)
+def test_groups_of_examples_that_are_not_there(groups: Any, words: list[str], scored: tuple[lo.Run, lo.Task]) -> None:
+    for method in (lo.ACC(transport="exact"), lo.Replay()):
+        with refused(lo.InputError, *words):
+            method.score(*scored, examples(3), groups=groups)
+
+
+def test_ids_and_groups_at_once(scored: tuple[lo.Run, lo.Task]) -> None:
+    with refused(lo.InputError, "ids=", "groups=", "give one of them"):
+        lo.Replay((0,)).score(*scored, examples(3), groups=[[1]])
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda run, task, q: lo.ACC(transport="teleport"), ["transport='teleport' is unknown", "'exact'"]),
+        (
+            lambda run, task, q: lo.ACC(transport="exact", readout="loud").score(run, task, q),
+            ["readout='loud'", "'linear'", "'outputs'"],
+        ),
+        (lambda run, task, q: lo.SGDIE(readout="loud").score(run, task, q), ["readout='loud'", "'exact'"]),
+        (lambda run, task, q: lo.TracIn(readout="loud").score(run, task, q), ["readout='loud'", "'linear'"]),
+        (
+            lambda run, task, q: lo.ACC(transport="exact", direction="up").score(run, task, q),
+            ["direction='up'", "'forward'"],
+        ),
+        (lambda run, task, q: lo.SGDIE(direction="up").score(run, task, q), ["direction='up'", "'backward'"]),
+        (
+            lambda run, task, q: lo.ACC(transport="exact").score(run, task, q, queries="some"),
+            ["queries='some'", "'mean' or 'each'"],
+        ),
+        (
+            lambda run, task, q: lo.SGDIE("exact", "backward").score(run, task, q),
+            ["exact readout", "go forward", "direction at 'auto'"],
+        ),
+        (
+            lambda run, task, q: lo.SGDIE(direction="backward").score(run, task, q, displacements=True),
+            ["Displacements", "direction at 'auto'"],
+        ),
+        (lambda run, task, q: lo.Resources(memory="lots"), ["memory='lots'", "'2GB'"]),
+        (lambda run, task, q: lo.Resources(memory="0 GB"), ["memory='0 GB'"]),
+        (lambda run, task, q: lo.Resources(memory=-5), ["memory=-5", "500_000_000"]),
+    ],
+)
+def test_words_that_mean_nothing(ask: Callable, words: list[str], scored: tuple[lo.Run, lo.Task]) -> None:
+    with refused(lo.InputError, *words):
+        ask(*scored, examples(3))
+
+
+def test_verification_of_what_cannot_be_verified(scored: tuple[lo.Run, lo.Task]) -> None:
+    query = examples(3, 5)
+    grouped = lo.SGDIE().score(*scored, query, groups=[[0, 1], [2]])
+    with refused(lo.InputError, "scores of groups", "Replay().score(..., groups=...)"):
+        lo.verify(grouped, *scored, query)
+    scores = lo.SGDIE().score(*scored, query, queries="each")
+    with refused(lo.InputError, "at least 8"):
+        lo.verify(scores, *scored, query, replays=3)
+    with refused(lo.InputError, "The scores have 5 queries and the query set 4", "that was scored"):
+        lo.verify(scores, *scored, Subset(query, range(4)), replays=8)
+
+
+def test_a_learning_rate_at_which_the_recurrence_overflows(tmp_path: Path) -> None:
+    x = 30 * torch.randn(SIZE, 1, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, 0 * x)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    task = lo.Task(model, nn.MSELoss(), TensorDataset(x, x * 0 + 1e-3))
+    run = lo.train(task, sgd(model, lr=1e-3), 1, 6, seed=0, out=tmp_path / "fine")
+    assert torch.isfinite(lo.ACC(transport="exact").score(run, task, data).values).all()
+    with refused(lo.RunError, "NaN or infinite", "learning rate"):
+        lo.train(task, sgd(model, lr=1e3), 40, 6, seed=0, out=tmp_path / "wild")

@@ -1,0 +1,116 @@
+"""How a run is stored never changes a score."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+from leaveout.trajectory import Trajectory
+from problems import MODELS, OPTIMIZERS, data_for
+
+METHODS = (lo.SGDIE(), lo.ACC("exact"), lo.TracIn(), lo.Replay())
+
+
+def kept(path, keep, *, optimizer="nesterov", disk="2GB", epochs=6):
+    make, loss, l2 = MODELS["mlp"]
+    torch.manual_seed(0)
+    model = make()
+    train = data_for("mlp", 11, 0)
+    task = lo.Task(model, loss, train, l2=l2)
+    made = OPTIMIZERS[optimizer](model)
+    order = torch.Generator().manual_seed(0)
+    with lo.Recorder(path, model, made, keep=keep, disk=disk) as recorder:
+        for epoch in range(epochs):
+            for ids in torch.randperm(11, generator=order).split(4):
+                made.zero_grad()
+                task.losses(task.parameters(), task.read(ids.tolist())).mean().backward()
+                recorder.step(ids, task.read(ids.tolist()), epoch=epoch)
+                made.step()
+        return recorder.finish(), task
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov", "adam"])
+@pytest.mark.parametrize("keep", [1, 4, 7, 1000, "auto"])
+def test_states_between_kept_ones_are_computed_again(tmp_path, keep, optimizer):
+    whole, task = kept(tmp_path / "all", "all", optimizer=optimizer)
+    run, _ = kept(tmp_path / "some", keep, optimizer=optimizer, disk=100)
+    assert whole.kept == list(range(len(whole) + 1))
+    assert run.kept[0] == 0
+    assert run.kept[-1] == len(run) == len(whole) == 18
+    assert keep == 1 or len(run.kept) < len(whole.kept)
+    for i, (a, b) in enumerate(zip(Trajectory(whole, task).forward(), Trajectory(run, task).forward(), strict=True)):
+        assert a.record.index == b.record.index == i
+        for slot in whole.rule.slots:
+            for name in whole.rule.groups:
+                assert torch.allclose(a.before[slot][name], b.before[slot][name], rtol=1e-12, atol=1e-14)
+                assert torch.allclose(a.after[slot][name], b.after[slot][name], rtol=1e-12, atol=1e-14)
+    backward = [moment.record.index for moment in Trajectory(run, task).backward()]
+    assert backward == list(reversed(range(len(run))))
+    middle = Trajectory(run, task).moment(5)
+    assert torch.allclose(middle.before["param"]["0.weight"], whole.state(5)["param"]["0.weight"], rtol=1e-12)
+    query = data_for("mlp", 3, 1)
+    for method in METHODS:
+        expected, values = (method.score(r, task, query).values for r in (whole, run))
+        assert (values - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def test_about_the_square_root_of_all_states_is_kept_beyond_the_budget(tmp_path):
+    run, _ = kept(tmp_path / "run", "auto", disk=1, epochs=120)
+    assert len(run) == 360
+    assert 0.7 * 360**0.5 < len(run.kept) < 1.5 * 360**0.5
+    roomy, _ = kept(tmp_path / "roomy", "auto", epochs=20)
+    assert len(roomy.kept) == len(roomy) + 1
+
+
+def test_a_state_that_the_recorded_batches_do_not_lead_to_is_named(tmp_path):
+    run, task = kept(tmp_path / "run", 6, optimizer="sgd")
+    other = lo.Task(task.model, nn.BCEWithLogitsLoss(), task.train_set, l2=0.3)
+    with pytest.raises(lo.MismatchError, match="Step 17 does not follow"):
+        lo.SGDIE().score(run, other, task.train_set)
+    with pytest.raises(lo.MismatchError, match="Step 5 does not follow"):
+        lo.ACC("exact").score(run, other, task.train_set)
+
+
+def test_interpolated_states_lie_on_a_line_and_come_close(tmp_path):
+    whole, task = kept(tmp_path / "all", "all")
+    run, _ = kept(tmp_path / "some", 3)
+    states = [moment.before["param"]["0.weight"] for moment in Trajectory(run.interpolated(), task).forward()]
+    expected = whole.state(3)["param"]["0.weight"] * 2 / 3 + whole.state(6)["param"]["0.weight"] / 3
+    assert torch.allclose(states[4], expected, rtol=1e-12)
+    query = data_for("mlp", 3, 1)
+    exact = lo.SGDIE().score(whole, task, query).values
+    rough = lo.SGDIE().score(run.interpolated(), task, query).values
+    assert 1e-9 < (rough - exact).norm() / exact.norm() < 0.1
+
+
+@pytest.mark.parametrize("keep", [0, -1, "some"])
+def test_unknown_ways_to_keep_are_refused(tmp_path, keep):
+    model = nn.Linear(2, 1)
+    with pytest.raises(lo.InputError, match="keep="):
+        lo.Recorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1), keep=keep)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_cut_short_ends_at_its_last_kept_state(tmp_path):
+    model = nn.Linear(2, 1).double()
+    data = TensorDataset(torch.randn(6, 2, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task = lo.Task(model, nn.MSELoss(), data)
+
+    def interrupted():
+        with lo.Recorder(tmp_path / "run", model, optimizer, keep=4) as recorder:
+            for step in range(11):
+                optimizer.zero_grad()
+                task.losses(task.parameters(), task.read([step % 6, 0])).mean().backward()
+                recorder.step([step % 6, 0])
+                optimizer.step()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with pytest.raises(lo.RunError, match=r"cut short after step 7.*partial=True"):
+        lo.open_run(tmp_path / "run")
+    run = lo.open_run(tmp_path / "run", partial=True)
+    assert len(run) == 8
+    assert lo.Replay().score(run, task, data).values.abs().min() >= 0
