@@ -9,6 +9,7 @@ ROOT = Path(leaveout.__file__).parent
 
 FLOORS = [
     "errors",
+    "memory",
     "vectors",
     "batches",
     "members",
@@ -17,7 +18,10 @@ FLOORS = [
     "models",
     "optim",
     "validate",
+    "folding",
+    "tracing",
     "task",
+    "products",
     "store",
     "recorder",
     "trajectory",

@@ -16,6 +16,7 @@ from torch import Tensor
 from leaveout.coasting import Coasting, Drift, Layout, drift
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim import Rule, sgd
+from leaveout.products import example_products
 from leaveout.resources import Resources, parse_bytes
 from leaveout.step import Hessian
 from leaveout.task import take
@@ -72,8 +73,12 @@ class Free(Carrier):
         self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int
     ) -> Float[Tensor, "pairs width"]:
         """H(z)·δ_r for every pair, and on."""
-        gradients, curved = self._trajectory.task.example_products(
-            moment.before[PARAM], take(moment.batch, position), self._layout.unflatten(self.now(row)), chunk
+        gradients, curved = example_products(
+            self._trajectory.task,
+            moment.before[PARAM],
+            take(moment.batch, position),
+            self._layout.unflatten(self.now(row)),
+            chunk,
         )
         self.move(moment, row, self._layout.flatten(gradients))
         return self._layout.flatten(curved)
@@ -113,7 +118,8 @@ class SubspaceCarrier(Carrier):
         outside, z = self._free.now(row), self._inside[PARAM][row]
         inside = z @ self._basis
         moved = outside + inside - outside @ self._basis.T @ self._basis
-        gradients, curved = self._trajectory.task.example_products(
+        gradients, curved = example_products(
+            self._trajectory.task,
             moment.before[PARAM],
             take(moment.batch, torch.cat([position, position])),
             self._layout.unflatten(torch.cat([moved, inside])),

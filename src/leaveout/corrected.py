@@ -25,11 +25,12 @@ from leaveout.carriers import Carrier, Free, Subspace, SubspaceCarrier, place
 from leaveout.coasting import Coasting, Drift, Layout, drift, sketch
 from leaveout.errors import UnsupportedError
 from leaveout.members import Members
+from leaveout.products import example_products
 from leaveout.resources import Cost, Resources
 from leaveout.subspace import top_directions
 from leaveout.trajectory import Moment, Trajectory, check_step
 from leaveout.transport import Sweep, vector_bytes
-from leaveout.vectors import PARAM, Params, each, embed, expand, height, nbytes
+from leaveout.vectors import PARAM, Params, each, embed, expand, height, nbytes, split
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ class Correction:
 
     def remainders(self, queries: Params, width: int | None = None) -> Products:
         """Both scores for every query vector, a sweep each."""
-        parts = [self.remainder(each(lambda t, i=i: t[i : i + 1], queries), width) for i in range(height(queries))]
-        return _side_by_side(parts)
+        return _side_by_side([self.remainder(query, width) for query in split(queries, 1)])
 
     def remainder(self, query: Params, width: int | None = None) -> Products:
         """Both scores for one query vector, in one backward sweep; ``width`` keeps the remainders in a sketch."""
@@ -76,8 +76,8 @@ class Correction:
             row, position = self.members.pairs(moment.record.ids)
             at = expand(moment.before, 1)
             state, along = rule.cotangent((at, at[PARAM]), vectors, moment.record.hypers)
-            gradients, curved = task.example_products(
-                moment.before[PARAM], moment.batch, each(lambda t: t[0], along), self._chunk(moment)
+            gradients, curved = example_products(
+                task, moment.before[PARAM], moment.batch, each(lambda t: t[0], along), self._chunk(moment)
             )
             self.cost.gradients += 1
             self.cost.hvps += 1
@@ -98,11 +98,7 @@ class Correction:
         """Both scores for every query vector: as many at a time as the budget holds a vector a step for."""
         width = sum(tensor[0].numel() * tensor.element_size() for tensor in queries.values())
         chunk = self.resources.chunk(2 * width * len(self.trajectory), height(queries))
-        parts = [
-            self._corrected_gradient(each(lambda t, i=i: t[i : i + chunk], queries), transport)
-            for i in range(0, height(queries), chunk)
-        ]
-        return _side_by_side(parts)
+        return _side_by_side([self._corrected_gradient(part, transport) for part in split(queries, chunk)])
 
     def _corrected_gradient(self, queries: Params, transport: Subspace | None) -> Products:
         sweep = Sweep(self.trajectory, self.resources, self.cost)

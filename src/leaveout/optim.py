@@ -45,6 +45,24 @@ def sgd(slots: Slots, gradient: Tensor, hyper: Hyper) -> Slots:
     return {PARAM: param.add(direction, alpha=-hyper["lr"]), "momentum_buffer": buffer}
 
 
+def sgd_(slots: Slots, gradient: Tensor, hyper: Hyper) -> Slots:
+    """As ``sgd``, writing into the slots and the gradient: for large stacks, memory traffic is most of the time."""
+    param = slots[PARAM]
+    if hyper["weight_decay"] != 0:
+        gradient.add_(param, alpha=hyper["weight_decay"])
+    if hyper["momentum"] == 0:
+        param.add_(gradient, alpha=-hyper["lr"])
+        return slots
+    buffer = slots["momentum_buffer"]
+    if hyper["started"]:
+        buffer.mul_(hyper["momentum"]).add_(gradient, alpha=1 - hyper["dampening"])
+    else:
+        buffer.copy_(gradient)
+    direction = gradient.add_(buffer, alpha=hyper["momentum"]) if hyper["nesterov"] else buffer
+    param.add_(direction, alpha=-hyper["lr"])
+    return slots
+
+
 def adam(slots: Slots, gradient: Tensor, hyper: Hyper) -> Slots:
     """M ← β₁m + (1−β₁)d,  v ← β₂v + (1−β₂)d²,  θ ← θ − α m̂ / (√v̂ + ε)  with d = g + λθ."""
     if hyper["weight_decay"] != 0:
@@ -107,6 +125,14 @@ class Rule:
             for slot, tensor in function(slots, gradient[name], hypers[group]).items():
                 new[slot][name] = tensor
         return new
+
+    def step_(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
+        """As ``step``; the state and the gradient are used up."""
+        if not self.linear:
+            return self.step(state, gradient, hypers)
+        for name, group in self.groups.items():
+            sgd_({slot: state[slot][name] for slot in self.slots}, gradient[name], hypers[group])
+        return state
 
     def tangent(self, at: tuple[State, Params], along: tuple[State, Params], hypers: Sequence[Hyper]) -> State:
         """∂O(s, g)·(ds, dg), for stacks of the same height."""

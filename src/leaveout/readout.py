@@ -15,10 +15,12 @@ from torch.utils.data import Dataset
 from leaveout import batches
 from leaveout.batches import Batch
 from leaveout.errors import InputError
+from leaveout.folding import Folded
 from leaveout.task import Task
-from leaveout.vectors import Params, each, inner
+from leaveout.vectors import Params, each, inner, split
 
 BLOCK = 512
+BLOCK_BYTES = 200_000_000
 
 
 class Query:
@@ -49,11 +51,13 @@ class Query:
         """The loss of every query example under every parameter vector of a stack."""
         parts = []
         for block in self.blocks():
-            chunk = max(1, 200_000_000 // max(1, self.task.footprint(self.params, block)))
-            over = self.task.over(self.task.query_losses, (0, None), chunk)
-            with torch.no_grad():
-                parts.append(over(stack, block))
+            chunk = max(1, BLOCK_BYTES // max(1, self.task.footprint(self.params, block)))
+            parts.append(torch.cat([self._block_losses(part, block) for part in split(stack, chunk)]))
         return torch.cat(parts, dim=1)
+
+    def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
+        with torch.no_grad(), Folded():
+            return self.task.over(self.task.query_losses, (0, None))(stack, block)
 
 
 class Readout(ABC):

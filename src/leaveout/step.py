@@ -7,17 +7,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.func import grad
 
-from leaveout.batches import Batch, leaves
+from leaveout.batches import Batch
 from leaveout.optim import Rule
+from leaveout.products import (
+    directional,
+    example_gradients,
+    example_products,
+    gradient,
+    hessian_products,
+    weight_products,
+)
 from leaveout.task import Task, take
 from leaveout.trajectory import Moment
 from leaveout.vectors import (
@@ -29,7 +35,6 @@ from leaveout.vectors import (
     gather_sums,
     height,
     inner_rows,
-    pullback,
     replace_rows,
     rows,
     state_rows,
@@ -41,22 +46,20 @@ Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
 
 
 class Curvature(ABC):
-    """The batch gradient at one state and its derivative, made when it is first needed."""
+    """The batch gradient at one state, and its derivative applied to stacks of vectors."""
 
     def __init__(self, task: Task, params: Params, batch: Batch, chunk: int | None = None) -> None:
         self.task, self.params, self.batch, self.chunk = task, params, batch, chunk
-        like = next(iter(params.values()))
-        self.weights = like.new_ones(len(leaves(batch)[0]))
-
-    @property
-    def gradient(self) -> Params:
-        """ḡ(θ; w¹)."""
-        return self._pullback[0]
 
     @cached_property
-    @abstractmethod
-    def _pullback(self) -> tuple[Params, Callable]:
-        """ḡ, and the map from a vector to what ``products`` gives for it."""
+    def gradient(self) -> Params:
+        """ḡ(θ; w¹); most products give it as well, and then it costs nothing more."""
+        return gradient(self.task, self.params, self.batch)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the gradient is at hand."""
+        return "gradient" in self.__dict__
 
     @abstractmethod
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
@@ -64,30 +67,24 @@ class Curvature(ABC):
 
 
 class Hessian(Curvature):
-    """The true curvature: the derivative of (θ, w) ↦ ḡ(θ; w), pulled back; both parts come from the same pass."""
-
-    @cached_property
-    def _pullback(self) -> tuple[Params, Callable]:
-        return pullback(lambda p, w: self.task.gradient(p, w, self.batch), self.params, self.weights)
+    """The true curvature."""
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """H·a and ⟨a, g_z⟩/|Z| for every vector a; a single one goes without the gradient, which is quicker."""
-        if height(vectors) == 1 and self.task.abilities.forward and "_pullback" not in self.__dict__:
-            curved, reads = self.task.directional(self.params, self.batch, each(lambda t: t[0], vectors))
+        if height(vectors) == 1 and self.task.abilities.forward:
+            curved, reads = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
             return each(lambda t: t[None], curved), reads[None]
-        return self.task.over(self._pullback[1], chunk=self.chunk)(vectors)
+        value, curved, reads = hessian_products(self.task, self.params, self.batch, vectors, self.chunk)
+        self.__dict__["gradient"] = value
+        return curved, reads
 
 
 class Flat(Curvature):
     """No curvature: only the derivative in the weights."""
 
-    @cached_property
-    def _pullback(self) -> tuple[Params, Callable]:
-        return pullback(lambda w: self.task.gradient(self.params, w, self.batch), self.weights)
-
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Zero, and ⟨a, g_z⟩/|Z| for every vector a."""
-        reads = self.task.over(lambda vector: self._pullback[1](vector)[0], chunk=self.chunk)(vectors)
+        self.__dict__["gradient"], reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
         return each(torch.zeros_like, vectors), reads
 
 
@@ -112,6 +109,11 @@ class LinearStep:
         self._task, self._chunk = curvature.task, curvature.chunk
         self._hypers = moment.record.hypers
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the step can be computed again without a gradient of its own."""
+        return self._map.has_gradient
+
     @cached_property
     def after(self) -> State:
         """The step computed again."""
@@ -124,7 +126,7 @@ class LinearStep:
         return Pulled(_plus(state, curved), state, along, reads)
 
     def push(self, vectors: State, pairs: Pairs) -> State:
-        """∂F(w¹)·δ + γ: SGD-IE's step, with the first-order effect of each row's examples."""
+        """∂F(w¹)·δ + γ: SGD-IE's step, with the first-order effect of each row's examples. Uses the vectors up."""
         along, _ = self._map.products(vectors[PARAM])
         affected, gradient = self._left_out(pairs)
         return self._tangent(vectors, _subtract(along, affected, gradient))
@@ -133,14 +135,17 @@ class LinearStep:
         """γ alone, for ``count`` rows."""
         zero = zeros(self._moment.before, count)
         affected, gradient = self._left_out(pairs)
-        return self._tangent(zero, _subtract(zero[PARAM], affected, gradient))
+        return self._tangent(zero, _subtract(each(torch.zeros_like, zero[PARAM]), affected, gradient))
 
     def push_corrected(self, vectors: State, pairs: Pairs) -> State:
-        """∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state."""
+        """∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state.
+
+        Uses the vectors up.
+        """
         along, _ = self._map.products(vectors[PARAM])
         affected, gradient, curved = self._left_out_curved(pairs, vectors[PARAM])
         if self._rule.linear:  # then Γ = γ, and one tangent serves all
-            return self._tangent(vectors, _subtract(along, affected, each(torch.add, gradient, curved)))
+            return self._tangent(vectors, _subtract(_subtract(along, affected, gradient), affected, curved))
         pushed = self._tangent(vectors, along)
         own = self._counterfactual(gradient)
         tangent = self._rule.tangent(
@@ -174,6 +179,8 @@ class LinearStep:
         return expand(self._moment.before, count), expand({PARAM: gradient}, count)[PARAM]
 
     def _tangent(self, state: State, gradient: Params) -> State:
+        if self._rule.linear:  # it is its own derivative
+            return self._rule.step_(state, gradient, self._hypers)
         return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self._hypers)
 
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
@@ -193,9 +200,7 @@ class LinearStep:
         params = self._moment.before[PARAM]
         if not len(affected):
             return affected, {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
-        gradients = self._task.over(grad(self._task.example_loss), (None, 0), self._chunk)(
-            params, take(self._moment.batch, position)
-        )
+        gradients = example_gradients(self._task, params, take(self._moment.batch, position), self._chunk)
         return affected, self._mean(gradients, local, len(affected))
 
     def _left_out_curved(self, pairs: Pairs, vectors: Params) -> tuple[Int[Tensor, " affected"], Params, Params]:
@@ -206,15 +211,17 @@ class LinearStep:
         if not len(affected):
             nothing = {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
             return affected, nothing, nothing
-        gradients, curved = self._task.example_products(
-            params, take(self._moment.batch, position), rows(vectors, row), self._chunk
-        )
+        examples = take(self._moment.batch, position)
+        gradients, curved = example_products(self._task, params, examples, rows(vectors, row), self._chunk)
         count = len(affected)
         return affected, self._mean(gradients, local, count), self._mean(curved, local, count)
 
     def _mean(self, terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
         size = len(self._moment.record.ids)
-        return each(lambda tensor: tensor / size, gather_sums(terms, local, count))
+        if count == len(local):  # one example a row: only their order may differ
+            index = torch.empty_like(local).scatter_(0, local, torch.arange(count, device=local.device))
+            return each(lambda tensor: tensor[index].div_(size), terms)
+        return each(lambda tensor: tensor.div_(size), gather_sums(terms, local, count))
 
 
 def _plus(state: State, params: Params) -> State:
@@ -222,4 +229,5 @@ def _plus(state: State, params: Params) -> State:
 
 
 def _subtract(stack: Params, index: Int[Tensor, " chosen"], terms: Params) -> Params:
-    return {name: tensor.index_add(0, index, terms[name], alpha=-1) for name, tensor in stack.items()}
+    """The terms taken off the chosen rows, in place."""
+    return {name: tensor.index_add_(0, index, terms[name], alpha=-1) for name, tensor in stack.items()}

@@ -9,15 +9,17 @@ from typing import Any, TypeAlias
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 
 from leaveout import batches
 from leaveout.batches import Batch, Collate
 from leaveout.errors import InputError, UnsupportedError
+from leaveout.folding import Folded
+from leaveout.tracing import Tracer
 from leaveout.validate import module_problems, trial_problems
-from leaveout.vectors import Params, pullback, sum_of
+from leaveout.vectors import Params, sum_of
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -60,6 +62,7 @@ class Task:
         self.l2 = l2
         self.collate = collate
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
+        self.tracer = Tracer()
         self._loss = per_example(loss)
         self._bound = _Bound(model, forward or default_forward)
         problems = module_problems(model)
@@ -110,7 +113,9 @@ class Task:
 
     def weighted_loss(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, ""]:
         """(1/|Z|) Σ w_z ℓ(z, θ): leaving an example out sets its weight to zero, not the denominator."""
-        return (weights * self.losses(params, batch)).sum() / len(weights)
+        with Folded():
+            losses = self.losses(params, batch)
+        return (weights * losses).sum() / len(weights)
 
     def gradient(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Params:
         """ḡ(θ; w), the gradient of the weighted batch loss."""
@@ -120,45 +125,14 @@ class Task:
         """ℓ(z, θ) of one example, without a batch dimension."""
         return self.losses(params, batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))[0]
 
-    def example_products(
-        self, params: Params, examples: Batch, vectors: Params, chunk: int | None = None
-    ) -> tuple[Params, Params]:
-        """g(z_j, θ) and H(z_j, θ)·v_j for examples j, each with a vector of its own or all with one, in one pass.
-
-        The primal of the per-example derivative of the gradient is the gradient itself.
-        """
-        shared = next(iter(vectors.values())).ndim == next(iter(params.values())).ndim
-
-        def one(example: Batch, vector: Params) -> tuple[Params, Params]:
-            def gradient(p: Params) -> Params:
-                return grad(self.example_loss)(p, example)
-
-            if self.abilities.forward:
-                both = jvp(gradient, (params,), (vector,))
-                return both[0], both[1]
-            value, pull = pullback(gradient, params)
-            return value, pull(vector)[0]
-
-        return self.over(one, (0, None) if shared else 0, chunk)(examples, vectors)
-
-    def directional(self, params: Params, batch: Batch, vector: Params) -> tuple[Params, Float[Tensor, " batch"]]:
-        """H(Z)·v and ⟨v, g_z⟩/|Z| for one vector: the derivative of the losses along v, and its gradient.
-
-        Neither the gradient nor any per-example gradient is formed.
-        """
-
-        def along(p: Params) -> tuple[Tensor, Tensor]:
-            slope = jvp(lambda q: self.losses(q, batch), (p,), (vector,))[1] / len(batches.leaves(batch)[0])
-            return slope.sum(), slope
-
-        return grad(along, has_aux=True)(params)
-
     def footprint(self, params: Params, batch: Batch) -> int:
-        """Bytes that one forward pass keeps for its backward pass."""
+        """Bytes that one forward pass keeps for its backward pass, beside parameters and inputs."""
         held: dict[int, int] = {}
+        shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}
 
         def note(tensor: Tensor) -> Tensor:
-            held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            if tensor.data_ptr() not in shared:
+                held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
             return tensor
 
         tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
@@ -166,9 +140,9 @@ class Task:
             self.losses(tracked, batch)
         return sum(held.values())
 
-    def over(self, function: Callable, in_dims: Any = 0, chunk: int | None = None) -> Callable:
+    def over(self, function: Callable, in_dims: Any = 0) -> Callable:
         """``vmap``, or a plain loop where the model has an operation that ``vmap`` cannot batch."""
-        return vmap(function, in_dims, chunk_size=chunk) if self.abilities.vmap else looped(function, in_dims)
+        return vmap(function, in_dims) if self.abilities.vmap else looped(function, in_dims)
 
 
 class _Bound(nn.Module):

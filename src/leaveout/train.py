@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from leaveout.errors import InputError
 from leaveout.members import Members
+from leaveout.products import stacked_gradients
 from leaveout.recorder import Recorder
 from leaveout.resources import Cost, Resources
 from leaveout.store import Run
@@ -76,7 +77,7 @@ def counterfactuals(
         weights = _weights(members, moment, weight, state[PARAM])
         if gradients is None:
             gradients = _faster(trajectory.task, state[PARAM], weights, moment)
-        state = trajectory.rule.step(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
+        state = trajectory.rule.step_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
         cost.gradients += count
         travelled += norm({n: moment.after[PARAM][n] - moment.before[PARAM][n] for n in moment.after[PARAM]})
         check_step(moment, {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}, travelled)
@@ -93,11 +94,10 @@ def _weights(members: Members, moment: Moment, weight: float, params: Params) ->
 
 def _faster(task: Task, params: Params, weights: Tensor, moment: Moment) -> Callable[..., Params]:
     """The quicker of two ways to take many models' gradients: all at once, or one after the other."""
-    dims = (0, 0, None)
-    single = looped(task.gradient, dims)
+    single = looped(task.gradient, (0, 0, None))
     if not task.abilities.vmap or len(weights) == 1:
         return single
-    together = vmap(task.gradient, dims)
+    together = partial(stacked_gradients, task)
     few = min(2, len(weights))
     slow = _seconds(single, {n: t[:few] for n, t in params.items()}, weights[:few], moment.batch) * len(weights) / few
     return together if _seconds(together, params, weights, moment.batch) < slow else single

@@ -12,6 +12,7 @@ import torch
 from leaveout import batches
 from leaveout.batches import Batch
 from leaveout.errors import MismatchError
+from leaveout.products import gradient
 from leaveout.recorder import constants_of
 from leaveout.store import Record, Run
 from leaveout.task import Task
@@ -19,8 +20,6 @@ from leaveout.vectors import PARAM, State, each, norm
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
-
-CHECK_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -102,19 +101,13 @@ class Trajectory:
         state, travelled = first, 0.0
         for index in range(start, stop):
             moment = self._moment(index, state, last)
-            weights = next(iter(state[PARAM].values())).new_ones(len(moment.record.ids))
-            gradient = self.task.gradient(state[PARAM], weights, moment.batch)
-            after = self.rule.step(state, gradient, moment.record.hypers)
+            after = self.rule.step(state, gradient(self.task, state[PARAM], moment.batch), moment.record.hypers)
             travelled += norm({name: after[PARAM][name] - state[PARAM][name] for name in after[PARAM]})
             if index < stop - 1:
                 yield after
             else:
                 check_step(moment, after, travelled)
             state = after
-
-    def due(self, moment: Moment) -> bool:
-        """Whether this is one of the steps that are computed again even where that costs a gradient of its own."""
-        return moment.record.index % CHECK_EVERY == 0 or moment.record.index == len(self) - 1
 
     def _place(self, state: State) -> State:
         device = self.task.device

@@ -19,6 +19,8 @@ from leaveout.step import Flat, Hessian, LinearStep, Pulled
 from leaveout.trajectory import Moment, Trajectory, check_projection, check_step
 from leaveout.vectors import PARAM, Params, State, each, embed, height, zeros
 
+CHECK_EVERY = 16
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -43,7 +45,7 @@ class Sweep:
         moved = zeros(self.trajectory.initial(), len(members))
         chunk = self.chunk(len(members))
         for moment in self._track(self.trajectory.forward(), "forward"):
-            step = self._step(moment, chunk, len(members))
+            step = self._step(moment, chunk)
             pairs = members.pairs(moment.record.ids)
             self._count(moment, len(members), len(pairs[0]))
             if not self.curved:
@@ -53,6 +55,7 @@ class Sweep:
                 moved = step.push_corrected(moved, pairs)
             else:
                 moved = step.push(moved, pairs)
+            self._check(moment, step)
         return moved
 
     def inner_products(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
@@ -73,7 +76,9 @@ class Sweep:
         chunk = self.chunk(count)
         for moment in self._track(self.trajectory.backward(), "backward"):
             self._count(moment, count, 0)
-            pulled = self._step(moment, chunk, count).pull(vectors)
+            step = self._step(moment, chunk)
+            pulled = step.pull(vectors)
+            self._check(moment, step)
             if count == 1 and self.trajectory.rule.linear:
                 check_projection(moment, vectors, pulled.carried, float(pulled.weights.sum()))
             if self.curved:
@@ -96,22 +101,23 @@ class Sweep:
         total = next(iter(query.values())).new_zeros(count)
         chunk = self.chunk(count)
         for moment in self._track(self.trajectory.backward(), "backward"):
-            step = self._step(moment, chunk, count)
+            step = self._step(moment, chunk)
             pairs = members.pairs(moment.record.ids)
             self._count(moment, count, len(pairs[0]))
             vectors, read = step.pull_corrected(vectors, pairs)
             total += read
+            self._check(moment, step)
         return total
 
-    def _step(self, moment: Moment, chunk: int, vectors: int) -> LinearStep:
+    def _step(self, moment: Moment, chunk: int) -> LinearStep:
         kind = Hessian if self.curved else Flat
-        step = LinearStep(
-            self.trajectory.rule, moment, kind(self.trajectory.task, moment.before[PARAM], moment.batch, chunk)
-        )
-        # A single vector of a linear step goes without the gradient; then most steps are checked along it only.
-        if vectors > 1 or not self.curved or not self.trajectory.rule.linear or self.trajectory.due(moment):
+        curvature = kind(self.trajectory.task, moment.before[PARAM], moment.batch, chunk)
+        return LinearStep(self.trajectory.rule, moment, curvature)
+
+    def _check(self, moment: Moment, step: LinearStep) -> None:
+        """Every step whose gradient is at hand is computed again; a single vector goes without, but not always."""
+        if step.has_gradient or moment.record.index % CHECK_EVERY == 0:
             check_step(moment, step.after)
-        return step
 
     def _count(self, moment: Moment, vectors: int, pairs: int) -> None:
         self.cost.gradients += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ class Abilities(NamedTuple):
 
     vmap: bool = False
     forward: bool = False
+    curved: bool = True
 
 
 def trial_problems(task: Task) -> tuple[list[str], Abilities]:
@@ -153,8 +155,10 @@ def _abilities(task: Task, params: dict[str, Tensor], batch: Any) -> Abilities:
     def pushed(example: Any) -> Any:
         return jvp(lambda p: grad(task.example_loss)(p, example), (params,), (params,))
 
-    vectorised = _works(vmap(pulled), batch)
-    return Abilities(vectorised, vectorised and _works(vmap(pushed), batch))
+    if _works(vmap(pulled), batch):
+        return Abilities(vmap=True, forward=_works(vmap(pushed), batch))
+    first = _example(batch, 0)
+    return Abilities(vmap=_works(vmap(partial(grad(task.example_loss), params)), batch), curved=_works(pulled, first))
 
 
 def _works(function: Any, batch: Any) -> bool:

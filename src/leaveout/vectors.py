@@ -46,6 +46,12 @@ def height(stack: Params) -> int:
     return len(next(iter(stack.values())))
 
 
+def split(stack: Params, size: int) -> Iterator[Params]:
+    """The stack in runs of at most ``size`` vectors."""
+    for start in range(0, height(stack), size):
+        yield {name: tensor[start : start + size] for name, tensor in stack.items()}
+
+
 def each(function: Callable[..., Tensor], *trees: Params) -> Params:
     """The same tensor function for every parameter."""
     return {name: function(*(tree[name] for tree in trees)) for name in trees[0]}

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from leaveout.errors import InputError, MismatchError
 from leaveout.members import Groups, Members, members_of
+from leaveout.memory import kept_memory
 from leaveout.readout import Projected, Query, Readout
 from leaveout.resources import Cost, Resources
 from leaveout.scores import Scores
@@ -79,7 +80,7 @@ class Estimator(ABC):
             Cost(),
             displacements,
         )
-        with request.cost.metered():
+        with request.cost.metered(), kept_memory():
             values, moved = self._values(request)
         if not bool(torch.isfinite(values).all()):
             row = int((~torch.isfinite(values)).nonzero()[0, 0])

@@ -1,0 +1,148 @@
+"""Gradients and Hessian-vector products of a task, many at once: pure functions of tensors, traced when they recur.
+
+``Z`` is a batch of |Z| examples with losses ℓ(z, θ), g(z) and H(z) their gradients and Hessians, and
+``ḡ = (1/|Z|) Σ g(z)``, ``H(Z) = (1/|Z|) Σ H(z)`` those of the batch. A *stack* has a first dimension of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import grad, jvp
+
+from leaveout.batches import Batch, leaves, map_leaves
+from leaveout.errors import UnsupportedError
+from leaveout.task import Task
+from leaveout.vectors import Params, pullback
+
+
+def gradient(task: Task, params: Params, batch: Batch) -> Params:
+    """ḡ."""
+    return _run(task, "gradient", lambda p, b: task.gradient(p, _ones(p, b), b), params, batch)
+
+
+def stacked_gradients(task: Task, stack: Params, weights: Float[Tensor, "rows batch"], batch: Batch) -> Params:
+    """(1/|Z|) Σ w_z g(z) of every model of a stack, with its own weights, on one batch."""
+    function = task.over(task.gradient, (0, 0, None))
+    return _run(task, "stacked_gradients", function, stack, weights, batch)
+
+
+def hessian_products(
+    task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
+) -> tuple[Params, Params, Float[Tensor, "vectors batch"]]:
+    """ḡ, and for every vector v of a stack H(Z)·v and ⟨v, g(z)⟩/|Z|.
+
+    Both are parts of one pull-back: that of (θ, w) ↦ (1/|Z|) Σ w_z g(z, θ).
+    """
+    _curved(task)
+
+    def products(p: Params, b: Batch, v: Params) -> tuple[Params, tuple[Params, Tensor]]:
+        value, pull = pullback(lambda q, w: task.gradient(q, w, b), p, _ones(p, b))
+        return value, task.over(pull)(v)
+
+    value, (curved, reads) = _by_chunks(task, "hessian_products", products, (params, batch), (vectors,), chunk)
+    return value, curved, reads
+
+
+def directional(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Float[Tensor, " batch"]]:
+    """H(Z)·v and ⟨v, g(z)⟩/|Z| for one vector: the derivative of the losses along v, and its gradient.
+
+    Neither the gradient nor any per-example gradient is formed. Needs forward mode.
+    """
+    _curved(task)
+
+    def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
+        def along(q: Params) -> tuple[Tensor, Tensor]:
+            slope = jvp(lambda r: task.losses(r, b), (q,), (v,))[1] / len(leaves(b)[0])
+            return slope.sum(), slope
+
+        return grad(along, has_aux=True)(p)
+
+    return _run(task, "directional", products, params, batch, vector)
+
+
+def weight_products(
+    task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
+) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+    """ḡ, and ⟨v, g(z)⟩/|Z| for every vector v of a stack."""
+
+    def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
+        value, pull = pullback(lambda w: task.gradient(p, w, b), _ones(p, b))
+        return value, task.over(lambda vector: pull(vector)[0])(v)
+
+    return _by_chunks(task, "weight_products", products, (params, batch), (vectors,), chunk)
+
+
+def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | None = None) -> Params:
+    """g(z) for every example."""
+
+    def gradients(p: Params, b: Batch) -> tuple[tuple, Params]:
+        return (), task.over(grad(task.example_loss), (None, 0))(p, b)
+
+    return _by_chunks(task, "example_gradients", gradients, (params,), (examples,), chunk)[1]
+
+
+def example_products(
+    task: Task, params: Params, examples: Batch, vectors: Params, chunk: int | None = None
+) -> tuple[Params, Params]:
+    """g(z) and H(z)·v for every example, each with a vector of its own, or all with one.
+
+    The value of the derivative of the gradient is the gradient itself: both come from one pass.
+    """
+    _curved(task)
+    shared = next(iter(vectors.values())).ndim == next(iter(params.values())).ndim
+
+    def products(p: Params, v: Params, b: Batch) -> tuple[tuple, tuple[Params, Params]]:
+        def one(example: Batch, vector: Params) -> tuple[Params, Params]:
+            if task.abilities.forward:
+                both = jvp(lambda q: grad(task.example_loss)(q, example), (p,), (vector,))
+                return both[0], both[1]
+            value, pull = pullback(lambda q: grad(task.example_loss)(q, example), p)
+            return value, pull(vector)[0]
+
+        return (), task.over(one, (0, None) if shared else 0)(b, v)
+
+    fixed, stacked = ((params, vectors), (examples,)) if shared else ((params,), (vectors, examples))
+    return _by_chunks(task, f"example_products {shared}", products, fixed, stacked, chunk)[1]
+
+
+def _curved(task: Task) -> None:
+    if not task.abilities.curved:
+        raise UnsupportedError(
+            "PyTorch has no second derivative for the loss or a layer of this task: use another one, or TracIn() or "
+            "Replay(), which need none."
+        )
+
+
+def _run(task: Task, name: str, function: Callable, *args: Any) -> Any:
+    # A loop over examples would be traced turn by turn, and slowly.
+    return task.tracer(name, function, *args) if task.abilities.vmap else function(*args)
+
+
+def _by_chunks(
+    task: Task, name: str, function: Callable, shared: tuple, stacked: tuple, chunk: int | None
+) -> tuple[Any, Any]:
+    """``function(*shared, *stacked)`` for runs of the stacked arguments; it gives a shared result and a stacked one."""
+    count = len(leaves(stacked)[0])
+    if chunk is None or chunk >= count:
+        return _run(task, name, function, *shared, *stacked)
+    parts = []
+    for start in range(0, count, chunk):
+        part = _slice(stacked, start, start + chunk)
+        common, result = _run(task, name, function, *shared, *part)
+        parts.append(result)
+    joined = [torch.cat(pieces) for pieces in zip(*(leaves(part) for part in parts), strict=True)]
+    given = iter(joined)
+    return common, map_leaves(lambda _: next(given), parts[0])
+
+
+def _slice(nest: Any, start: int, stop: int) -> Any:
+    return map_leaves(lambda leaf: leaf[start:stop], nest)
+
+
+def _ones(params: Params, batch: Batch) -> Tensor:
+    return next(iter(params.values())).new_ones(len(leaves(batch)[0]))

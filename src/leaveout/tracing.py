@@ -1,0 +1,113 @@
+"""The tensor operations of a pure function, noted once for each shape of its inputs and then repeated without it.
+
+A training step of a small model takes longer in Python and in ``torch.func``'s bookkeeping than in arithmetic; the
+same step is taken thousands of times. A trace is used only if its first result equals the function's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leaveout.batches import leaves, map_leaves
+
+WARM_UP = 6
+"""Calls with the same shapes before a trace is worth its time."""
+
+MOST = 64
+"""Shapes that are remembered."""
+
+
+class Tracer:
+    """Calls functions of nested tensors, by a trace where one has been made."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[tuple] = Counter()
+        self._traces: dict[tuple, Callable | None] = {}
+
+    def __call__(self, name: str, function: Callable, *args: Any) -> Any:
+        """``function(*args)``; ``name`` says which function it is, and must say everything that args do not."""
+        key = (name, _signature(args))
+        if key not in self._traces:
+            self._calls[key] += 1
+            if self._calls[key] <= WARM_UP or len(self._traces) >= MOST:
+                return function(*args)
+            self._traces[key] = _traced(function, args)
+        trace = self._traces[key]
+        return function(*args) if trace is None else trace(*args)
+
+
+def _signature(args: tuple) -> tuple:
+    return (
+        repr(map_leaves(lambda _: 0, args)),
+        *((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)),
+    )
+
+
+def _traced(function: Callable, args: tuple) -> Callable | None:
+    """The function's operations as a function of the same arguments, or None where they cannot be had."""
+    expected = function(*args)
+    nest = map_leaves(lambda _: 0, expected)
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        given = iter(tensors)
+        with _RealZeros():
+            return leaves(function(*map_leaves(lambda _: next(given), args)))
+
+    try:
+        module = make_fx(flat)(*leaves(args))
+    except Exception:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
+        return None
+    simplify(module)
+
+    @torch.no_grad()
+    def call(*now: Any) -> Any:
+        results = iter(module(*leaves(now)))
+        return map_leaves(lambda _: next(results), nest)
+
+    same = all(torch.equal(a, b) for a, b in zip(leaves(call(*args)), leaves(expected), strict=True))
+    return call if same else None
+
+
+class _RealZeros(TorchDispatchMode):
+    """Forward mode stands zeros in for tangents that are not there, as tensors without memory.
+
+    A traced operation would read them, and crash; ordinary zeros it reads well.
+    """
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._efficientzerotensor.default:
+            return torch.ops.aten.zeros.default(*args, **kwargs)
+        args = map_leaves(_real, args)
+        return function(*args, **kwargs)
+
+
+def _real(leaf: Any) -> Any:
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) and leaf._is_zerotensor() else leaf
+
+
+def simplify(module: fx.GraphModule) -> None:
+    """Drops operations without effect, and computes only once what is computed twice."""
+    graph = module.graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if not any(node.target._schema.is_mutable for node in calls if isinstance(node.target, torch._ops.OpOverload)):
+        aten = torch.ops.aten
+        seen: dict[Any, fx.Node] = {}
+        for node in calls:
+            if node.target in (aten.detach.default, aten.alias.default):
+                node.replace_all_uses_with(node.args[0])
+                continue
+            key = repr((node.target, node.args, node.kwargs))  # nodes print as their unique names
+            if key in seen:
+                node.replace_all_uses_with(seen[key])
+            else:
+                seen[key] = node
+    graph.eliminate_dead_code()
+    module.recompile()

@@ -1,0 +1,134 @@
+"""Traced products equal the functions they were traced from, for the layers and losses that people use."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+from leaveout import batches, products, tracing
+from leaveout.tracing import Tracer
+
+BODIES = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+    "elu": nn.ELU,
+    "leaky": nn.LeakyReLU,
+    "sigmoid": nn.Sigmoid,
+    "softmax": lambda: nn.Softmax(-1),
+    "layernorm": lambda: nn.LayerNorm(8),
+    "groupnorm": lambda: nn.Sequential(nn.Unflatten(1, (4, 2)), nn.GroupNorm(2, 4), nn.Flatten()),
+    "conv1d": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 4, 3, padding=1), nn.Flatten(), nn.Linear(16, 8)
+    ),
+    "maxpool": lambda: nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 8)),
+    "avgpool": lambda: nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(2, 8)),
+    "batchnorm": lambda: nn.BatchNorm1d(8).eval(),
+    "attention": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), nn.Flatten()
+    ),
+}
+
+LOSSES = {
+    "mse": (nn.MSELoss, "real"),
+    "l1": (nn.L1Loss, "real"),
+    "huber": (nn.HuberLoss, "real"),
+    "smooth": (nn.SmoothL1Loss, "real"),
+    "bce": (nn.BCEWithLogitsLoss, "probability"),
+    "cross": (nn.CrossEntropyLoss, "class"),
+    "smoothed": (lambda: nn.CrossEntropyLoss(label_smoothing=0.1), "class"),
+    "poisson": (nn.PoissonNLLLoss, "probability"),
+    "softmargin": (nn.SoftMarginLoss, "sign"),
+}
+
+
+def task_of(body, loss, kind):
+    model = nn.Sequential(nn.Linear(5, 8), body, nn.Linear(8, 3)).double()
+    x = torch.randn(6, 5, dtype=torch.float64)
+    targets = {
+        "real": lambda: torch.randn(6, 3, dtype=torch.float64),
+        "probability": lambda: torch.rand(6, 3, dtype=torch.float64),
+        "sign": lambda: torch.randn(6, 3, dtype=torch.float64).sign(),
+        "class": lambda: torch.randint(3, (6,)),
+    }
+    return lo.Task(model, loss, TensorDataset(x, targets[kind]()))
+
+
+def check(task):
+    params = {name: p.detach() for name, p in task.parameters().items()}
+    batch = task.read(range(6))
+    vector = {name: torch.randn_like(p) for name, p in params.items()}
+    stack = {name: torch.randn(6, *p.shape, dtype=p.dtype) for name, p in params.items()}
+    calls = {
+        "gradient": lambda: products.gradient(task, params, batch),
+        "stacked": lambda: products.stacked_gradients(task, stack, torch.rand(6, 6, dtype=torch.float64), batch),
+        "hessian": lambda: products.hessian_products(task, params, batch, stack),
+        "weights": lambda: products.weight_products(task, params, batch, stack),
+        "gradients": lambda: products.example_gradients(task, params, batch),
+        "shared": lambda: products.example_products(task, params, batch, vector),
+        "own": lambda: products.example_products(task, params, batch, stack),
+    }
+    if task.abilities.forward:
+        calls["directional"] = lambda: products.directional(task, params, batch, vector)
+    for name, call in calls.items():
+        torch.manual_seed(0)
+        eager = batches.leaves(call())
+        for _ in range(tracing.WARM_UP + 1):
+            torch.manual_seed(0)
+            traced = batches.leaves(call())
+        for a, b in zip(eager, traced, strict=True):
+            assert torch.equal(a, b), name
+    return [trace is not None for trace in task.tracer._traces.values()]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_layers(body):
+    task = task_of(BODIES[body](), nn.CrossEntropyLoss(), "class")
+    assert task.abilities.vmap
+    assert all(check(task))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses(loss):
+    make, kind = LOSSES[loss]
+    assert all(check(task_of(nn.Tanh(), make(), kind)))
+
+
+def test_a_loss_without_second_derivatives_is_refused_where_they_are_needed(tmp_path):
+    task = task_of(nn.Tanh(), nn.MultiMarginLoss(), "class")
+    run = lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.1), 2, 3, 0, tmp_path / "run")
+    for estimator in (lo.SGDIE(), lo.ACC(), lo.ACC("exact")):
+        with pytest.raises(lo.UnsupportedError, match=r"second derivative.*TracIn.*Replay"):
+            estimator.score(run, task, task.train_set)
+    assert lo.Replay().score(run, task, task.train_set).values.abs().max() > 0
+    assert lo.TracIn().score(run, task, task.train_set).values.abs().max() > 0
+
+
+def test_a_function_that_looks_at_its_values_is_never_traced():
+    tracer = Tracer()
+
+    def branching(x):
+        return x * 2 if float(x.sum()) > 0 else x * 3
+
+    for sign in (1, -1) * 10:
+        x = sign * torch.ones(2)
+        assert torch.equal(tracer("branching", branching, x), branching(x))
+
+
+def test_rare_shapes_are_not_traced():
+    tracer = Tracer()
+    for n in range(1, 20):
+        tracer("double", lambda x: x * 2, torch.ones(n))
+    assert not tracer._traces
+
+
+def test_what_is_computed_twice_is_computed_once():
+    module = tracing.make_fx(lambda x: x.sin() * x.sin() + x.detach())(torch.ones(2))
+    before = len(module.graph.nodes)
+    tracing.simplify(module)
+    assert len(module.graph.nodes) == before - 2
+    assert torch.equal(module(torch.ones(2)), torch.ones(2).sin() ** 2 + 1)
