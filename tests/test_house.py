@@ -37,6 +37,7 @@ FLOORS = [
     "estimators",
     "metrics",
     "verify",
+    "refine",
     "demo",
     "cli",
     "__init__",

@@ -98,6 +98,7 @@ def test_losses(loss):
     assert all(check(task_of(nn.Tanh(), make(), kind)))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_loss_without_second_derivatives_is_refused_where_they_are_needed(tmp_path):
     task = task_of(nn.Tanh(), nn.MultiMarginLoss(), "class")
     run = lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.1), 2, 3, 0, tmp_path / "run")

@@ -3,8 +3,9 @@
 from leaveout import data, metrics
 from leaveout.carriers import Subspace
 from leaveout.errors import InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
-from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
+from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn, score
 from leaveout.recorder import Recorder
+from leaveout.refine import refine
 from leaveout.resources import Cost, Resources
 from leaveout.scores import Scores
 from leaveout.store import Run, open_run
@@ -34,6 +35,8 @@ __all__ = [
     "data",
     "metrics",
     "open_run",
+    "refine",
+    "score",
     "train",
     "verify",
 ]

@@ -17,7 +17,7 @@ from torch.func import grad, jvp
 from leaveout.batches import Batch, leaves, map_leaves
 from leaveout.errors import UnsupportedError
 from leaveout.task import Task
-from leaveout.vectors import Params, pullback
+from leaveout.vectors import Params, each, inner, pullback
 
 
 def gradient(task: Task, params: Params, batch: Batch) -> Params:
@@ -69,6 +69,9 @@ def weight_products(
     task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
 ) -> tuple[Params, Float[Tensor, "vectors batch"]]:
     """ḡ, and ⟨v, g(z)⟩/|Z| for every vector v of a stack."""
+    if not task.abilities.curved:  # then the weights' derivative cannot be taken through the backward pass either
+        gradients = example_gradients(task, params, batch)
+        return each(lambda t: t.mean(0), gradients), inner(vectors, gradients) / len(leaves(batch)[0])
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
         value, pull = pullback(lambda w: task.gradient(p, w, b), _ones(p, b))

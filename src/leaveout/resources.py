@@ -87,6 +87,15 @@ class Cost:
     seconds: float = 0.0
     peak_memory: int = field(default=0)
 
+    def __add__(self, other: Cost) -> Cost:
+        """Both, one after the other."""
+        return Cost(
+            self.hvps + other.hvps,
+            self.gradients + other.gradients,
+            self.seconds + other.seconds,
+            max(self.peak_memory, other.peak_memory),
+        )
+
     @contextmanager
     def metered(self) -> Iterator[None]:
         """Adds the time of a block, and notes the process's largest resident size during it."""

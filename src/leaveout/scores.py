@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,7 +25,8 @@ class Scores:
     """How the query loss would change without each training example (or group).
 
     ``values`` has a row for each of ``train_ids`` and a column for each of ``query_ids``. Positive: the loss would
-    rise without the example, so it helped.
+    rise without the example, so it helped. ``exact`` marks the rows that are exact replays rather than estimates, where
+    there are such; ``displacements`` are kept where they were asked for.
 
     >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
     >>> scores.harmful(1), scores.helpful(2)
@@ -38,6 +39,7 @@ class Scores:
     method: str
     cost: Cost = field(default_factory=Cost)
     displacements: dict[str, Tensor] | None = None
+    exact: Bool[Tensor, " train"] | None = None
     sign: str = SIGN
     unit: str = UNIT
 
@@ -63,6 +65,13 @@ class Scores:
     def harmful(self, k: int = 10) -> list[int | str]:
         """The k ids without which the query loss would fall most, most harmful first."""
         return self._ranked(k, descending=False)
+
+    def extreme(self, count: int) -> list[int]:
+        """The rows of the most extreme scores: half of them from each tail."""
+        order = torch.argsort(self.mean(), stable=True).tolist()
+        count = min(count, len(order))
+        low = count // 2
+        return order[:low] + order[len(order) - (count - low) :]
 
     def _ranked(self, k: int, *, descending: bool) -> list[int | str]:
         order = torch.argsort(self.mean(), descending=descending, stable=True)
@@ -90,6 +99,8 @@ class Scores:
             "query_ids": self.query_ids,
         }
         tensors = {"values": self.values}
+        if self.exact is not None:
+            tensors["exact"] = self.exact
         tensors |= {f"displacements/{name}": tensor for name, tensor in (self.displacements or {}).items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(path, tensors, {"leaveout": json.dumps(told)})
@@ -102,7 +113,7 @@ class Scores:
             with safe_open(str(path), framework="pt") as file:
                 told = json.loads((file.metadata() or {})["leaveout"])
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-            moved = {key.removeprefix("displacements/"): t for key, t in tensors.items() if key != "values"}
+            moved = {key.removeprefix("displacements/"): t for key, t in tensors.items() if "/" in key}
             return cls(
                 tensors["values"],
                 tuple(told["train_ids"]),
@@ -110,6 +121,7 @@ class Scores:
                 told["method"],
                 Cost(**told["cost"]),
                 moved or None,
+                tensors.get("exact"),
                 told["sign"],
                 told["unit"],
             )

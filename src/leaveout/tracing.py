@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +47,7 @@ class Tracer:
 def _signature(args: tuple) -> tuple:
     return (
         repr(map_leaves(lambda _: 0, args)),
-        *((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)),
+        *((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)),
     )
 
 
@@ -61,7 +62,7 @@ def _traced(function: Callable, args: tuple) -> Callable | None:
             return leaves(function(*map_leaves(lambda _: next(given), args)))
 
     try:
-        module = make_fx(flat)(*leaves(args))
+        module = make_fx(functionalize(flat))(*leaves(args))
     except Exception:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
         return None
     simplify(module)
@@ -94,20 +95,21 @@ def _real(leaf: Any) -> Any:
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drops operations without effect, and computes only once what is computed twice."""
-    graph = module.graph
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    if not any(node.target._schema.is_mutable for node in calls if isinstance(node.target, torch._ops.OpOverload)):
-        aten = torch.ops.aten
-        seen: dict[Any, fx.Node] = {}
-        for node in calls:
-            if node.target in (aten.detach.default, aten.alias.default):
-                node.replace_all_uses_with(node.args[0])
-                continue
-            key = repr((node.target, node.args, node.kwargs))  # nodes print as their unique names
-            if key in seen:
-                node.replace_all_uses_with(seen[key])
-            else:
-                seen[key] = node
-    graph.eliminate_dead_code()
+    """Drops operations without effect, and computes only once what is computed twice.
+
+    The graph must be functional: no operation may write into a tensor.
+    """
+    aten = torch.ops.aten
+    seen: dict[str, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        key = repr((node.target, node.args, node.kwargs))  # nodes print as their unique names
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+        elif key in seen:
+            node.replace_all_uses_with(seen[key])
+        else:
+            seen[key] = node
+    module.graph.eliminate_dead_code()
     module.recompile()

@@ -123,10 +123,8 @@ def verify(
 
 def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int]]:
     """Rows to replay: half of them the most extreme, half from each tail, and a random sample of the rest."""
-    order = torch.argsort(scores.mean(), stable=True).tolist()
     half = max(MINIMUM, replays // 2)
-    tail = half // 2
-    extreme = order[:tail] + order[len(order) - (half - tail) :]
-    rest = order[tail : len(order) - (half - tail)]
+    extreme = scores.extreme(half)
+    rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
     picked = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))[: replays - half]
     return extreme, [rest[i] for i in picked.tolist()]

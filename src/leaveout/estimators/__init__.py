@@ -4,6 +4,7 @@ from leaveout.estimators.acc import ACC
 from leaveout.estimators.base import Estimator
 from leaveout.estimators.replay import Replay
 from leaveout.estimators.sgdie import SGDIE
+from leaveout.estimators.together import score
 from leaveout.estimators.tracin import TracIn
 
-__all__ = ["ACC", "SGDIE", "Estimator", "Replay", "TracIn"]
+__all__ = ["ACC", "SGDIE", "Estimator", "Replay", "TracIn", "score"]

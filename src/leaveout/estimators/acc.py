@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxtyping import Float
 from torch import Tensor
 
 from leaveout.carriers import Subspace
@@ -57,8 +58,11 @@ class ACC(Estimator):
         if self.transport == "exact":
             sweep = request.sweep(curved=True, corrected=True)
             return swept(request, readout_of(self.readout), self.direction, sweep)
-        products = self.products(request)
-        return self._readout(request).of_products(request.query, products.corrected), None
+        return self.read(request, self.products(request).corrected), None
+
+    def read(self, request: Request, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
+        """Scores from inner products."""
+        return self._readout(request).of_products(request.query, products)
 
     def _readout(self, request: Request) -> Projected:
         readout = readout_of(self.readout)

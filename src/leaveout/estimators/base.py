@@ -38,6 +38,16 @@ class Request:
         """A way through the run with these choices."""
         return Sweep(self.trajectory, self.resources, self.cost, curved, corrected)
 
+    def scores(self, method: str, values: Float[Tensor, "rows queries"], moved: Params | None = None) -> Scores:
+        """The values with everything that they need to be understood."""
+        if not bool(torch.isfinite(values).all()):
+            row = int((~torch.isfinite(values)).nonzero()[0, 0])
+            raise MismatchError(
+                f"The score of {self.members.names[row]!r} is not finite: the recurrence overflowed; train with a "
+                "smaller learning rate, or score an earlier part of the run."
+            )
+        return Scores(values, self.members.names, self.query.ids, method, self.cost, moved)
+
 
 class Estimator(ABC):
     """Scores every training example of a recorded run; subclasses say how."""
@@ -69,10 +79,26 @@ class Estimator(ABC):
             displacements: keep each row's parameter displacement as ``scores.displacements``.
             resources: memory budget and progress.
         """
+        request = self.request(run, task, query, queries, groups, displacements, resources)
+        with request.cost.metered(), kept_memory():
+            values, moved = self._values(request)
+        return request.scores(self.name, values, moved)
+
+    def request(
+        self,
+        run: Run,
+        task: Task,
+        query: Dataset,
+        queries: str,
+        groups: Groups | None,
+        displacements: bool,
+        resources: Resources | None,
+    ) -> Request:
+        """What ``score`` was asked, checked."""
         if queries not in ("mean", "each"):
             raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.")
         trajectory = Trajectory(run, task)
-        request = Request(
+        return Request(
             trajectory,
             self._members(task, groups),
             Query(task, trajectory.final()[PARAM], query, single=queries == "each"),
@@ -80,15 +106,6 @@ class Estimator(ABC):
             Cost(),
             displacements,
         )
-        with request.cost.metered(), kept_memory():
-            values, moved = self._values(request)
-        if not bool(torch.isfinite(values).all()):
-            row = int((~torch.isfinite(values)).nonzero()[0, 0])
-            raise MismatchError(
-                f"The score of {request.members.names[row]!r} is not finite: the recurrence overflowed; train with a "
-                "smaller learning rate, or score an earlier part of the run."
-            )
-        return Scores(values, request.members.names, request.query.ids, self.name, request.cost, moved)
 
     def _members(self, task: Task, groups: Groups | None) -> Members:
         return members_of(task.size, groups=groups)

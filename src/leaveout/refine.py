@@ -1,0 +1,49 @@
+"""The cascade: cheap scores for all, exact replays for the few that matter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.utils.data import Dataset
+
+from leaveout.errors import InputError
+from leaveout.estimators import Replay
+from leaveout.resources import Resources
+from leaveout.scores import Scores
+from leaveout.store import Run
+from leaveout.task import Task
+
+
+def refine(
+    scores: Scores,
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    top: int = 32,
+    resources: Resources | None = None,
+) -> Scores:
+    """The scores with the ``top`` most extreme examples replaced by exact leave-one-out replays.
+
+    Half of them are the most harmful, half the most helpful; ``scores.exact`` says which.
+    """
+    if any(isinstance(i, str) for i in scores.train_ids):
+        raise InputError("These are scores of groups: replay them with Replay().score(..., groups=...) instead.")
+    if top < 1:
+        raise InputError(f"top={top} leaves nothing to replay: give at least 1.")
+    rows = scores.extreme(top)
+    ids = tuple(int(scores.train_ids[i]) for i in rows)
+    queries = "mean" if scores.query_ids == ("mean",) else "each"
+    truth = Replay(ids).score(run, task, query, queries=queries, resources=resources)
+    if truth.query_ids != scores.query_ids:
+        raise InputError(
+            f"The scores have {len(scores.query_ids)} queries and the query set {len(truth.query_ids)}: "
+            "give the query set that was scored."
+        )
+    values = scores.values.clone()
+    values[rows] = truth.values.to(values)
+    exact = torch.zeros(len(values), dtype=torch.bool) if scores.exact is None else scores.exact.clone()
+    exact[rows] = True
+    method = scores.method if scores.method.endswith("+ Replay") else f"{scores.method} + Replay"
+    return replace(scores, values=values, method=method, exact=exact, cost=scores.cost + truth.cost)

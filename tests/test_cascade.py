@@ -1,0 +1,69 @@
+"""Several methods at once, and exact replays for the few that matter."""
+
+import pytest
+import torch
+
+import leaveout as lo
+from problems import recorded
+from test_estimators import BATCHES, close
+
+
+@pytest.mark.parametrize("transport", ["free", lo.Subspace(2)])
+@pytest.mark.parametrize("readout", ["linear", "outputs"])
+def test_methods_that_share_a_sweep_score_as_they_do_alone(tmp_path, readout, transport):
+    optimizer = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5)  # noqa: E731
+    problem = recorded(tmp_path / "run", "conv", optimizer, batches=BATCHES)
+    args = (problem.run, problem.task, problem.query)
+    estimators = [lo.TracIn(), lo.SGDIE(readout), lo.ACC(transport, readout), lo.ACC("exact"), lo.Replay()]
+    together = lo.score(estimators, *args, queries="each")
+    assert [scores.method for scores in together] == [estimator.name for estimator in estimators]
+    for estimator, scores in zip(estimators, together, strict=True):
+        close(scores.values, estimator.score(*args, queries="each").values)
+    assert together[1].cost is together[2].cost
+    with pytest.raises(lo.InputError, match="at least one"):
+        lo.score([], *args)
+
+
+def test_groups_together(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "nesterov", batches=BATCHES)
+    args = (problem.run, problem.task, problem.query)
+    groups = {"a": [0, 1], "b": [2]}
+    for scores, alone in zip(
+        lo.score([lo.SGDIE(), lo.ACC()], *args, groups=groups), (lo.SGDIE(), lo.ACC()), strict=True
+    ):
+        assert scores.train_ids == ("a", "b")
+        close(scores.values, alone.score(*args, groups=groups).values)
+
+
+@pytest.mark.parametrize("queries", ["mean", "each"])
+def test_the_most_extreme_are_replaced_by_replays(tmp_path, queries):
+    problem = recorded(tmp_path / "run", "mlp", "sgd", n=12, batches=None)
+    args = (problem.run, problem.task, problem.query)
+    rough = lo.TracIn().score(*args, queries=queries)
+    truth = lo.Replay().score(*args, queries=queries)
+    refined = lo.refine(rough, *args, top=5)
+    assert refined.method == "TracIn + Replay"
+    assert int(refined.exact.sum()) == 5
+    order = rough.mean().argsort().tolist()
+    assert set(refined.exact.nonzero().flatten().tolist()) == set(order[:2] + order[-3:])
+    close(refined.values[refined.exact], truth.values[refined.exact])
+    assert torch.equal(refined.values[~refined.exact], rough.values[~refined.exact])
+    assert rough.exact is None
+    assert refined.cost.gradients > rough.cost.gradients
+    again = lo.refine(refined, *args, top=12)
+    assert again.exact.all()
+    assert again.method == "TracIn + Replay"
+    close(again.values, truth.values)
+    loaded = lo.Scores.load(again.save(tmp_path / "scores.safetensors"))
+    assert torch.equal(loaded.exact, again.exact)
+
+
+def test_refinements_that_cannot_be_are_refused(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
+    args = (problem.run, problem.task, problem.query)
+    with pytest.raises(lo.InputError, match="groups"):
+        lo.refine(lo.SGDIE().score(*args, groups=[[0, 1]]), *args)
+    with pytest.raises(lo.InputError, match="top=0"):
+        lo.refine(lo.SGDIE().score(*args), *args, top=0)
+    with pytest.raises(lo.InputError, match="query set that was scored"):
+        lo.refine(lo.SGDIE().score(*args, queries="each"), problem.run, problem.task, problem.train)
