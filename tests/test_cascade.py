@@ -28,9 +28,8 @@ def test_groups_together(tmp_path):
     problem = recorded(tmp_path / "run", "mlp", "nesterov", batches=BATCHES)
     args = (problem.run, problem.task, problem.query)
     groups = {"a": [0, 1], "b": [2]}
-    for scores, alone in zip(
-        lo.score([lo.SGDIE(), lo.ACC()], *args, groups=groups), (lo.SGDIE(), lo.ACC()), strict=True
-    ):
+    estimators = [lo.SGDIE(), lo.ACC()]
+    for scores, alone in zip(lo.score(estimators, *args, groups=groups), estimators, strict=True):
         assert scores.train_ids == ("a", "b")
         close(scores.values, alone.score(*args, groups=groups).values)
 

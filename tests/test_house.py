@@ -38,6 +38,8 @@ FLOORS = [
     "metrics",
     "verify",
     "refine",
+    "plan",
+    "bench",
     "demo",
     "cli",
     "__init__",

@@ -4,6 +4,7 @@ from leaveout import data, metrics
 from leaveout.carriers import Subspace
 from leaveout.errors import InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn, score
+from leaveout.plan import plan
 from leaveout.recorder import Recorder
 from leaveout.refine import refine
 from leaveout.resources import Cost, Resources
@@ -35,6 +36,7 @@ __all__ = [
     "data",
     "metrics",
     "open_run",
+    "plan",
     "refine",
     "score",
     "train",

@@ -195,33 +195,42 @@ class LinearStep:
 
     def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:
         """The rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples."""
-        row, position = pairs
-        affected, local = torch.unique(row, return_inverse=True)
+        affected, local = torch.unique(pairs[0], return_inverse=True)
         params = self._moment.before[PARAM]
         if not len(affected):
             return affected, {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
+        _, position = self._padded(pairs)
         gradients = example_gradients(self._task, params, take(self._moment.batch, position), self._chunk)
         return affected, self._mean(gradients, local, len(affected))
 
     def _left_out_curved(self, pairs: Pairs, vectors: Params) -> tuple[Int[Tensor, " affected"], Params, Params]:
         """As ``_left_out``, and (1/|Z|) Σ H(z)·v with each row's own vector, in the same pass."""
-        row, position = pairs
-        affected, local = torch.unique(row, return_inverse=True)
+        affected, local = torch.unique(pairs[0], return_inverse=True)
         params = self._moment.before[PARAM]
         if not len(affected):
             nothing = {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
             return affected, nothing, nothing
+        row, position = self._padded(pairs)
         examples = take(self._moment.batch, position)
         gradients, curved = example_products(self._task, params, examples, rows(vectors, row), self._chunk)
         count = len(affected)
         return affected, self._mean(gradients, local, count), self._mean(curved, local, count)
 
+    def _padded(self, pairs: Pairs) -> Pairs:
+        """The pairs, the last one repeated up to one of a few lengths: few shapes to trace."""
+        row, position = pairs
+        quantum = max(1, len(self._moment.record.ids) // 8)
+        more = -len(row) % quantum if len(row) != len(self._moment.record.ids) else 0
+        return torch.cat([row, row[-1:].expand(more)]), torch.cat([position, position[-1:].expand(more)])
+
     def _mean(self, terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
+        """(1/|Z|) times the sum of each row's terms; those beyond the pairs are padding."""
         size = len(self._moment.record.ids)
         if count == len(local):  # one example a row: only their order may differ
             index = torch.empty_like(local).scatter_(0, local, torch.arange(count, device=local.device))
             return each(lambda tensor: tensor[index].div_(size), terms)
-        return each(lambda tensor: tensor.div_(size), gather_sums(terms, local, count))
+        held = each(lambda tensor: tensor[: len(local)], terms)
+        return each(lambda tensor: tensor.div_(size), gather_sums(held, local, count))
 
 
 def _plus(state: State, params: Params) -> State:

@@ -227,6 +227,13 @@ class Run:
         """The optimizer."""
         return self.manifest.rule
 
+    def head(self, steps: int) -> Run:
+        """The run of the first steps only, up to the first kept state at or after ``steps``."""
+        stop = next(index for index in self.kept if index >= min(steps, len(self)))
+        short = Run(self.path, self.manifest, interpolate=self.interpolate)
+        short.__dict__["kept"] = [index for index in self.kept if index <= stop]
+        return short
+
     def interpolated(self) -> Run:
         """The same run with the states between kept ones interpolated instead of computed again.
 

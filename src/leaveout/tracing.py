@@ -45,10 +45,11 @@ class Tracer:
 
 
 def _signature(args: tuple) -> tuple:
-    return (
-        repr(map_leaves(lambda _: 0, args)),
-        *((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)),
-    )
+    return (repr(map_leaves(lambda _: 0, args)), *(_kind(leaf) for leaf in leaves(args)))
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 def _traced(function: Callable, args: tuple) -> Callable | None:

@@ -1,0 +1,166 @@
+"""One function a claim: each measures both sides in the same run."""
+
+from __future__ import annotations
+
+import copy
+from statistics import mean, median
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leaveout.bench.problems import QUIET, binary, folder, images, plain_training, seconds
+from leaveout.bench.table import Row
+from leaveout.carriers import Subspace
+from leaveout.estimators import ACC, SGDIE, Replay
+from leaveout.metrics import kendall
+from leaveout.recorder import Recorder
+
+FIVE = [
+    ("adult", "logistic"),
+    ("20news", "logistic"),
+    ("mnist-1v7", "logistic"),
+    ("mnist-1v7", "mlp"),
+    ("20news", "mlp"),
+]
+
+
+def image_sweeps() -> list[Row]:
+    """SGD-IE against plain training, and ACC against SGD-IE, on the MNIST network."""
+    found, task, run = images(20_000, 2)
+    training = plain_training(task, run, copy.deepcopy(task.model), nn.CrossEntropyLoss())
+    sgdie, _ = seconds(lambda: SGDIE().score(run, task, found.val, resources=QUIET))
+    acc, _ = seconds(lambda: ACC().score(run, task, found.val, resources=QUIET))
+    how = f"MNIST CNN, {len(run)} steps of 64: training {training:.1f} s, SGD-IE {sgdie:.1f} s, ACC(free) {acc:.1f} s"
+    return [
+        Row("SGD-IE / plain training of the same steps", sgdie / training, "<=", 2.5, how),
+        Row("ACC(free) / SGD-IE, one query", acc / sgdie, "<=", 1.5, "the same run"),
+    ]
+
+
+def example_count() -> list[Row]:
+    """What a step costs must not depend on how many examples there are."""
+    each = {}
+    for n, epochs in ((1000, 40), (50_000, 1)):
+        found, task, run = images(n, epochs)
+        ACC().score(run.head(40), task, found.val, resources=QUIET)  # traces, and the first touch of memory
+        taken, _ = seconds(lambda f=found, t=task, r=run: ACC().score(r, t, f.val, resources=QUIET))
+        each[n] = taken / len(run)
+    how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms a step"
+    return [Row("ACC(free), a step at n = 50,000 / at n = 1,000", each[50_000] / each[1000], "<=", 1.2, how)]
+
+
+def many_outputs() -> list[Row]:
+    """A hundred query outputs against a hundred times one."""
+    found, task, run = binary("adult", "mlp", epochs=38)
+    some = TensorDataset(found.val.x[:100], found.val.y[:100])
+    ACC().score(run.head(20), task, found.val, resources=QUIET)
+    one, _ = seconds(lambda: ACC().score(run, task, found.val, resources=QUIET))
+    hundred, _ = seconds(lambda: ACC(readout="outputs").score(run, task, some, resources=QUIET))
+    how = f"Adult 8-8: {one:.2f} s and {hundred:.2f} s"
+    return [Row("ACC(free), 100 query outputs / 100 times one", hundred / (100 * one), "<=", 0.25, how)]
+
+
+def replays() -> list[Row]:
+    """Exact replay against a plain loop, and exact ACC against exact replay."""
+    found, task, run = binary("adult", "mlp", epochs=38)
+    loss = nn.BCEWithLogitsLoss()
+    plain = [plain_training(task, run, copy.deepcopy(task.model), loss) for _ in range(10)]
+    replay, acc = [], []
+    for _ in range(3):
+        replay.append(seconds(lambda: Replay().score(run, task, found.val, resources=QUIET))[0])
+        acc.append(seconds(lambda: ACC("exact").score(run, task, found.val, resources=QUIET))[0])
+    how = f"Adult 8-8, n = 400, {len(run)} steps: {median(replay):.2f} s, a plain model {mean(plain):.3f} s"
+    return [
+        Row("Replay of 400 / 400 plain loops", median(replay) / (400 * mean(plain)), "<=", 1 / 50, how),
+        Row("exact ACC / Replay", median(acc) / median(replay), "<=", 1.5, f"{median(acc):.2f} s, median of 3"),
+    ]
+
+
+def wide_inputs() -> list[Row]:
+    """How much of the machine's matrix rate the first layer's products reach."""
+    found, task, run = binary("20news", "mlp", epochs=10)
+    width = found.train.x.shape[1]
+    left, right = torch.randn(400 * 8, width), torch.randn(width, 100)
+    left @ right
+    plain, _ = seconds(lambda: [left @ right for _ in range(10)])
+    work = 2 * 400 * 8 * width * 100
+    rate = 10 * work / plain
+    rows = []
+    for estimator in (Replay(), ACC("exact")):
+        taken, _ = seconds(lambda e=estimator: e.score(run, task, found.val, resources=QUIET))
+        reached = 2 * work * len(run) / taken  # one product forward and one back
+        how = f"20News 8-8: {reached / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s"
+        rows.append(Row(f"{estimator.name}, layer-1 rate / plain matmul", reached / rate, ">=", 0.25, how))
+    return rows
+
+
+def recording() -> list[Row]:
+    """What recording adds to an ordinary loop."""
+    found, task, _ = images(20_000, 1)
+    loss = nn.CrossEntropyLoss()
+    loader = DataLoader(found.train, batch_size=64, shuffle=True)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(3):
+        for recorded in (False, True):
+            model = copy.deepcopy(task.model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            recorder = Recorder(folder(), model, optimizer) if recorded else None
+
+            def loop(recorder: Recorder | None = recorder, model: nn.Module = model, optimizer=optimizer) -> None:  # type: ignore[no-untyped-def]
+                for x, y in recorder.watch(loader) if recorder else loader:
+                    optimizer.zero_grad()
+                    loss(model(x), y).backward()
+                    optimizer.step()
+                if recorder:
+                    recorder.finish()
+
+            times[recorded].append(seconds(loop)[0])
+    ratio = median(times[True]) / median(times[False])
+    how = f"MNIST CNN, keep='auto', {median(times[False]):.1f} s and {median(times[True]):.1f} s, median of 3"
+    return [Row("recorded training / unrecorded", ratio, "<=", 1.1, how)]
+
+
+def cheap_transports() -> list[Row]:
+    """Rank correlation of the cheap transports with the exact one, on five tasks."""
+    rows = []
+    for name, model in FIVE:
+        found, task, run = binary(name, model, n=200, size=50, epochs=30)
+        exact = ACC("exact").score(run, task, found.val, resources=QUIET).mean()
+        for transport, target in (("free", 0.98), (Subspace(8), 0.99)):
+            estimator = ACC(transport)  # type: ignore[arg-type]
+            values = estimator.score(run, task, found.val, resources=QUIET).mean()
+            tau = kendall(values, exact)
+            what = f"tau({estimator.name}, exact ACC), {name}, {model}"
+            rows.append(Row(what, tau, ">=", target, "n = 200, batch 50, 30 epochs, lr 0.1"))
+    return rows
+
+
+def faithful_outputs() -> list[Row]:
+    """Rank correlation of ACC with the outputs readout with exact leave-one-out."""
+    rows = []
+    for name in ("adult", "20news", "mnist-1v7"):
+        taus = []
+        for seed in range(5):
+            found, task, run = binary(name, "logistic", seed=seed, l2=0.01)
+            truth = Replay().score(run, task, found.val, resources=QUIET).mean()
+            values = ACC(readout="outputs").score(run, task, found.val, resources=QUIET).mean()
+            taus.append(kendall(values, truth))
+        how = f"n = 400, batch 100, 30 epochs, lr 0.1, l2 0.01; five seeds, {min(taus):.3f} to {max(taus):.3f}"
+        rows.append(Row(f"tau(ACC(free) outputs, exact leave-one-out), {name}, logistic", mean(taus), ">=", 0.96, how))
+    return rows
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        image_sweeps,
+        example_count,
+        many_outputs,
+        replays,
+        wide_inputs,
+        recording,
+        cheap_transports,
+        faithful_outputs,
+    )
+}

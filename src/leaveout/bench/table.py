@@ -1,0 +1,56 @@
+"""Runs the cases, and writes what they measured as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+HEAD = """# Benchmarks
+
+Measured by `leaveout bench` (or `make bench`) with the real data sets at hand (`LEAVEOUT_DATA`). Every figure is a
+ratio of two things measured in the same run, or a rank correlation; "meets" compares it with the target beside it.
+
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure and what it should be: at most (``<=``) or at least (``>=``) the target."""
+
+    what: str
+    value: float
+    bound: str
+    target: float
+    detail: str = ""
+
+    @property
+    def meets(self) -> bool:
+        """Whether the figure is on the right side of its target."""
+        return self.value <= self.target if self.bound == "<=" else self.value >= self.target
+
+
+def run_cases(cases: Sequence[Callable[[], list[Row]]]) -> Iterator[Row]:
+    """The rows of all cases, as they are measured."""
+    for case in cases:
+        yield from case()
+
+
+def write(rows: Sequence[Row], folder: Path) -> None:
+    """``benchmarks.json`` and ``benchmarks.md``."""
+    machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {"machine": machine, "rows": [{**asdict(row), "meets": row.meets} for row in rows]}
+    (folder / "benchmarks.json").write_text(json.dumps(told, indent=1) + "\n")
+    lines = [HEAD + f"{machine['threads']} threads, PyTorch {machine['torch']}, Python {machine['python']}.", ""]
+    lines += ["| what | measured | target | meets | how |", "| --- | --- | --- | --- | --- |"]
+    lines += [
+        f"| {row.what} | {row.value:.4g} | {row.bound} {row.target:.4g} | {'yes' if row.meets else '**no**'} | "
+        f"{row.detail} |"
+        for row in rows
+    ]
+    (folder / "benchmarks.md").write_text("\n".join(lines) + "\n")

@@ -1,0 +1,134 @@
+"""What every method would need, in time, memory and disk, told from a few measured steps."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from leaveout.errors import InputError
+from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
+from leaveout.resources import Cost, Resources, parse_bytes
+from leaveout.store import Run
+from leaveout.task import Task
+from leaveout.train import train
+from leaveout.trajectory import Trajectory
+from leaveout.vectors import nbytes
+
+FEW, MORE = 12, 36
+"""Steps that are measured: the first few pay for what is done once, the others tell what a step costs."""
+
+ROWS = 64
+"""Rows that are measured where every example has a vector or a model of its own."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One method's needs: ``seconds`` of scoring, ``memory`` at its peak, ``disk`` beside the run, in bytes."""
+
+    method: str
+    seconds: float
+    memory: int
+    disk: int
+
+
+def plan(
+    task: Task,
+    query: Dataset,
+    run: Run | None = None,
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    epochs: int = 1,
+    batch_size: int = 64,
+    resources: Resources | None = None,
+) -> pd.DataFrame:
+    """Predicted seconds, memory and disk of training (for a run that is not there yet) and of every method.
+
+    Args:
+        task: what is trained.
+        query: the examples whose mean loss would be explained.
+        run: a recorded run; without one, ``optimizer``, ``epochs`` and ``batch_size`` describe one.
+        optimizer: makes the optimizer for a model, as in ``lambda m: torch.optim.SGD(m.parameters(), lr=0.1)``.
+        epochs: of the planned run.
+        batch_size: of the planned run.
+        resources: the memory budget that scoring would have.
+    """
+    budget = Resources((resources or Resources()).memory, progress=False)
+    if run is not None:
+        return _table(task, query, run, len(run), budget, [])
+    if optimizer is None:
+        raise InputError("There is nothing to plan: give a run, or an optimizer, epochs and batch_size.")
+    steps = epochs * -(-task.size // batch_size)
+    trial = copy.deepcopy(task)
+    with tempfile.TemporaryDirectory() as folder:
+        made = optimizer(trial.model)
+        few = min(epochs, -(-MORE * batch_size // task.size))
+        cost = Cost()
+        with cost.metered():
+            short = train(trial, made, few, batch_size, 0, Path(folder) / "run", resources=budget)
+        disk = nbytes(short.state(0)) * (steps + 1)
+        training = Plan("training, recorded", cost.seconds / len(short) * steps, cost.peak_memory, disk)
+        return _table(trial, query, short, steps, budget, [training])
+
+
+def _table(task: Task, query: Dataset, run: Run, steps: int, resources: Resources, rows: list[Plan]) -> pd.DataFrame:
+    cheap: list[Estimator] = [TracIn(), SGDIE()]
+    if run.rule.linear:
+        cheap += [ACC()]
+    plans = rows + [_measured(estimator, task, query, run, steps, resources) for estimator in cheap]
+    plans += [_by_rows(kind, task, query, run, steps, resources) for kind in ("exact", "replay")]
+    frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")
+    return frame.astype({"memory": "int64", "disk": "int64"})
+
+
+def _measured(estimator: Estimator, task: Task, query: Dataset, run: Run, steps: int, resources: Resources) -> Plan:
+    seconds, memory = _extrapolated(
+        lambda part: estimator.score(part, task, query, resources=resources).cost, run, steps
+    )
+    if not isinstance(estimator, ACC):
+        return Plan(estimator.name, seconds, memory, 0)
+    # The rows that a full run touches and the first steps do not.
+    rows = task.size * nbytes(Trajectory(run, task).initial())
+    fits = 2 * rows <= parse_bytes(resources.memory)
+    return Plan(estimator.name, seconds, memory + rows if fits else memory, 0 if fits else rows)
+
+
+def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resources: Resources) -> Plan:
+    """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
+    totals, memories = [], []
+    counts = (max(1, min(ROWS, task.size) // 4), min(ROWS, task.size))
+    for count in counts:
+
+        def scored(part: Run, count: int = count) -> Cost:
+            estimator: Estimator = Replay() if kind == "replay" else ACC("exact")
+            groups = [[i] for i in range(count)]
+            return estimator.score(part, task, query, groups=groups, resources=resources).cost
+
+        seconds, memory = _extrapolated(scored, run, steps)
+        totals.append(seconds)
+        memories.append(memory)
+    span = max(1, counts[1] - counts[0])
+    rate, growth = (totals[1] - totals[0]) / span, (memories[1] - memories[0]) / span
+    name = "Replay" if kind == "replay" else "ACC(exact)"
+    seconds = max(totals[1] + max(0.0, rate) * (task.size - counts[1]), totals[1])
+    memory = memories[1] + min(max(0, int(growth)) * (task.size - counts[1]), parse_bytes(resources.memory))
+    return Plan(name, seconds, memory, 0)
+
+
+def _extrapolated(scored: Callable[[Run], Cost], run: Run, steps: int) -> tuple[float, int]:
+    """Seconds for all steps and the largest memory, from a cold and a warm short run and a warm longer one."""
+    few, more = run.head(FEW), run.head(MORE)
+    cold, warm = scored(few), scored(few)
+    if len(more) == len(few):
+        return cold.seconds / len(few) * steps, cold.peak_memory
+    longer = scored(more)
+    rate = max(0.0, (longer.seconds - warm.seconds) / (len(more) - len(few)))
+    once = max(0.0, cold.seconds - len(few) * rate)
+    return once + rate * steps, longer.peak_memory
