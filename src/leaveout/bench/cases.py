@@ -44,8 +44,7 @@ def example_count() -> list[Row]:
     for n, epochs in ((1000, 40), (50_000, 1)):
         found, task, run = images(n, epochs)
         ACC().score(run.head(40), task, found.val, resources=QUIET)  # traces, and the first touch of memory
-        taken, _ = seconds(lambda f=found, t=task, r=run: ACC().score(r, t, f.val, resources=QUIET))
-        each[n] = taken / len(run)
+        each[n] = ACC().score(run, task, found.val, resources=QUIET).cost.seconds / len(run)
     how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms a step"
     return [Row("ACC(free), a step at n = 50,000 / at n = 1,000", each[50_000] / each[1000], "<=", 1.2, how)]
 
@@ -88,7 +87,7 @@ def wide_inputs() -> list[Row]:
     rate = 10 * work / plain
     rows = []
     for estimator in (Replay(), ACC("exact")):
-        taken, _ = seconds(lambda e=estimator: e.score(run, task, found.val, resources=QUIET))
+        taken = estimator.score(run, task, found.val, resources=QUIET).cost.seconds
         reached = 2 * work * len(run) / taken  # one product forward and one back
         how = f"20News 8-8: {reached / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s"
         rows.append(Row(f"{estimator.name}, layer-1 rate / plain matmul", reached / rate, ">=", 0.25, how))
@@ -128,7 +127,7 @@ def cheap_transports() -> list[Row]:
         found, task, run = binary(name, model, n=200, size=50, epochs=30)
         exact = ACC("exact").score(run, task, found.val, resources=QUIET).mean()
         for transport, target in (("free", 0.98), (Subspace(8), 0.99)):
-            estimator = ACC(transport)  # type: ignore[arg-type]
+            estimator = ACC(transport)
             values = estimator.score(run, task, found.val, resources=QUIET).mean()
             tau = kendall(values, exact)
             what = f"tau({estimator.name}, exact ACC), {name}, {model}"
