@@ -17,7 +17,7 @@ from leaveout.coasting import Coasting, Drift, Layout, drift
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim import Rule, sgd
 from leaveout.products import example_products
-from leaveout.resources import Resources, parse_bytes
+from leaveout.resources import Resources
 from leaveout.step import Hessian
 from leaveout.task import take
 from leaveout.trajectory import Moment, Trajectory
@@ -39,9 +39,9 @@ class Subspace:
 
 
 def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> Coasting:
-    """Room for a vector a row: in memory if half the budget holds them, otherwise in a file."""
+    """Room for a vector a row: in memory if the budget holds them, otherwise in a file, which is slower."""
     needed = rows * len(rule.slots) * len(group) * like.element_size()
-    return Coasting(rows, len(rule.slots), group, like, disk=2 * needed > parse_bytes(resources.memory))
+    return Coasting(rows, len(rule.slots), group, like, disk=needed > resources.bytes)
 
 
 class Carrier(ABC):

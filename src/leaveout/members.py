@@ -31,6 +31,8 @@ class Members:
         order = torch.argsort(flat, stable=True)
         object.__setattr__(self, "_flat", flat[order])
         object.__setattr__(self, "_owner", owner[order])
+        # Every example by itself, in order: then a row is its example's number.
+        object.__setattr__(self, "_whole", torch.equal(flat, owner) and torch.equal(flat, torch.arange(len(self.ids))))
 
     def pairs(self, ids: Int[Tensor, " batch"]) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
         """(row, position in the batch) for every example of the batch that a row leaves out.
@@ -40,6 +42,8 @@ class Members:
         [(0, 0), (1, 0), (0, 2)]
         """
         flat, owner = self.__dict__["_flat"], self.__dict__["_owner"]
+        if self.__dict__["_whole"]:
+            return ids, torch.arange(len(ids))
         first = torch.searchsorted(flat, ids)
         count = torch.searchsorted(flat, ids, right=True) - first
         positions = torch.arange(len(ids)).repeat_interleave(count)

@@ -63,6 +63,18 @@ def sgd_(slots: Slots, gradient: Tensor, hyper: Hyper) -> Slots:
     return slots
 
 
+def sgd_transposed(vector: Slots, hyper: Hyper) -> tuple[Slots, Tensor]:
+    """The transposed derivative of ``sgd``: what a cotangent of the new slots is for the old ones, and for g."""
+    along = vector[PARAM].mul(-hyper["lr"])
+    rest: Slots = {slot: tensor for slot, tensor in vector.items() if slot != PARAM}
+    if hyper["momentum"] != 0:
+        buffer = vector["momentum_buffer"].add(along, alpha=hyper["momentum"] if hyper["nesterov"] else 1)
+        through = buffer.mul(1 - hyper["dampening"]) if hyper["started"] else buffer
+        along = along.add(through) if hyper["nesterov"] else through
+        rest["momentum_buffer"] = buffer.mul(hyper["momentum"] if hyper["started"] else 0)
+    return {PARAM: vector[PARAM].add(along, alpha=hyper["weight_decay"]), **rest}, along
+
+
 def adam(slots: Slots, gradient: Tensor, hyper: Hyper) -> Slots:
     """M ← β₁m + (1−β₁)d,  v ← β₂v + (1−β₂)d²,  θ ← θ − α m̂ / (√v̂ + ε)  with d = g + λθ."""
     if hyper["weight_decay"] != 0:
@@ -146,8 +158,19 @@ class Rule:
 
     def cotangent(self, at: tuple[State, Params], vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params]:
         """∂O(s, g)ᵀ·u as its part for the state and its part for the gradient, for stacks of the same height."""
+        if self.linear:
+            return self._sgd_cotangent(vector, hypers)
         _, pull = pullback(lambda state, gradient: self.step(state, gradient, hypers), *at)
         state, gradient = pull(vector)
+        return state, gradient
+
+    def _sgd_cotangent(self, vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params]:
+        state: State = {slot: {} for slot in self.slots}
+        gradient: Params = {}
+        for name, group in self.groups.items():
+            old, gradient[name] = sgd_transposed({slot: vector[slot][name] for slot in self.slots}, hypers[group])
+            for slot, tensor in old.items():
+                state[slot][name] = tensor
         return state, gradient
 
 

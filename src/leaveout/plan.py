@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from leaveout.errors import InputError
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
-from leaveout.resources import Cost, Resources, parse_bytes
+from leaveout.resources import Cost, Resources
 from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.train import train
@@ -96,7 +96,7 @@ def _measured(estimator: Estimator, task: Task, query: Dataset, run: Run, steps:
         return Plan(estimator.name, seconds, memory, 0)
     # The rows that a full run touches and the first steps do not.
     rows = task.size * nbytes(Trajectory(run, task).initial())
-    fits = 2 * rows <= parse_bytes(resources.memory)
+    fits = rows <= resources.bytes
     return Plan(estimator.name, seconds, memory + rows if fits else memory, 0 if fits else rows)
 
 
@@ -118,7 +118,7 @@ def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resour
     rate, growth = (totals[1] - totals[0]) / span, (memories[1] - memories[0]) / span
     name = "Replay" if kind == "replay" else "ACC(exact)"
     seconds = max(totals[1] + max(0.0, rate) * (task.size - counts[1]), totals[1])
-    memory = memories[1] + min(max(0, int(growth)) * (task.size - counts[1]), parse_bytes(resources.memory))
+    memory = memories[1] + min(max(0, int(growth)) * (task.size - counts[1]), resources.bytes)
     return Plan(name, seconds, memory, 0)
 
 

@@ -42,19 +42,26 @@ class Resources:
     """What an estimator may use.
 
     Args:
-        memory: budget for what is held beyond the run itself; longer work is cut into chunks that fit.
+        memory: budget for what is held beyond the run itself, like ``"2GB"``; longer work is cut into chunks that fit.
+            ``"auto"`` is half of what the machine has free.
         progress: show progress bars; by default only on a terminal.
     """
 
-    memory: str | int = "2GB"
+    memory: str | int = "auto"
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        parse_bytes(self.memory)
+        if self.memory != "auto":
+            parse_bytes(self.memory)
+
+    @property
+    def bytes(self) -> int:
+        """The budget."""
+        return free_memory() // 2 if self.memory == "auto" else parse_bytes(self.memory)
 
     def chunk(self, bytes_each: int, count: int) -> int:
         """How many of ``count`` things of this size fit into the budget, at least one."""
-        return max(1, min(count, parse_bytes(self.memory) // max(1, bytes_each)))
+        return max(1, min(count, self.bytes // max(1, bytes_each)))
 
     def track(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
         """The items, with a bar that shows rate and remaining time."""
@@ -106,6 +113,15 @@ class Cost:
         finally:
             self.seconds += time.perf_counter() - start
             self.peak_memory = max(self.peak_memory, _peak())
+
+
+def free_memory() -> int:
+    """Bytes that can be had without pushing anything out, or 4 GB where the system does not say."""
+    try:
+        known = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        known = None
+    return int(known[1]) * 1024 if known else 4 * 10**9
 
 
 def _reset_peak() -> None:

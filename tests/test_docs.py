@@ -1,0 +1,68 @@
+"""The documents' code runs as it stands: every python block, in order, one namespace a document.
+
+``python tests/test_docs.py docs/tutorial.md`` runs a document's blocks and prints what they print: that is where the
+figures in the documents come from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+RUN = ("README.md", "docs/tutorial.md", "docs/guarantees.md")
+DOCUMENTS = [*RUN, "docs/architecture.md", "docs/file-format.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+
+
+def blocks(document: Path) -> list[str]:
+    """The python blocks, each padded with empty lines so that an error names the document's own line."""
+    text = document.read_text()
+    return [
+        "\n" * (text.count("\n", 0, match.start()) + 1) + match[2]
+        for match in FENCE.finditer(text)
+        if match[1] == "python"
+    ]
+
+
+def run(document: Path, name: str) -> None:
+    """Runs the blocks one after the other in the current directory; what takes long waits for ``"__main__"``."""
+    namespace: dict = {"__name__": name}
+    for block in blocks(document):
+        exec(compile(block, str(document), "exec"), namespace)  # noqa: S102 - our own documents
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_code_in_the_documents_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")  # no progress bars, also under pytest -s
+    assert blocks(ROOT / name), "no code was found"
+    run(ROOT / name, Path(name).stem)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    document = ROOT / name
+    for target in LINK.findall(FENCE.sub("", document.read_text())):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_source_file_is_on_the_map():
+    text = (ROOT / "docs/architecture.md").read_text()
+    source = ROOT / "src/leaveout"
+    for path in [*source.glob("*.py"), *(p for p in source.iterdir() if (p / "__init__.py").exists())]:
+        name = path.name if path.suffix else f"{path.name}/"
+        assert f"`{name}`" in text or f"  {name}" in text, name
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        run(given, "__main__")
