@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from torch.utils.data import Dataset
 
 from leaveout.demo import Demo, run_demo
+from leaveout.errors import LeaveoutError
+from leaveout.plan import plan as lo_plan
+from leaveout.resources import Resources
+from leaveout.store import open_run
+from leaveout.task import Task
 
 app = typer.Typer(
     help="Which training examples made your model what it is, and what would it be without them?",
@@ -18,6 +28,15 @@ app = typer.Typer(
     add_completion=False,
 )
 console = Console()
+
+
+def entry() -> None:
+    """The command line; what leaveout refuses ends in its one sentence, not in a traceback."""
+    try:
+        app()
+    except LeaveoutError as error:
+        Console(stderr=True).print(f"[red]{escape(str(error))}[/red]")
+        raise SystemExit(1) from None
 
 
 @app.callback()
@@ -37,6 +56,51 @@ def demo(
     )
     with tempfile.TemporaryDirectory() as folder:
         _show(run_demo(out or Path(folder) / "run"))
+
+
+@app.command()
+def plan(
+    task: Annotated[str, typer.Option(help="package.module:function that returns (task, query set).")],
+    run: Annotated[Path | None, typer.Argument(help="A recorded run; without one, a planned run is described.")] = None,
+    epochs: Annotated[int, typer.Option(help="Of the planned run.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Of the planned run.")] = 64,
+    lr: Annotated[float, typer.Option(help="Of the planned run, with plain SGD.")] = 0.1,
+    memory: Annotated[str, typer.Option(help="Budget of scoring, like 2GB; auto: half of what is free.")] = "auto",
+) -> None:
+    """Predict time, memory and disk of every method from a few measured steps.
+
+    leaveout plan runs/mnist --task mypackage.mymodule:make_task
+
+    leaveout plan --task mypackage.mymodule:make_task --epochs 20 --batch-size 64
+    """
+    made, query = _made(task)
+    found = lo_plan(
+        made,
+        query,
+        None if run is None else open_run(run),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+        epochs=epochs,
+        batch_size=batch_size,
+        resources=Resources(memory),
+    )
+    table = Table(title="What every method would need")
+    for heading in ("method", "time", "memory", "disk"):
+        table.add_column(heading, justify="right")
+    for method, needs in found.iterrows():
+        disk = f"{needs['disk'] / 1e9:.2f} GB" if needs["disk"] else "-"
+        table.add_row(str(method), f"{needs['seconds']:.1f} s", f"{needs['memory'] / 1e9:.2f} GB", disk)
+    console.print(table)
+
+
+def _made(where: str) -> tuple[Task, Dataset]:
+    """Calls the user's function; its module is looked for in the working directory as well."""
+    module, _, name = where.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        task, query = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"{where} gives no (task, query set): {error}") from None
+    return task, query
 
 
 @app.command()

@@ -31,7 +31,7 @@ class Members:
         order = torch.argsort(flat, stable=True)
         object.__setattr__(self, "_flat", flat[order])
         object.__setattr__(self, "_owner", owner[order])
-        # Every example by itself, in order: then a row is its example's number.
+        # The first examples, each by itself and in order: then a row is its example's number.
         object.__setattr__(self, "_whole", torch.equal(flat, owner) and torch.equal(flat, torch.arange(len(self.ids))))
 
     def pairs(self, ids: Int[Tensor, " batch"]) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
@@ -40,9 +40,11 @@ class Members:
         >>> rows, positions = Members(("a", "b"), ((0, 2), (2,))).pairs(torch.tensor([2, 1, 0]))
         >>> list(zip(rows.tolist(), positions.tolist()))
         [(0, 0), (1, 0), (0, 2)]
+        >>> Members((0, 1), ((0,), (1,))).pairs(torch.tensor([5, 1]))
+        (tensor([1]), tensor([1]))
         """
         flat, owner = self.__dict__["_flat"], self.__dict__["_owner"]
-        if self.__dict__["_whole"]:
+        if self.__dict__["_whole"] and int(ids.max()) < len(self):
             return ids, torch.arange(len(ids))
         first = torch.searchsorted(flat, ids)
         count = torch.searchsorted(flat, ids, right=True) - first

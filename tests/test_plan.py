@@ -1,0 +1,55 @@
+"""Predictions hold, within a factor, when the thing is then done."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+
+ESTIMATORS = {
+    "TracIn": lo.TracIn(),
+    "SGD-IE": lo.SGDIE(),
+    "ACC(free)": lo.ACC(),
+    "ACC(exact)": lo.ACC("exact"),
+    "Replay": lo.Replay(),
+}
+
+
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(320, 32, generator=generator)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
+    return lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(x, (x[:, 0] > 0).long())), TensorDataset(
+        x[:9], x[:9, 0].long() * 0
+    )
+
+
+def optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_predictions_come_within_a_factor(tmp_path, planned):
+    """1.5 on a quiet machine; here twice that, because other tests run beside it."""
+    task, query = problem()
+    run = lo.train(task, optimizer(task.model), 40, 32, 0, tmp_path / "run")
+    fresh, _ = problem()
+    plan = (
+        lo.plan(fresh, query, optimizer=optimizer, epochs=40, batch_size=32) if planned else lo.plan(fresh, query, run)
+    )
+    assert list(plan.index)[int(planned) :] == list(ESTIMATORS)
+    for name, estimator in ESTIMATORS.items():
+        again, _ = problem()
+        cost = estimator.score(run, again, query).cost
+        assert cost.seconds / 3 < plan.loc[name, "seconds"] < cost.seconds * 3, name
+        assert cost.peak_memory / 1.5 < plan.loc[name, "memory"] < cost.peak_memory * 1.5, name
+    if planned:
+        written = sum(file.stat().st_size for file in run.path.iterdir())
+        assert written / 1.5 < plan.loc["training, recorded", "disk"] < written * 1.5
+
+
+def test_nothing_to_plan_is_refused():
+    task, query = problem()
+    with pytest.raises(lo.InputError, match="give a run, or an optimizer"):
+        lo.plan(task, query)
