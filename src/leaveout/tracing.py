@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,7 +62,7 @@ def _traced(function: Callable, args: tuple) -> Callable | None:
             return leaves(function(*map_leaves(lambda _: next(given), args)))
 
     try:
-        module = make_fx(functionalize(flat))(*leaves(args))
+        module = make_fx(flat)(*leaves(args))
     except Exception:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
         return None
     simplify(module)
@@ -84,22 +83,24 @@ class _RealZeros(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.ops.aten._efficientzerotensor.default:
-            return torch.ops.aten.zeros.default(*args, **kwargs)
-        args = map_leaves(_real, args)
-        return function(*args, **kwargs)
+        return function(*map_leaves(_real, args), **(kwargs or {}))
 
 
 def _real(leaf: Any) -> Any:
-    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) and leaf._is_zerotensor() else leaf
+    if not (isinstance(leaf, Tensor) and leaf._is_zerotensor()):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
 def simplify(module: fx.GraphModule) -> None:
     """Drops operations without effect, and computes only once what is computed twice.
 
-    The graph must be functional: no operation may write into a tensor.
+    Neither is done where an operation writes into a tensor: then the same words need not mean the same value.
     """
+    module.graph.eliminate_dead_code()
+    if any(_writes(node) for node in module.graph.nodes):
+        module.recompile()
+        return
     aten = torch.ops.aten
     seen: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
@@ -114,3 +115,7 @@ def simplify(module: fx.GraphModule) -> None:
             seen[key] = node
     module.graph.eliminate_dead_code()
     module.recompile()
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

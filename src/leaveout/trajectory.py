@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from leaveout import batches
 from leaveout.batches import Batch
@@ -174,22 +176,18 @@ def check_projection(moment: Moment, vector: State, carried: State, slope: float
     """
     if not moment.exact:
         return
-    recorded = _inner(vector, moment.after) - _inner(carried, moment.before)
-    before, after = moment.before[PARAM], moment.after[PARAM]
-    dtype = next(iter(after.values())).dtype
-    length = norm({name: after[name] - before[name] for name in after})
-    size = norm({f"{slot}/{name}": t for slot, params in vector.items() for name, t in params.items()})
-    allowed = size * (TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(after))
+    before, after = _flat(moment.before), _flat(moment.after)
+    u = _flat(vector)
+    recorded = float(u @ after - _flat(carried) @ before)
+    size, length = float(u.norm()), float((after - before).norm())
+    dtype = next(iter(moment.after[PARAM].values())).dtype
+    allowed = size * (TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * float(after.norm()))
     if abs(recorded - slope) > allowed or recorded != recorded:
         raise MismatchError(_does_not_follow(moment, abs(recorded - slope) / max(size * length, 1e-300)))
 
 
-def _inner(left: State, right: State) -> float:
-    return sum(
-        float(tensor.flatten().double() @ right[slot][name].flatten().double())
-        for slot, params in left.items()
-        for name, tensor in params.items()
-    )
+def _flat(state: State) -> Float[Tensor, " width"]:
+    return torch.cat([tensor.flatten() for params in state.values() for tensor in params.values()]).double()
 
 
 def _does_not_follow(moment: Moment, missed: float) -> str:

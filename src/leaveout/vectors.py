@@ -121,4 +121,4 @@ def norm(params: Params) -> float:
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     5.0
     """
-    return float(sum_of(tensor.double().square().sum() for tensor in params.values()).sqrt())
+    return float(torch.cat([tensor.flatten() for tensor in params.values()]).double().norm())
