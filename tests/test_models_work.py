@@ -109,6 +109,20 @@ def test_a_forward_rule_of_ones_own(tmp_path):
     check_all(run, task, DictSet())
 
 
+def test_a_loss_without_curvature(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).double()
+    x = torch.randn(8, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    run, task = record(tmp_path, model, nn.L1Loss(), TensorDataset(x, x[:, 0]), optimizer)
+    query = TensorDataset(x + 0.1, x[:, 1])
+    # With no Hessian anywhere, nothing is left to correct; only momentum carries the example's effect on.
+    expected = lo.SGDIE().score(run, task, query, queries="each").values
+    assert expected.abs().max() > 1e-3
+    for method in (lo.ACC(), lo.ACC("exact"), lo.ACC("exact", direction="backward"), lo.SGDIE(direction="forward")):
+        values = method.score(run, task, query, queries="each").values
+        assert (values - expected).abs().max() <= 1e-12
+
+
 class Recurrent(nn.Module):
     """An LSTM, whose fused kernel has no batching rule on every backend."""
 

@@ -939,3 +939,42 @@ def test_a_learning_rate_at_which_the_recurrence_overflows(tmp_path: Path) -> No
     assert torch.isfinite(lo.ACC(transport="exact").score(run, task, data).values).all()
     with refused(lo.RunError, "NaN or infinite", "learning rate"):
         lo.train(task, sgd(model, lr=1e3), 40, 6, seed=0, out=tmp_path / "wild")
+
+
+def test_an_optimizer_is_recorded_once_at_a_time(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lo.Recorder(tmp_path / "first", model, optimizer):
+        with pytest.raises(lo.RunError, match=r"being recorded already.*finish\(\)"):
+            lo.Recorder(tmp_path / "second", model, optimizer)
+        assert not (tmp_path / "second").exists()
+    lo.Recorder(tmp_path / "third", model, optimizer)
+
+
+def test_an_optimizer_of_another_model_is_one_sentence(tmp_path):
+    other = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    with pytest.raises(lo.UnsupportedError, match="4 tensors that are not parameters of the model") as caught:
+        lo.Recorder(tmp_path / "run", nn.Linear(2, 1), torch.optim.SGD(other.parameters(), lr=0.1))
+    assert len(str(caught.value)) < 300
+
+
+def test_scores_of_other_queries_are_not_compared(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
+    x = torch.randn(12, 2)
+    data = TensorDataset(x, x[:, 0])
+    task = lo.Task(model, nn.MSELoss(), data)
+    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), 2, 4, 0, tmp_path / "run", keep=2)
+    scores = lo.SGDIE().score(run, task, data)
+    other = TensorDataset(x + 1, x[:, 0])
+    for call in (lambda: lo.verify(scores, run, task, other, replays=8), lambda: lo.refine(scores, run, task, other)):
+        with pytest.raises(lo.InputError, match="give the query set that was scored"):
+            call()
+    loaded = lo.Scores.load(scores.save(tmp_path / "scores"))
+    assert loaded.query_fingerprint == scores.query_fingerprint is not None
+    assert lo.verify(loaded, run, task, data, replays=8).random.count == 4
+
+
+def test_disk_budgets_are_named_by_their_argument(tmp_path):
+    model = nn.Linear(2, 1)
+    with pytest.raises(lo.InputError, match="disk='lots'"):
+        lo.Recorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1), disk="lots")

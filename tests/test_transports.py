@@ -86,9 +86,22 @@ def test_adam_is_refused_with_the_alternatives(tmp_path, transport):
 
 def test_the_exact_readout_and_displacements_need_exact_transport(tmp_path):
     problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
-    for estimator, options in ((lo.ACC(readout="exact"), {}), (lo.ACC(), {"displacements": True})):
+    for estimator, options in ((lo.ACC("free", readout="exact"), {}), (lo.ACC("free"), {"displacements": True})):
         with pytest.raises(lo.InputError, match="transport='exact'"):
             estimator.score(problem.run, problem.task, problem.query, **options)
+
+
+def test_what_is_left_open_is_chosen_for_the_run(tmp_path):
+    plain, adam = (recorded(tmp_path / kind, "mlp", kind, batches=BATCHES) for kind in ("sgd", "adam"))
+    assert lo.ACC().score(plain.run, plain.task, plain.query).method == "ACC(free)"
+    cases = ((adam, {}, "linear"), (plain, {"displacements": True}, "linear"), (plain, {}, "exact"))
+    for problem, options, readout in cases:
+        args = (problem.run, problem.task, problem.query)
+        scores = lo.ACC(readout=readout).score(*args, **options)
+        assert scores.method.startswith("ACC(exact")
+        close(scores.values, lo.ACC("exact", readout).score(*args, **options).values)
+    assert lo.score([lo.ACC()], adam.run, adam.task, adam.query)[0].method == "ACC(exact)"
+    assert lo.ACC("subspace") == lo.ACC(lo.Subspace(8))
 
 
 def test_cost_of_the_free_transport(tmp_path):

@@ -1,6 +1,6 @@
 """Which training examples made your model what it is, and what would it be without them?"""
 
-from leaveout import data, metrics
+from leaveout import data, metrics, models
 from leaveout.carriers import Subspace
 from leaveout.errors import InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn, score
@@ -35,6 +35,7 @@ __all__ = [
     "UnsupportedError",
     "data",
     "metrics",
+    "models",
     "open_run",
     "plan",
     "refine",

@@ -44,7 +44,7 @@ def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Re
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     run = train(task, optimizer, epochs=15, batch_size=50, seed=0, out=out, resources=resources)
     scores, checks = {}, {}
-    for estimator in (SGDIE(readout="outputs"), ACC(readout="outputs")):
+    for estimator in (SGDIE(readout="exact"), ACC("exact", readout="exact")):
         found = estimator.score(run, task, digits.val, resources=resources)
         scores[found.method] = found
         checks[found.method] = verify(found, run, task, digits.val, replays=replays, resources=resources)

@@ -67,6 +67,8 @@ def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Gro
     ((0, 2),)
     """
     if groups is None:
+        if isinstance(ids, int):
+            raise InputError(f"ids={ids} is one number: give a list, [{ids}].")
         chosen = list(range(size)) if ids is None else [int(i) for i in ids]
         _check(chosen, size, "ids")
         if len(set(chosen)) < len(chosen):

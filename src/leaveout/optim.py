@@ -191,22 +191,23 @@ def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
             for flag in ("maximize", "amsgrad", "differentiable")
             if group.get(flag)
         ]
-        for param in group["params"]:
-            if id(param) not in names:
-                problems.append(
-                    f"parameter group {number} holds a tensor of shape {tuple(param.shape)} that is not a parameter "
-                    "of the model; build the optimizer from this model's own parameters"
-                )
-            elif param.requires_grad:
-                groups[names[id(param)]] = number
+        strangers = [tuple(param.shape) for param in group["params"] if id(param) not in names]
+        if strangers:
+            problems.append(
+                f"parameter group {number} holds {len(strangers)} tensors that are not parameters of the model (the "
+                f"first has shape {strangers[0]}); build the optimizer from this model's own parameters"
+            )
+        known = [param for param in group["params"] if id(param) in names and param.requires_grad]
+        groups |= {names[id(param)]: number for param in known}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in groups]
-    problems += [
-        f"parameter {name!r} needs gradients but is in no group; give it to the optimizer or freeze it"
-        for name in missing
-    ]
+    if missing and groups:
+        problems.append(
+            f"{', '.join(map(repr, missing))} need gradients but are in no group; give them to the optimizer or freeze "
+            "them"
+        )
     if type(optimizer) is torch.optim.Adam and len(decoupled) > 1:
         problems.append("some of its groups have decoupled_weight_decay=True and some not; set it alike for all")
-    if not groups:
+    if not groups and not problems:
         problems.append("no parameter of the model is trained; set requires_grad=True on those that should be")
     if problems:
         raise UnsupportedError(f"The optimizer {kind} cannot be recorded: " + "; ".join(problems) + ".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,13 @@ class Query:
         """The query examples, some at a time."""
         for start in range(0, self.size, BLOCK):
             yield self.task.read(range(start, min(start + BLOCK, self.size)), self.dataset)
+
+    def fingerprint(self) -> int:
+        """A checksum of the query examples, so that scores are only compared with those of the same queries."""
+        checksum = 0
+        for block in self.blocks():
+            checksum = zlib.crc32(repr(batches.fingerprint(block)).encode(), checksum)
+        return checksum
 
     def reduce(self, values: Float[Tensor, "rows examples"]) -> Float[Tensor, "rows queries"]:
         """Per-example values as the columns that were asked for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,9 @@ from leaveout.optim import Hyper, Rule, rule_of
 from leaveout.resources import parse_bytes
 from leaveout.store import Manifest, Record, Run, Writer, open_run
 from leaveout.validate import module_problems
-from leaveout.vectors import PARAM, State, nbytes
+from leaveout.vectors import PARAM, State, nbytes, sum_of
+
+_RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class Recorder:
@@ -47,8 +50,10 @@ class Recorder:
         keep: str | int = "auto",
         disk: str | int = "2GB",
     ) -> None:
+        if optimizer in _RECORDED:
+            raise RunError("This optimizer is being recorded already: call finish() on its recorder first.")
         rule = rule_of(optimizer, model)
-        self._keep = Keep(keep, parse_bytes(disk))
+        self._keep = Keep(keep, parse_bytes(disk, "disk"))
         _check_modules(model)
         self._rule = rule
         self._model = model
@@ -62,6 +67,7 @@ class Recorder:
         self._epoch = -1
         self._train_size: int | None = None
         self._twins: dict[int, tuple[DataLoader, DataLoader, deque[list[int]]]] = {}
+        _RECORDED.add(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -130,6 +136,7 @@ class Recorder:
     def _release(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        _RECORDED.discard(self._optimizer)
         self._hooks = []
 
     def _twin(self, loader: DataLoader) -> tuple[DataLoader, deque[list[int]]]:
@@ -194,21 +201,27 @@ class Recorder:
             self._writer.begin(manifest, self._state())
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
-        for name, tensor in self._params.items():
-            if not torch.isfinite(tensor.sum()):
-                self._release()
-                self._cut = True
-                self._writer.finish(complete=False)
-                raise RunError(
-                    f"Step {self._steps} made parameter {name!r} NaN or infinite: lower the learning rate or look at "
-                    "the loss of its batch; the steps before it are kept."
-                )
+        # One question a step: a sum is finite only if all its terms are.
+        if not torch.isfinite(sum_of(param.detach().sum() for param in self._params.values())):
+            self._stop_at_nan()
         ids, fingerprint = self._pending.pop()
         self._steps += 1
         state = self._state() if self._keep.wants(self._steps) else None
         if state is not None:
             self._keep.note(self._steps, nbytes(state))
         self._writer.append(Record(self._steps - 1, self._epoch, ids, self._hypers, fingerprint), state)
+
+    def _stop_at_nan(self) -> None:
+        broken = [name for name, param in self._params.items() if not torch.isfinite(param).all()]
+        if not broken:
+            return  # large finite values whose sum overflows
+        self._release()
+        self._cut = True
+        self._writer.finish(complete=False)
+        raise RunError(
+            f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: lower the learning rate or look at "
+            "the loss of its batch; the steps before it are kept."
+        )
 
     def _state(self) -> State:
         state: State = {PARAM: {name: _copy(param) for name, param in self._params.items()}}

@@ -36,11 +36,7 @@ def refine(
     ids = tuple(int(scores.train_ids[i]) for i in rows)
     queries = "mean" if scores.query_ids == ("mean",) else "each"
     truth = Replay(ids).score(run, task, query, queries=queries, resources=resources)
-    if truth.query_ids != scores.query_ids:
-        raise InputError(
-            f"The scores have {len(scores.query_ids)} queries and the query set {len(truth.query_ids)}: "
-            "give the query set that was scored."
-        )
+    scores.check_same_queries(truth)
     values = scores.values.clone()
     values[rows] = truth.values.to(values)
     exact = torch.zeros(len(values), dtype=torch.bool) if scores.exact is None else scores.exact.clone()

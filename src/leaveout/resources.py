@@ -23,7 +23,7 @@ T = TypeVar("T")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def parse_bytes(amount: str | int) -> int:
+def parse_bytes(amount: str | int, what: str = "memory") -> int:
     """Bytes in words.
 
     >>> parse_bytes("2GB"), parse_bytes("1.5 kB"), parse_bytes(64)
@@ -33,7 +33,7 @@ def parse_bytes(amount: str | int) -> int:
         return amount
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", str(amount), re.IGNORECASE)
     if not match or float(match[1]) == 0:
-        raise InputError(f"memory={amount!r} is not an amount of bytes: write it like '2GB' or 500_000_000.")
+        raise InputError(f"{what}={amount!r} is not an amount of bytes: write it like '2GB' or 500_000_000.")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 

@@ -26,7 +26,8 @@ class Scores:
 
     ``values`` has a row for each of ``train_ids`` and a column for each of ``query_ids``. Positive: the loss would
     rise without the example, so it helped. ``exact`` marks the rows that are exact replays rather than estimates, where
-    there are such; ``displacements`` are kept where they were asked for.
+    there are such; ``displacements`` are kept where they were asked for; ``query_fingerprint`` tells whether other
+    scores are of the same queries.
 
     >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
     >>> scores.harmful(1), scores.helpful(2)
@@ -38,6 +39,7 @@ class Scores:
     query_ids: tuple[int | str, ...]
     method: str
     cost: Cost = field(default_factory=Cost)
+    query_fingerprint: int | None = None
     displacements: dict[str, Tensor] | None = None
     exact: Bool[Tensor, " train"] | None = None
     sign: str = SIGN
@@ -65,6 +67,14 @@ class Scores:
     def harmful(self, k: int = 10) -> list[int | str]:
         """The k ids without which the query loss would fall most, most harmful first."""
         return self._ranked(k, descending=False)
+
+    def check_same_queries(self, other: Scores) -> None:
+        """Refuses to compare scores of different queries."""
+        prints = {self.query_fingerprint, other.query_fingerprint} - {None}
+        if self.query_ids != other.query_ids or len(prints) > 1:
+            raise InputError(
+                f"{self.method} was scored for other queries than {other.method}: give the query set that was scored."
+            )
 
     def extreme(self, count: int) -> list[int]:
         """The rows of the most extreme scores: half of them from each tail."""
@@ -95,6 +105,7 @@ class Scores:
             "sign": self.sign,
             "unit": self.unit,
             "cost": asdict(self.cost),
+            "query_fingerprint": self.query_fingerprint,
             "train_ids": self.train_ids,
             "query_ids": self.query_ids,
         }
@@ -120,6 +131,7 @@ class Scores:
                 tuple(told["query_ids"]),
                 told["method"],
                 Cost(**told["cost"]),
+                told["query_fingerprint"],
                 moved or None,
                 tensors.get("exact"),
                 told["sign"],

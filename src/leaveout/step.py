@@ -216,7 +216,7 @@ class LinearStep:
         count = len(affected)
         return affected, self._mean(gradients, local, count), self._mean(curved, local, count)
 
-    def _padded(self, pairs: Pairs) -> Pairs:
+    def _padded(self, pairs: Pairs) -> tuple[Int[Tensor, " padded"], Int[Tensor, " padded"]]:
         """The pairs, the last one repeated up to one of a few lengths: few shapes to trace."""
         row, position = pairs
         quantum = max(1, len(self._moment.record.ids) // 8)
@@ -238,5 +238,5 @@ def _plus(state: State, params: Params) -> State:
 
 
 def _subtract(stack: Params, index: Int[Tensor, " chosen"], terms: Params) -> Params:
-    """The terms taken off the chosen rows, in place."""
-    return {name: tensor.index_add_(0, index, terms[name], alpha=-1) for name, tensor in stack.items()}
+    """The terms taken off the chosen rows, in place; zeros may come as one expanded row, and are written out first."""
+    return {name: t.contiguous().index_add_(0, index, terms[name], alpha=-1) for name, t in stack.items()}

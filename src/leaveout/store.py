@@ -85,6 +85,7 @@ class Writer:
         self._manifest: Manifest | None = None
         self._records: list[Record] = []
         self._states: dict[int, State] = {}
+        self._held = 0
         self._flushed = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leaveout-writer")
         self._writing: Future[Any] | None = None
@@ -100,9 +101,9 @@ class Writer:
         self._records.append(record)
         if state is not None:
             self._states[record.index + 1] = state
-        held = sum(nbytes(state) for state in self._states.values())
+            self._held += nbytes(state)
         late = time.monotonic() - self._flushed > SHARD_SECONDS
-        if held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late:
+        if self._held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late:
             self._flush()
 
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
@@ -128,7 +129,7 @@ class Writer:
         self._writing = self._thread.submit(
             _write_shard, self.path, number, self._records, self._states, self._manifest
         )
-        self._records, self._states, self._flushed = [], {}, time.monotonic()
+        self._records, self._states, self._held, self._flushed = [], {}, 0, time.monotonic()
 
     def _wait(self) -> None:
         if self._writing is not None:

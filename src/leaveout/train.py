@@ -29,6 +29,7 @@ def train(
     seed: int,
     out: str | Path,
     *,
+    keep: str | int = "auto",
     resources: Resources | None = None,
 ) -> Run:
     """Trains the task's model with shuffled batches and records it.
@@ -40,6 +41,7 @@ def train(
         batch_size: examples a step; the last batch of an epoch may be smaller.
         seed: of the shuffling.
         out: a new directory for the run.
+        keep: which states go to disk, as for ``Recorder``.
         resources: whether to show progress.
     """
     if epochs < 1 or batch_size < 1:
@@ -48,7 +50,7 @@ def train(
     plan = [
         (epoch, ids) for epoch in range(epochs) for ids in torch.randperm(task.size, generator=order).split(batch_size)
     ]
-    with Recorder(out, task.model, optimizer) as recorder:
+    with Recorder(out, task.model, optimizer, keep=keep) as recorder:
         for epoch, ids in (resources or Resources()).track(plan, len(plan), "training"):
             batch = task.read(ids.tolist())
             optimizer.zero_grad()

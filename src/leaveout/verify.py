@@ -102,11 +102,7 @@ def verify(
     truth = Replay(tuple(ids.tolist())).score(
         run, task, query, queries="each" if single else "mean", resources=resources
     )
-    if truth.query_ids != scores.query_ids:
-        raise InputError(
-            f"The scores have {len(scores.query_ids)} queries and the query set {len(truth.query_ids)}: "
-            "give the query set that was scored."
-        )
+    scores.check_same_queries(truth)
     table = pd.DataFrame(
         {
             "score": scores.mean()[extreme + random].cpu().numpy(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,6 +12,7 @@ from leaveout.corrected import Correction, Products
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, swept
 from leaveout.readout import Projected, readout_of
+from leaveout.store import Run
 from leaveout.vectors import Params, height
 
 
@@ -27,8 +28,9 @@ class ACC(Estimator):
     otherwise, whatever the number of examples; exact transport, one a step and example.
 
     Args:
-        transport: how δ gets from one occurrence to the next: ``"free"`` (without curvature), ``Subspace(rank)``
-            (with curvature in the most curved directions), or ``"exact"``.
+        transport: how δ gets from one occurrence to the next: ``"free"`` (without curvature), ``"subspace"`` or
+            ``Subspace(rank)`` (with curvature in the most curved directions), or ``"exact"``. By default free, and
+            exact where free cannot serve: for Adam and AdamW, for displacements and for the exact readout.
         readout: ``"linear"``, ``"outputs"``, or, with exact transport, ``"exact"``.
         sketch: keep what is remembered of each example in a random projection of this width (free transport, one
             query); by default it is kept whole, on disk where memory does not hold it.
@@ -36,23 +38,33 @@ class ACC(Estimator):
             ``"backward"`` a remainder a row (the remainder order, one query at a time); ``"auto"`` takes the cheaper.
     """
 
-    transport: str | Subspace = "free"
+    transport: str | Subspace = "auto"
     readout: str = "linear"
     sketch: int | None = None
     direction: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.transport not in ("free", "exact") and not isinstance(self.transport, Subspace):
-            raise InputError(f"transport={self.transport!r} is unknown: use 'free', 'exact' or Subspace(rank=8).")
-        if self.sketch is not None and (self.transport != "free" or self.direction == "forward" or self.sketch < 1):
+        if self.transport == "subspace":
+            object.__setattr__(self, "transport", Subspace())
+        if self.transport not in ("auto", "free", "exact") and not isinstance(self.transport, Subspace):
+            raise InputError(f"transport={self.transport!r} is unknown: use 'free', 'subspace' or 'exact'.")
+        free = self.transport in ("auto", "free") and self.direction != "forward"
+        if self.sketch is not None and not (free and self.sketch > 0):
             raise InputError("sketch takes a positive width, with transport='free' and without direction='forward'.")
 
     @property
     def name(self) -> str:
         """The method's name."""
-        if isinstance(self.transport, Subspace):
-            return f"ACC(subspace {self.transport.rank})"
-        return f"ACC({self.transport})" if self.sketch is None else f"ACC({self.transport}, sketch {self.sketch})"
+        transport = f"subspace {self.transport.rank}" if isinstance(self.transport, Subspace) else self.transport
+        readout = "" if self.readout == "linear" else f", {self.readout} readout"
+        return f"ACC({transport}{readout}{'' if self.sketch is None else f', sketch {self.sketch}'})"
+
+    def resolved(self, run: Run, *, displacements: bool = False) -> ACC:
+        """With the transport that the run and the question call for."""
+        if self.transport != "auto":
+            return self
+        exact = not run.rule.linear or displacements or self.readout == "exact"
+        return replace(self, transport="exact" if exact else "free")
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         if self.transport == "exact":

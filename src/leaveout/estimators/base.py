@@ -46,7 +46,7 @@ class Request:
                 f"The score of {self.members.names[row]!r} is not finite: the recurrence overflowed; train with a "
                 "smaller learning rate, or score an earlier part of the run."
             )
-        return Scores(values, self.members.names, self.query.ids, method, self.cost, moved)
+        return Scores(values, self.members.names, self.query.ids, method, self.cost, self.query.fingerprint(), moved)
 
 
 class Estimator(ABC):
@@ -80,9 +80,14 @@ class Estimator(ABC):
             resources: memory budget and progress.
         """
         request = self.request(run, task, query, queries, groups, displacements, resources)
+        chosen = self.resolved(run, displacements=displacements)
         with request.cost.metered(), kept_memory():
-            values, moved = self._values(request)
-        return request.scores(self.name, values, moved)
+            values, moved = chosen._values(request)
+        return request.scores(chosen.name, values, moved)
+
+    def resolved(self, _run: Run, *, displacements: bool = False) -> Estimator:  # noqa: ARG002 - for those that choose
+        """The same estimator with what it left open chosen for a run."""
+        return self
 
     def request(
         self,
@@ -95,6 +100,8 @@ class Estimator(ABC):
         resources: Resources | None,
     ) -> Request:
         """What ``score`` was asked, checked."""
+        if not isinstance(run, Run):
+            raise InputError(f"A run is needed, not a {type(run).__name__}: open a directory with lo.open_run(path).")
         if queries not in ("mean", "each"):
             raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.")
         trajectory = Trajectory(run, task)

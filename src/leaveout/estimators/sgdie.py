@@ -33,7 +33,7 @@ class SGDIE(Estimator):
     @property
     def name(self) -> str:
         """The method's name."""
-        return "SGD-IE"
+        return "SGD-IE" if self.readout == "linear" else f"SGD-IE({self.readout})"
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         sweep = request.sweep(curved=True, corrected=False)

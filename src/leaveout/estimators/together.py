@@ -19,7 +19,7 @@ from leaveout.task import Task
 
 
 def score(
-    estimators: Sequence[Estimator],
+    estimators: Estimator | Sequence[Estimator],
     run: Run,
     task: Task,
     query: Dataset,
@@ -33,18 +33,20 @@ def score(
     SGD-IE comes for nothing from the sweep of an ACC with a cheap transport and the same readout; their scores then
     carry the same cost, that of both.
     """
+    estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)
     if not estimators:
         raise InputError("No estimator was given: give at least one, such as lo.ACC().")
     found: dict[Estimator, Scores] = {}
     for estimator in estimators:
-        if isinstance(estimator, ACC) and estimator.transport != "exact":
-            request = estimator.request(run, task, query, queries, groups, False, resources)
+        chosen = estimator.resolved(run)
+        if isinstance(chosen, ACC) and chosen.transport != "exact":
+            request = chosen.request(run, task, query, queries, groups, False, resources)
             with request.cost.metered(), kept_memory():
-                products = estimator.products(request)
-                corrected = estimator.read(request, products.corrected)
-                plain = estimator.read(request, products.plain)
-            found[estimator] = request.scores(estimator.name, corrected)
-            beside = SGDIE(readout=estimator.readout)
+                products = chosen.products(request)
+                corrected = chosen.read(request, products.corrected)
+                plain = chosen.read(request, products.plain)
+            found[estimator] = request.scores(chosen.name, corrected)
+            beside = SGDIE(readout=chosen.readout)
             found.setdefault(beside, request.scores(beside.name, plain))
     for estimator in estimators:
         if estimator not in found:

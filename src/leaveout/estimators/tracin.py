@@ -27,7 +27,7 @@ class TracIn(Estimator):
     @property
     def name(self) -> str:
         """The method's name."""
-        return "TracIn"
+        return "TracIn" if self.readout == "linear" else f"TracIn({self.readout})"
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         sweep = request.sweep(curved=False, corrected=False)
