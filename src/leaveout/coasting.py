@@ -8,6 +8,7 @@ were touched at the same step. What a step costs does not depend on how many row
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,6 +102,25 @@ def sketch(layout: Layout, width: int, like: Tensor, seed: int = 0) -> Sketch:
     return Sketch(bucket.to(like.device) + layout.group * width, sign.to(like), group.to(like.device))
 
 
+class RowFile:
+    """A stack of zero rows in a temporary file, read and written row by row: none of it counts as memory."""
+
+    def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
+        self._shape, self._like = shape[1:], like
+        self._bytes = shape[1] * shape[2] * like.element_size()
+        self._file = tempfile.TemporaryFile(prefix="leaveout-")  # noqa: SIM115 - lives as long as the rows
+        os.truncate(self._file.fileno(), shape[0] * self._bytes)
+
+    def __getitem__(self, rows: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen slots width"]:
+        read = bytearray().join(os.pread(self._file.fileno(), self._bytes, row * self._bytes) for row in rows.tolist())
+        flat = torch.frombuffer(read, dtype=self._like.dtype) if read else torch.zeros(0, dtype=self._like.dtype)
+        return flat.reshape(len(rows), *self._shape).to(self._like.device)
+
+    def __setitem__(self, rows: Int[Tensor, " chosen"], values: Float[Tensor, "chosen slots width"]) -> None:
+        for row, value in zip(rows.tolist(), values.cpu().contiguous(), strict=True):
+            os.pwrite(self._file.fileno(), value.numpy().tobytes(), row * self._bytes)
+
+
 class Coasting:
     """A vector of the state's slots for every row, on the move.
 
@@ -111,12 +131,7 @@ class Coasting:
     def __init__(self, rows: int, slots: int, group: Int[Tensor, " width"], like: Tensor, *, disk: bool) -> None:
         self.group, self._groups = group, int(group.max()) + 1
         shape = (rows, slots, len(group))
-        if disk:
-            self._file = tempfile.NamedTemporaryFile(prefix="leaveout-")  # noqa: SIM115 - lives as long as the rows
-            held = torch.from_file(self._file.name, shared=True, size=rows * slots * len(group), dtype=like.dtype)
-            self._held = held.reshape(shape)
-        else:
-            self._held = like.new_zeros(shape)
+        self._held: Tensor | RowFile = RowFile(shape, like) if disk else like.new_zeros(shape)
         self._touched = torch.full((rows,), -1)
         self._step = 0
         # since[j]: what has happened to a row that was last put at step first + j.
@@ -127,7 +142,7 @@ class Coasting:
 
     def now(self, rows: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen slots width"]:
         """The chosen rows as they are now."""
-        held = self._held[rows].to(self._since.device)
+        held = self._held[rows]
         if not self._moving:
             return held
         # A row that was never put is zero, whatever matrix it meets.
@@ -138,7 +153,7 @@ class Coasting:
 
     def put(self, rows: Int[Tensor, " chosen"], values: Float[Tensor, "chosen slots width"]) -> None:
         """Replaces rows, as of now; each may be named once."""
-        self._held[rows] = values.to(self._held.device)
+        self._held[rows] = values
         self._touched[rows] = self._step
 
     def add(self, rows: Int[Tensor, " terms"], terms: Float[Tensor, "terms some width"]) -> None:

@@ -25,7 +25,7 @@ from leaveout.vectors import nbytes
 FEW, MORE = 12, 36
 """Steps that are measured: the first few pay for what is done once, the others tell what a step costs."""
 
-ROWS = 64
+ROWS = 512
 """Rows that are measured where every example has a vector or a model of its own."""
 
 
@@ -104,7 +104,7 @@ def _measured(estimator: Estimator, task: Task, query: Dataset, run: Run, steps:
 def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resources: Resources) -> Plan:
     """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
     totals, memories = [], []
-    counts = (max(1, min(ROWS, task.size) // 4), min(ROWS, task.size))
+    counts = (task.size,) if task.size <= ROWS else (ROWS // 4, ROWS)
     for count in counts:
 
         def scored(part: Run, count: int = count) -> Cost:
@@ -115,21 +115,21 @@ def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resour
         seconds, memory = _extrapolated(scored, run, steps)
         totals.append(seconds)
         memories.append(memory)
-    span = max(1, counts[1] - counts[0])
-    rate, growth = (totals[1] - totals[0]) / span, (memories[1] - memories[0]) / span
     name = "Replay" if kind == "replay" else "ACC(exact)"
-    seconds = max(totals[1] + max(0.0, rate) * (task.size - counts[1]), totals[1])
-    memory = memories[1] + min(max(0, int(growth)) * (task.size - counts[1]), resources.bytes)
+    if len(counts) == 1:
+        return Plan(name, totals[0], memories[0], 0)
+    span, more = counts[1] - counts[0], task.size - counts[1]
+    seconds = totals[1] + max(0.0, totals[1] - totals[0]) / span * more
+    memory = memories[1] + min(max(0, memories[1] - memories[0]) // span * more, resources.bytes)
     return Plan(name, seconds, memory, 0)
 
 
 def _extrapolated(scored: Callable[[Run], Cost], run: Run, steps: int) -> tuple[float, int]:
-    """Seconds for all steps and the largest memory, from a cold and a warm short run and a warm longer one."""
+    """Seconds for all steps and the largest memory: a first run pays for what is done once, two more tell the rate."""
     few, more = run.head(FEW), run.head(MORE)
-    cold, warm = scored(few), scored(few)
+    cold = scored(more)
     if len(more) == len(few):
-        return cold.seconds / len(few) * steps, cold.peak_memory
-    longer = scored(more)
-    rate = max(0.0, (longer.seconds - warm.seconds) / (len(more) - len(few)))
-    once = max(0.0, cold.seconds - len(few) * rate)
-    return once + rate * steps, longer.peak_memory
+        return cold.seconds / len(more) * steps, cold.peak_memory
+    rate = max(0.0, (scored(more).seconds - scored(few).seconds) / (len(more) - len(few)))
+    once = max(0.0, cold.seconds - len(more) * rate)
+    return once + rate * steps, cold.peak_memory

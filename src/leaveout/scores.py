@@ -39,9 +39,9 @@ class Scores:
     query_ids: tuple[int | str, ...]
     method: str
     cost: Cost = field(default_factory=Cost)
-    query_fingerprint: int | None = None
     displacements: dict[str, Tensor] | None = None
     exact: Bool[Tensor, " train"] | None = None
+    query_fingerprint: int | None = None
     sign: str = SIGN
     unit: str = UNIT
 
@@ -131,9 +131,9 @@ class Scores:
                 tuple(told["query_ids"]),
                 told["method"],
                 Cost(**told["cost"]),
-                told["query_fingerprint"],
                 moved or None,
                 tensors.get("exact"),
+                told["query_fingerprint"],
                 told["sign"],
                 told["unit"],
             )

@@ -46,7 +46,10 @@ class Request:
                 f"The score of {self.members.names[row]!r} is not finite: the recurrence overflowed; train with a "
                 "smaller learning rate, or score an earlier part of the run."
             )
-        return Scores(values, self.members.names, self.query.ids, method, self.cost, self.query.fingerprint(), moved)
+        fingerprint = self.query.fingerprint()
+        return Scores(
+            values, self.members.names, self.query.ids, method, self.cost, moved, query_fingerprint=fingerprint
+        )
 
 
 class Estimator(ABC):
