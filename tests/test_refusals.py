@@ -725,7 +725,7 @@ class Own(torch.optim.SGD):
         ),
         (
             lambda m: torch.optim.Adam(m[0].parameters(), maximize=True, amsgrad=True),
-            ["maximize=True", "amsgrad=True", "need gradients but are in no group", "'2.bias'", "freeze it"],
+            ["maximize=True", "amsgrad=True", "need gradients but are in no group", "'2.bias'", "freeze them"],
         ),
     ],
 )
