@@ -22,7 +22,7 @@ from leaveout.train import train
 from leaveout.trajectory import Trajectory
 from leaveout.vectors import nbytes
 
-FEW, MORE = 12, 36
+FEW, MORE = 16, 64
 """Steps that are measured: the first few pay for what is done once, the others tell what a step costs."""
 
 ROWS = 512
@@ -125,11 +125,12 @@ def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resour
 
 
 def _extrapolated(scored: Callable[[Run], Cost], run: Run, steps: int) -> tuple[float, int]:
-    """Seconds for all steps and the largest memory: a first run pays for what is done once, two more tell the rate."""
+    """Seconds for all steps and the largest memory: a first run pays for what is done once, others tell the rate."""
     few, more = run.head(FEW), run.head(MORE)
     cold = scored(more)
     if len(more) == len(few):
         return cold.seconds / len(more) * steps, cold.peak_memory
-    rate = max(0.0, (scored(more).seconds - scored(few).seconds) / (len(more) - len(few)))
+    short, long = (min(scored(part).seconds for _ in range(2)) for part in (few, more))
+    rate = max(0.0, (long - short) / (len(more) - len(few)))
     once = max(0.0, cold.seconds - len(more) * rate)
     return once + rate * steps, cold.peak_memory
