@@ -17,7 +17,7 @@ from leaveout.members import Members
 from leaveout.resources import Cost, Resources
 from leaveout.step import Flat, Hessian, LinearStep, Pulled
 from leaveout.trajectory import Moment, Trajectory, check_projection, check_step
-from leaveout.vectors import PARAM, Params, State, each, embed, height, zeros
+from leaveout.vectors import PARAM, Params, State, each, embed, height, nbytes, zeros
 
 CHECK_EVERY = 16
 
@@ -133,4 +133,4 @@ def vector_bytes(trajectory: Trajectory) -> int:
     task = trajectory.task
     params = trajectory.initial()[PARAM]
     held = task.footprint(params, trajectory.batch(0))
-    return 4 * held + 4 * sum(tensor.numel() * tensor.element_size() for tensor in params.values())
+    return 4 * held + 4 * nbytes({PARAM: params})

@@ -28,6 +28,9 @@ times training; reading states and batches, checking every step and Python take 
 Exact ACC has the second-order terms of every layer beside what Replay's gradient has, and a second, smaller pass for
 each row's own examples. On wide inputs, where matrix products count, the two are closer (the rates above).
 
+*ACC / SGD-IE.* ACC forms a gradient and a product for each example where SGD-IE forms only their mean; the ratio is at
+its target to within the noise of the machine.
+
 *Recording.* The checksum of each batch and the copy of each state are made in the training thread; only writing is
 not. On a step of a few milliseconds they show.
 """
