@@ -1,0 +1,44 @@
+"""leaveout bench, and the long MNIST run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leaveout.cli.app import app, console
+
+
+@app.command()
+def bench(
+    only: Annotated[list[str] | None, typer.Option(help="Only these cases; may be repeated.")] = None,
+    out: Annotated[Path, typer.Option(help="Where benchmarks.json and benchmarks.md go.")] = Path("docs"),
+) -> None:
+    """Measure speed and fidelity as ratios in one run, on the real data sets (LEAVEOUT_DATA)."""
+    from leaveout import bench as suite
+
+    unknown = sorted(set(only or ()) - set(suite.CASES))
+    if unknown:
+        raise typer.BadParameter(f"no case {unknown[0]!r}; there are {', '.join(suite.CASES)}")
+    rows = []
+    for row in suite.run_cases([case for name, case in suite.CASES.items() if not only or name in only]):
+        mark = "[green]meets[/green]" if row.meets else "[red]misses[/red]"
+        console.print(f"{row.what}: {row.value:.4g}, {mark} {row.bound} {row.target:.4g} ({row.detail})")
+        rows.append(row)
+    suite.write(rows, out)
+
+
+@app.command()
+def mnist(
+    images: Annotated[int, typer.Option(help="Training images.")] = 50_000,
+    flipped: Annotated[float, typer.Option(help="Fraction of labels that are flipped.")] = 0.0,
+    replays: Annotated[int, typer.Option(help="Exact replays that the scores are held against.")] = 16,
+    out: Annotated[Path, typer.Option(help="Where the figures and the sheet of images go.")] = Path("docs/mnist"),
+) -> None:
+    """Score every MNIST training image along 20 epochs, and check it by exact replays. Long: see docs/mnist.md."""
+    from leaveout.bench.mnist import measure
+
+    told = measure(images, flipped, replays, out)
+    console.print_json(data={key: value for key, value in told.items() if key not in ("harmful", "verify")})
+    console.print(told["verify"]["sentence"])
