@@ -185,14 +185,19 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         aside.unlink(missing_ok=True)
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    """The manifest, replaced in one move."""
-    aside = path / f".{MANIFEST}.{os.getpid()}"
+def write_text(file: Path, text: str) -> None:
+    """A text file that is there whole or not at all."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        aside.write_text(json.dumps(asdict(manifest), indent=1))
-        os.replace(aside, path / MANIFEST)
+        aside.write_text(text)
+        os.replace(aside, file)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """The manifest, replaced in one move."""
+    write_text(path / MANIFEST, json.dumps(asdict(manifest), indent=1))
 
 
 class Run:

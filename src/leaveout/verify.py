@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 from torch.utils.data import Dataset
 
-from leaveout.errors import InputError
+from leaveout.errors import InputError, RunError
 from leaveout.estimators import Replay
 from leaveout.metrics import Agreement, Interval, compare
 from leaveout.resources import Cost, Resources
 from leaveout.scores import Scores
-from leaveout.store import Run
+from leaveout.store import Run, write_text
 from leaveout.task import Task
 
 MINIMUM = 4
+COLUMNS = ("score", "truth", "sample")
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,41 @@ class Check:
 
     def __str__(self) -> str:
         return self.sentence
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes the check to one JSON file, whole or not at all."""
+        path = Path(path)
+        if path.exists() and not overwrite:
+            raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+        told = {
+            "method": self.method,
+            "sentence": self.sentence,
+            "extreme": _told(self.extreme),
+            "random": _told(self.random),
+            "spread": {sample: _number(value) for sample, value in self.spread.items()},
+            "cost": asdict(self.cost),
+            "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(told, indent=1, allow_nan=False))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Check:
+        """Reads what ``save`` wrote."""
+        try:
+            told = json.loads(Path(path).read_text())
+            rows = told["table"]
+            return cls(
+                _agreement(told["extreme"]),
+                _agreement(told["random"]),
+                {sample: _float(value) for sample, value in told["spread"].items()},
+                pd.DataFrame({name: rows[name] for name in COLUMNS}, index=pd.Index(rows["train"], name="train")),
+                told["method"],
+                Cost(**told["cost"]),
+            )
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(f"{path} holds no check ({error}): give a file that Check.save wrote.") from None
 
     def _part(self, sample: str, agreement: Agreement) -> str:
         where = f"the {agreement.count} most extreme" if sample == "extreme" else f"{agreement.count} drawn at random"
@@ -105,8 +145,8 @@ def verify(
     scores.check_same_queries(truth)
     table = pd.DataFrame(
         {
-            "score": scores.mean()[extreme + random].cpu().numpy(),
-            "truth": truth.mean().cpu().numpy(),
+            "score": scores.mean()[extreme + random].double().cpu().numpy(),
+            "truth": truth.mean().double().cpu().numpy(),
             "sample": ["extreme"] * len(extreme) + ["random"] * len(random),
         },
         index=pd.Index(ids.numpy(), name="train"),
@@ -124,3 +164,32 @@ def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int
     rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
     picked = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))[: replays - half]
     return extreme, [rest[i] for i in picked.tolist()]
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN, which a constant sample gives."""
+    return None if math.isnan(value) else value
+
+
+def _float(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _told(agreement: Agreement) -> dict[str, Any]:
+    def interval(of: Interval) -> dict[str, float | None]:
+        return {name: _number(value) for name, value in asdict(of).items()}
+
+    return {
+        **{name: interval(getattr(agreement, name)) for name in ("rmse", "kendall", "spearman")},
+        "jaccard": {str(percent): interval(of) for percent, of in agreement.jaccard.items()},
+        "count": agreement.count,
+    }
+
+
+def _agreement(told: dict[str, Any]) -> Agreement:
+    def interval(of: dict[str, float | None]) -> Interval:
+        return Interval(**{name: _float(value) for name, value in of.items()})
+
+    overlaps = {float(p) if "." in p else int(p): interval(of) for p, of in told["jaccard"].items()}
+    rmse, kendall, spearman = (interval(told[name]) for name in ("rmse", "kendall", "spearman"))
+    return Agreement(rmse, kendall, spearman, overlaps, int(told["count"]))

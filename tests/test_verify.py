@@ -1,0 +1,81 @@
+"""A check keeps everything it found, in memory and on disk."""
+
+import json
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+import leaveout as lo
+from leaveout.metrics import compare
+from problems import recorded
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory) -> lo.Check:
+    problem = recorded(tmp_path_factory.mktemp("run") / "run", "logistic", n=12)
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    return lo.verify(scores, problem.run, problem.task, problem.query, replays=10)
+
+
+def assert_same(one: lo.Check, other: lo.Check) -> None:
+    pd.testing.assert_frame_equal(one.table, other.table, check_exact=True)
+    for sample in ("extreme", "random"):
+        mine, its = getattr(one, sample), getattr(other, sample)
+        pd.testing.assert_frame_equal(mine.to_frame(), its.to_frame(), check_exact=True)
+        assert list(mine.jaccard) == list(its.jaccard)
+    assert repr(one.spread) == repr(other.spread)  # NaN is equal to itself in print only
+    assert (one.method, one.cost, one.sentence) == (other.method, other.cost, other.sentence)
+
+
+def test_saving_and_loading_keeps_everything(check, tmp_path):
+    path = check.save(tmp_path / "checks" / "sgd-ie.json")
+    assert path == tmp_path / "checks" / "sgd-ie.json"
+    assert_same(lo.Check.load(str(path)), check)
+    assert [file.name for file in path.parent.iterdir()] == ["sgd-ie.json"]
+    assert json.loads(path.read_text())["sentence"] == str(check)
+
+
+def test_what_is_not_a_number_survives_in_strict_json(check, tmp_path):
+    table = check.table.assign(truth=0.25)
+    flat = compare(table["score"], table["truth"], percents=(50, 12.5))  # a constant truth has no order
+    odd = replace(check, random=flat, spread={"extreme": 0.5, "random": float("nan")}, table=table)
+    path = odd.save(tmp_path / "odd.json")
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert_same(lo.Check.load(path), odd)
+
+
+def test_scores_in_float32_give_a_table_in_float64(tmp_path):
+    problem = recorded(tmp_path / "run", "logistic", n=12)
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    single = replace(scores, values=scores.values.to(torch.float32))
+    table = lo.verify(single, problem.run, problem.task, problem.query, replays=8).table
+    assert table.dtypes.astype(str).to_dict()["score"] == "float64"
+
+
+def test_a_check_on_disk_is_replaced_only_when_told(check, tmp_path):
+    path = check.save(tmp_path / "check.json")
+    before = path.read_bytes()
+    with pytest.raises(lo.InputError, match="overwrite=True"):
+        replace(check, method="other").save(path)
+    assert path.read_bytes() == before
+    replace(check, method="other").save(path, overwrite=True)
+    assert lo.Check.load(path).method == "other"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{}", b"\xff\xfe", b'{"table": 3}'])
+def test_other_files_are_refused(content, tmp_path):
+    path = tmp_path / "check.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(lo.RunError, match=r"holds no check .* Check.save wrote"):
+        lo.Check.load(path)
+
+
+def test_a_file_with_a_part_missing_is_refused(check, tmp_path):
+    told = json.loads(check.save(tmp_path / "check.json").read_text())
+    for key in ("method", "extreme", "random", "spread", "cost", "table"):
+        (tmp_path / "part.json").write_text(json.dumps({k: v for k, v in told.items() if k != key}))
+        with pytest.raises(lo.RunError, match=key):
+            lo.Check.load(tmp_path / "part.json")
