@@ -38,6 +38,7 @@ FLOORS = [
     "metrics",
     "verify",
     "refine",
+    "cleanse",
     "plan",
     "bench",
     "demo",

@@ -2,6 +2,7 @@
 
 from leaveout import data, metrics, models
 from leaveout.carriers import Subspace
+from leaveout.cleanse import Curve, cleanse
 from leaveout.errors import InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn, score
 from leaveout.plan import plan
@@ -19,6 +20,7 @@ __all__ = [
     "SGDIE",
     "Check",
     "Cost",
+    "Curve",
     "Estimator",
     "InputError",
     "LeaveoutError",
@@ -33,6 +35,7 @@ __all__ = [
     "Task",
     "TracIn",
     "UnsupportedError",
+    "cleanse",
     "data",
     "metrics",
     "models",

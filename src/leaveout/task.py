@@ -63,6 +63,7 @@ class Task:
         self.collate = collate
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.tracer = Tracer()
+        self.loss = loss
         self._loss = per_example(loss)
         self._bound = _Bound(model, forward or default_forward)
         problems = module_problems(model)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from leaveout.batches import Batch
 from leaveout.errors import InputError
 from leaveout.members import Members
 from leaveout.products import stacked_gradients
@@ -17,7 +18,7 @@ from leaveout.recorder import Recorder
 from leaveout.resources import Cost, Resources
 from leaveout.store import Run
 from leaveout.task import Task, looped
-from leaveout.trajectory import Moment, Trajectory, check_step
+from leaveout.trajectory import Trajectory, check_step
 from leaveout.vectors import PARAM, Params, State, norm
 
 
@@ -69,16 +70,13 @@ def counterfactuals(
     recorded one.
     """
     count = len(members) + 1
-    state: State = {
-        slot: {name: tensor.expand(count, *tensor.shape).clone() for name, tensor in params.items()}
-        for slot, params in trajectory.initial().items()
-    }
+    state = _copies(trajectory, count)
     gradients: Callable[..., Params] | None = None
     travelled = 0.0
     for moment in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(members)}"):
-        weights = _weights(members, moment, weight, state[PARAM])
+        weights = _weights(members, moment.record.ids, weight, state[PARAM])
         if gradients is None:
-            gradients = _faster(trajectory.task, state[PARAM], weights, moment)
+            gradients = _faster(trajectory.task, state[PARAM], weights, moment.batch)
         state = trajectory.rule.step_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
         cost.gradients += count
         travelled += norm({n: moment.after[PARAM][n] - moment.before[PARAM][n] for n in moment.after[PARAM]})
@@ -86,23 +84,53 @@ def counterfactuals(
     return state[PARAM]
 
 
-def _weights(members: Members, moment: Moment, weight: float, params: Params) -> Tensor:
+def shuffled(trajectory: Trajectory, members: Members, seed: int, resources: Resources, cost: Cost) -> Params:
+    """As ``counterfactuals`` with weight zero, but in a fresh order: each epoch the examples change places at random.
+
+    Start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded.
+    """
+    state, count = _copies(trajectory, len(members) + 1), len(members) + 1
+    task, order = trajectory.task, torch.Generator().manual_seed(seed)
+    gradients: Callable[..., Params] | None = None
+    epoch, places = None, torch.arange(task.size)
+    for index in resources.track(range(len(trajectory)), len(trajectory), f"training {count}"):
+        record = trajectory.run.record(index)
+        if record.epoch != epoch:
+            epoch, places = record.epoch, torch.randperm(task.size, generator=order)
+        ids = places[record.ids]
+        batch = task.read(ids.tolist())
+        weights = _weights(members, ids, 0.0, state[PARAM])
+        if gradients is None:
+            gradients = _faster(task, state[PARAM], weights, batch)
+        state = trajectory.rule.step_(state, gradients(state[PARAM], weights, batch), record.hypers)
+        cost.gradients += count
+    return state[PARAM]
+
+
+def _copies(trajectory: Trajectory, count: int) -> State:
+    return {
+        slot: {name: tensor.expand(count, *tensor.shape).clone() for name, tensor in params.items()}
+        for slot, params in trajectory.initial().items()
+    }
+
+
+def _weights(members: Members, ids: Tensor, weight: float, params: Params) -> Tensor:
     like = next(iter(params.values()))
-    weights = like.new_ones((len(like), len(moment.record.ids)))
-    row, position = members.pairs(moment.record.ids)
+    weights = like.new_ones((len(like), len(ids)))
+    row, position = members.pairs(ids)
     weights[row, position] = weight
     return weights
 
 
-def _faster(task: Task, params: Params, weights: Tensor, moment: Moment) -> Callable[..., Params]:
+def _faster(task: Task, params: Params, weights: Tensor, batch: Batch) -> Callable[..., Params]:
     """The quicker of two ways to take many models' gradients: all at once, or one after the other."""
     single = looped(task.gradient, (0, 0, None))
     if not task.abilities.vmap or len(weights) == 1:
         return single
     together = partial(stacked_gradients, task)
     few = min(2, len(weights))
-    slow = _seconds(single, {n: t[:few] for n, t in params.items()}, weights[:few], moment.batch) * len(weights) / few
-    return together if _seconds(together, params, weights, moment.batch) < slow else single
+    slow = _seconds(single, {n: t[:few] for n, t in params.items()}, weights[:few], batch) * len(weights) / few
+    return together if _seconds(together, params, weights, batch) < slow else single
 
 
 def _seconds(function: Callable[..., Params], *args: object) -> float:

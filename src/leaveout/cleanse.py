@@ -1,0 +1,259 @@
+"""Rank, remove, retrain: what the test loss becomes without the examples that scores call harmful."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from leaveout.batches import Batch
+from leaveout.errors import InputError, RunError
+from leaveout.members import Members
+from leaveout.readout import Query
+from leaveout.resources import Cost, Resources
+from leaveout.scores import Scores
+from leaveout.store import Run, write_text
+from leaveout.task import Task
+from leaveout.train import counterfactuals, shuffled
+from leaveout.trajectory import Trajectory
+from leaveout.vectors import PARAM, Params, nbytes
+
+NOTHING, RANDOM = "nothing", "random"
+MEASURES = ("loss", "error")
+Choice: TypeAlias = tuple[dict[str, Any], tuple[int, ...]]
+COLUMNS = ("choice", "removed", "order", "draw", "loss", "loss_se", "error", "error_se")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Test loss and misclassification after removing examples and training again.
+
+    ``table`` has a row for each training: ``choice`` is the method that chose what was removed, ``"random"`` or
+    ``"nothing"``; ``order`` numbers the order of the batches and ``draw`` the random choice. ``loss_se`` and
+    ``error_se`` are standard errors over the test examples. ``error`` is NaN where outputs are not class scores.
+    """
+
+    table: pd.DataFrame
+    batches: str
+    test_size: int
+    cost: Cost
+
+    def to_frame(self, level: float = 0.95) -> pd.DataFrame:
+        """A row for each choice and number removed: the mean over trainings, with an interval.
+
+        Over two or more trainings the interval is Student's, of their mean; of a single one it is normal, over the
+        test examples. ``trainings`` says which.
+        """
+        keys = self.table.groupby(["choice", "removed"], sort=False)
+        rows = []
+        for (choice, removed), part in keys:
+            row: dict[str, Any] = {"choice": choice, "removed": removed, "trainings": len(part)}
+            for measure in MEASURES:
+                values = part[measure].to_numpy(dtype=float)
+                if len(values) > 1:
+                    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+                else:
+                    half = stats.norm.ppf((1 + level) / 2) * float(part[f"{measure}_se"].iloc[0])
+                mean = float(values.mean())
+                row |= {measure: mean, f"{measure}_low": mean - half, f"{measure}_high": mean + half}
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def __str__(self) -> str:
+        frame = self.to_frame()
+        measure = "loss" if frame["error"].isna().all() else "error"
+        style = "{:.4g}" if measure == "loss" else "{:.2%}"
+
+        def told(row: pd.Series) -> str:
+            value, low, high = (style.format(row[key]) for key in (measure, f"{measure}_low", f"{measure}_high"))
+            return f"{value} ({low} to {high})"
+
+        base = frame[frame["choice"] == NOTHING].iloc[0]
+        what = "test loss" if measure == "loss" else "test error"
+        lines = [f"{what} of {self.test_size} examples, {self.batches} batches; nothing removed: {told(base)}"]
+        for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
+            shown = "; ".join(f"{row['removed']} removed: {told(row)}" for _, row in part.iterrows())
+            lines.append(f"  {choice}: {shown}")
+        return "\n".join(lines)
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes the curve to one JSON file, whole or not at all."""
+        path = Path(path)
+        if path.exists() and not overwrite:
+            raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+        columns = {name: [_or_none(value) for value in self.table[name].tolist()] for name in COLUMNS}
+        told = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(told, indent=1, allow_nan=False))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Curve:
+        """Reads what ``save`` wrote."""
+        try:
+            told = json.loads(Path(path).read_text())
+            table = pd.DataFrame({name: told["table"][name] for name in COLUMNS})
+            measured = [name for name in COLUMNS if name.startswith(MEASURES)]
+            table[measured] = table[measured].astype(float)
+            return cls(table, str(told["batches"]), int(told["test_size"]), Cost(**told["cost"]))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{path} holds no curve ({error}): give a file that Curve.save wrote.") from None
+
+
+def cleanse(
+    scores: Scores | Sequence[Scores],
+    run: Run,
+    task: Task,
+    test_set: Dataset,
+    remove: Sequence[int] = (10, 100, 1000),
+    *,
+    random: int = 5,
+    shuffles: int = 0,
+    seed: int = 0,
+    resources: Resources | None = None,
+) -> Curve:
+    """Removes the most harmful examples, trains again from the start, and measures on the test set.
+
+    Removed examples weigh zero in the recorded batches, as when they are left out one at a time. As a control, as many
+    are removed at random.
+
+    Args:
+        scores: of single examples, by one method or several.
+        run: the run that was scored.
+        task: what was trained.
+        test_set: examples that neither training nor the scores have seen.
+        remove: how many to remove.
+        random: how many random choices for each of these numbers; 0 for no control.
+        shuffles: 0 trains with the recorded batches; k trains k times, each in a fresh order of the examples.
+        seed: of the random choices and the fresh orders.
+        resources: memory budget and progress.
+    """
+    methods = [scores] if isinstance(scores, Scores) else list(scores)
+    amounts = _checked(methods, task, remove, random, shuffles)
+    resources, cost = resources or Resources(), Cost()
+    trajectory = Trajectory(run, task)
+    query = Query(task, trajectory.final()[PARAM], test_set, single=True)
+    chunk = resources.chunk(_bytes_each(trajectory), len(methods) * len(amounts) + random * len(amounts))
+    rows: list[dict[str, Any]] = []
+    with cost.metered():
+        for order in range(max(1, shuffles)):
+
+            def retrain(members: Members, order: int = order) -> Params:
+                if not shuffles:
+                    return counterfactuals(trajectory, members, 0.0, resources, cost)
+                return shuffled(trajectory, members, _mixed(seed, order), resources, cost)
+
+            chosen = _chosen(methods, task.size, amounts, range(order * random, (order + 1) * random), seed)
+            rows += [{**row, "order": order} for row in _trained(retrain, query, chosen, chunk)]
+    table = pd.DataFrame(rows)[list(COLUMNS)]
+    return Curve(table, "shuffled" if shuffles else "recorded", query.size, cost)
+
+
+def _checked(methods: list[Scores], task: Task, remove: Sequence[int], random: int, shuffles: int) -> list[int]:
+    if not methods:
+        raise InputError("No scores were given: give those of at least one method.")
+    names = [scores.method for scores in methods]
+    if len(set(names)) < len(names) or {NOTHING, RANDOM} & set(names):
+        raise InputError(f"The methods' names {names} are not all different: give each method's scores once.")
+    for scores in methods:
+        if any(isinstance(i, str) for i in scores.train_ids):
+            raise InputError(f"{scores.method} scored groups: cleanse removes examples; score those.")
+        if not all(0 <= int(i) < task.size for i in scores.train_ids):
+            raise InputError(
+                f"{scores.method} scored examples that the task does not have: give the scores of this run."
+            )
+    amounts = sorted({int(m) for m in remove})
+    most = min(len(scores.train_ids) for scores in methods)
+    if not amounts or amounts[0] < 1 or amounts[-1] > most:
+        raise InputError(f"remove={list(remove)} must be numbers from 1 to {most}, the examples that are scored.")
+    if random < 0 or shuffles < 0:
+        raise InputError(f"random={random} and shuffles={shuffles} count trainings: give 0 or more.")
+    return amounts
+
+
+def _chosen(methods: list[Scores], size: int, amounts: list[int], draws: range, seed: int) -> list[Choice]:
+    """What to remove, with what it is called."""
+    chosen = []
+    for scores in methods:
+        ranked = [int(i) for i in scores.harmful(amounts[-1])]
+        chosen += [({"choice": scores.method, "removed": m, "draw": 0}, tuple(sorted(ranked[:m]))) for m in amounts]
+    for draw in draws:
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(_mixed(seed, draw))).tolist()
+        chosen += [({"choice": RANDOM, "removed": m, "draw": draw}, tuple(sorted(order[:m]))) for m in amounts]
+    return chosen
+
+
+def _trained(
+    retrain: Callable[[Members], Params], query: Query, chosen: list[Choice], chunk: int
+) -> list[dict[str, Any]]:
+    """Trains once for each choice, and once with everything; side by side as memory allows."""
+    members = Members(tuple(range(len(chosen))), tuple(ids for _, ids in chosen))
+    measured: list[dict[str, float]] = []
+    whole: dict[str, float] = {}
+    for part in members.chunks(chunk):
+        *each, whole = _measured(query, retrain(part))
+        measured += each
+    first: list[dict[str, Any]] = [{"choice": NOTHING, "removed": 0, "draw": 0, **whole}]
+    return first + [{**named, **values} for (named, _), values in zip(chosen, measured, strict=True)]
+
+
+def _bytes_each(trajectory: Trajectory) -> int:
+    state = trajectory.initial()
+    return 3 * trajectory.task.footprint(state[PARAM], trajectory.batch(0)) + 4 * nbytes(state)
+
+
+def _mixed(seed: int, number: int) -> int:
+    """A seed for each of many numbers, different for different seeds."""
+    return 1_000_003 * seed + number
+
+
+def _measured(query: Query, stack: Params) -> list[dict[str, float]]:
+    """Mean loss and misclassification of every model of a stack, with their standard errors over the test set."""
+    losses, wrong = query.losses(stack), _wrong(query, stack)
+    told = []
+    for row in range(len(losses)):
+        found = {}
+        for name, values in (("loss", losses[row].double()), ("error", wrong[row] if wrong is not None else None)):
+            found[name] = float(values.mean()) if values is not None else float("nan")
+            found[f"{name}_se"] = float(values.std() / len(values) ** 0.5) if values is not None else float("nan")
+        told.append(found)
+    return told
+
+
+def _wrong(query: Query, stack: Params) -> Float[Tensor, "rows examples"] | None:
+    """1 where a model's class is not the example's; None where the outputs are not class scores."""
+    rows = []
+    for index in range(len(next(iter(stack.values())))):
+        params = {name: tensor[index] for name, tensor in stack.items()}
+        parts = [_misclassified(query.task, params, block) for block in query.blocks()]
+        if any(part is None for part in parts):
+            return None
+        rows.append(torch.cat([part for part in parts if part is not None]).double())
+    return torch.stack(rows)
+
+
+def _misclassified(task: Task, params: Params, block: Batch) -> Tensor | None:
+    with torch.no_grad():
+        outputs, targets = task.outputs(params, block)
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return None
+    if isinstance(task.loss, nn.BCEWithLogitsLoss) and outputs.numel() == len(outputs) == targets.numel():
+        return (outputs.flatten() > 0) != (targets.flatten() > 0.5)
+    if outputs.ndim == 2 and outputs.shape[1] > 1 and targets.ndim == 1 and not targets.is_floating_point():
+        return outputs.argmax(1) != targets
+    return None
+
+
+def _or_none(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,174 @@
+"""Cleansing against a plain PyTorch loop that trains again without the removed examples."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+from problems import recorded, shuffled
+
+
+def plainly(problem, loss, removed: set[int], batches: list[list[int]], test, l2: float) -> tuple[float, float]:
+    """Test loss and error after an ordinary loop over the batches in which removed examples count for nothing."""
+    model = copy.deepcopy(problem.task.model)
+    with torch.no_grad():
+        for name, value in problem.run.state(0)["param"].items():
+            model.get_parameter(name).copy_(value)
+    for step, ids in enumerate(batches):
+        kept = [i for i in ids if i not in removed]
+        hypers = problem.run.record(step).hypers
+        total = sum(
+            loss(model(problem.train.tensors[0][[i]]), problem.train.tensors[1][[i]])
+            + 0.5 * l2 * sum(p.square().sum() for p in model.parameters())
+            for i in kept
+        )
+        names = dict(model.named_parameters())
+        found = torch.autograd.grad(total / len(ids), list(names.values())) if kept else [0.0] * len(names)
+        with torch.no_grad():
+            for (name, param), gradient in zip(names.items(), found, strict=True):
+                param -= hypers[problem.run.rule.groups[name]]["lr"] * gradient
+    x, y = test.tensors
+    with torch.no_grad():
+        outputs = model(x)
+        guess = outputs.argmax(1) if outputs.ndim == 2 else (outputs > 0).double()
+        return float(loss(outputs, y)), float((guess != y).double().mean())
+
+
+@pytest.fixture(scope="module", params=["logistic", "conv"])
+def case(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("cleanse")
+    batches = shuffled(12, 5, 3)
+    problem = recorded(path / "run", request.param, n=12, batches=batches)
+    loss, l2 = {"logistic": (nn.BCEWithLogitsLoss(), 0.05), "conv": (nn.CrossEntropyLoss(), 0.01)}[request.param]
+    return problem, loss, l2, batches
+
+
+def test_the_curve_is_that_of_plain_retraining(case):
+    problem, loss, l2, batches = case
+    scores = [
+        lo.SGDIE().score(problem.run, problem.task, problem.query),
+        lo.TracIn().score(problem.run, problem.task, problem.query),
+    ]
+    curve = lo.cleanse(scores, problem.run, problem.task, problem.query, [4, 1], random=2, seed=3)
+    table = curve.table.set_index(["choice", "removed", "draw"])
+    assert len(table) == 1 + 2 * 2 + 2 * 2
+    for method in scores:
+        order = method.mean().argsort(stable=True).tolist()
+        for m in (1, 4):
+            expected = plainly(problem, loss, set(order[:m]), batches, problem.query, l2)
+            row = table.loc[(method.method, m, 0)]
+            assert (row["loss"], row["error"]) == pytest.approx(expected, abs=1e-10)
+    assert table.loc[("nothing", 0, 0), "loss"] == pytest.approx(
+        plainly(problem, loss, set(), batches, problem.query, l2)[0], abs=1e-10
+    )
+    drawn = table.loc["random"]["loss"]
+    assert drawn.nunique() > 1
+    again = lo.cleanse(scores, problem.run, problem.task, problem.query, [4, 1], random=2, seed=3)
+    assert again.table.equals(curve.table)
+    narrow = lo.Resources(memory=1)
+    small = lo.cleanse(scores, problem.run, problem.task, problem.query, [4, 1], random=2, seed=3, resources=narrow)
+    assert np.allclose(small.table["loss"], curve.table["loss"], atol=1e-12)
+
+
+def test_random_choices_are_what_they_say(case):
+    problem, loss, l2, batches = case
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    curve = lo.cleanse(scores, problem.run, problem.task, problem.query, [2], random=3)
+    for _, row in curve.table[curve.table["choice"] == "random"].iterrows():
+        drawn = torch.randperm(12, generator=torch.Generator().manual_seed(int(row["draw"])))[:2].tolist()
+        assert row["loss"] == pytest.approx(
+            plainly(problem, loss, set(drawn), batches, problem.query, l2)[0], abs=1e-10
+        )
+
+
+def test_fresh_orders_train_on_permuted_examples(case):
+    problem, loss, l2, batches = case
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    worst = int(scores.harmful(1)[0])
+    curve = lo.cleanse(scores, problem.run, problem.task, problem.query, [1], random=1, shuffles=2)
+    assert curve.batches == "shuffled"
+    table = curve.table.set_index(["choice", "order"])
+    for order in (0, 1):
+        places = torch.randperm(12, generator=torch.Generator().manual_seed(order)).tolist()
+        mixed = [[places[i] for i in ids] for ids in batches]  # this run tells no epochs: one shuffle for all of it
+        for choice, removed in (("nothing", set()), (scores.method, {worst})):
+            expected = plainly(problem, loss, removed, mixed, problem.query, l2)
+            assert (table.loc[(choice, order), "loss"], table.loc[(choice, order), "error"]) == pytest.approx(
+                expected, abs=1e-10
+            )
+
+
+def test_every_epoch_has_a_fresh_order_and_sees_every_example_once(tmp_path, monkeypatch):
+    model = nn.Linear(3, 1).double()
+    data = TensorDataset(torch.randn(10, 3).double(), torch.randn(10, 1).double())
+    task = lo.Task(model, nn.MSELoss(), data)
+    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), 3, 4, 0, tmp_path / "run")
+    scores = lo.SGDIE().score(run, task, data)
+    read, seen = task.read, []
+    monkeypatch.setattr(task, "read", lambda ids, dataset=None: (seen.append(list(ids)), read(ids, dataset))[1])
+    curve = lo.cleanse(scores, run, task, data, [1], random=0, shuffles=1)
+    steps = [ids for ids in seen if len(ids) in (2, 4)][-9:]
+    epochs = [[*steps[i], *steps[i + 1], *steps[i + 2]] for i in (0, 3, 6)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert curve.table["error"].isna().all()  # regression has no classes
+    assert "test loss" in str(curve)
+
+
+def test_intervals(case):
+    problem, *_ = case
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    curve = lo.cleanse(scores, problem.run, problem.task, problem.query, [2], random=4)
+    frame = curve.to_frame().set_index("choice")
+    drawn = curve.table[curve.table["choice"] == "random"]["loss"].to_numpy()
+    low, high = stats.t.interval(0.95, 3, drawn.mean(), stats.sem(drawn))
+    assert (frame.loc["random", "loss_low"], frame.loc["random", "loss_high"]) == pytest.approx((low, high))
+    one = curve.table.set_index("choice").loc[scores.method]
+    assert frame.loc[scores.method, "loss_high"] - one["loss"] == pytest.approx(1.959964 * one["loss_se"])
+    assert frame.loc["random", "trainings"] == 4
+    assert "nothing removed" in str(curve)
+    assert scores.method in str(curve)
+
+
+def test_saved_and_loaded(case, tmp_path):
+    problem, *_ = case
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    curve = lo.cleanse(scores, problem.run, problem.task, problem.query, [2], random=1)
+    file = curve.save(tmp_path / "deep" / "curve.json")
+    back = lo.Curve.load(file)
+    assert back.table.equals(curve.table)
+    assert (back.batches, back.test_size, back.cost) == (curve.batches, curve.test_size, curve.cost)
+    before = file.read_text()
+    with pytest.raises(lo.InputError, match="overwrite=True"):
+        curve.save(file)
+    assert file.read_text() == before
+    curve.save(file, overwrite=True)
+    told = json.loads(before)
+    del told["table"]["loss"]
+    file.write_text(json.dumps(told))
+    with pytest.raises(lo.RunError, match=r"Curve\.save"):
+        lo.Curve.load(file)
+
+
+def test_nonsense_is_refused(case):
+    problem, *_ = case
+    run, task, query = problem.run, problem.task, problem.query
+    scores = lo.SGDIE().score(run, task, query)
+    groups = lo.SGDIE().score(run, task, query, groups=[[0, 1], [2]])
+    for given, options, words in (
+        (scores, {"remove": [0]}, "from 1 to 12"),
+        (scores, {"remove": [13]}, "from 1 to 12"),
+        (scores, {"remove": []}, "from 1 to 12"),
+        (scores, {"remove": [1], "random": -1}, "0 or more"),
+        (groups, {"remove": [1]}, "groups"),
+        ([], {"remove": [1]}, "at least one method"),
+        ([scores, scores], {"remove": [1]}, "each method's scores once"),
+    ):
+        with pytest.raises(lo.InputError, match=words):
+            lo.cleanse(given, run, task, query, **options)
