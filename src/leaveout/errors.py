@@ -1,5 +1,8 @@
 """What leaveout refuses, and why: every error says in one sentence what is wrong and what to do."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class LeaveoutError(Exception):
     """The base of every error that leaveout raises on purpose."""
@@ -19,3 +22,13 @@ class RunError(LeaveoutError):
 
 class MismatchError(LeaveoutError):
     """Data or task differ from what the run was trained with."""
+
+
+def closest(word: str, among: Iterable[str]) -> str:
+    """A suggestion in brackets for a name that does not exist, or nothing.
+
+    >>> closest("batchsize", ["batch_size", "epochs"])
+    ' (did you mean batch_size?)'
+    """
+    near = difflib.get_close_matches(word, list(among), 1)
+    return f" (did you mean {near[0]}?)" if near else ""

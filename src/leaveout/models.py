@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaveout.errors import InputError
+from leaveout.errors import InputError, closest
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "gelu": nn.GELU,
+    "softplus": nn.Softplus,
+}
 
 
 class OneLogit(nn.Module):
@@ -32,8 +39,8 @@ def logistic(features: int) -> nn.Module:
     return mlp(features, hidden=())
 
 
-def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1) -> nn.Module:
-    """A ReLU network on flat features, features-8-8-1 if nothing else is asked for.
+def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1, activation: str = "relu") -> nn.Module:
+    """A network on flat features, features-8-8-1 with ReLU if nothing else is asked for.
 
     >>> mlp(784, outputs=10)(torch.zeros(5, 784)).shape
     torch.Size([5, 10])
@@ -41,10 +48,12 @@ def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1) -> nn.M
     sizes = [features, *hidden, outputs]
     if min(sizes) < 1:
         raise InputError(f"every layer needs at least one unit, but the sizes are {sizes}.")
+    if activation not in ACTIVATIONS:
+        raise InputError(f"there is no activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}.")
     layers: list[nn.Module] = []
     for inputs, units in pairwise(sizes):
-        layers += [nn.Linear(inputs, units), nn.ReLU()]
-    layers[-1:] = [OneLogit()] if outputs == 1 else []  # no ReLU after the last layer
+        layers += [nn.Linear(inputs, units), ACTIVATIONS[activation]()]
+    layers[-1:] = [OneLogit()] if outputs == 1 else []  # no activation after the last layer
     return nn.Sequential(*layers)
 
 
@@ -94,7 +103,7 @@ def build(name: str, seed: int | None = None, **options: Any) -> nn.Module:
     torch.Size([5])
     """
     if name not in _MODELS:
-        raise InputError(f"there is no model {name!r}; choose one of {', '.join(_MODELS)}.")
+        raise InputError(f"there is no model {name!r}{closest(name, _MODELS)}; choose one of {', '.join(_MODELS)}.")
     make = _MODELS[name]
     try:
         inspect.signature(make).bind(**options)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from leaveout.beside import CONFIG
 from leaveout.errors import RunError
 from leaveout.optim import HYPERS, Hyper, Rule
 from leaveout.vectors import State, nbytes
@@ -138,10 +139,10 @@ class Writer:
 
 
 def claim(path: Path) -> None:
-    """Makes the directory, or refuses if something is there."""
+    """Makes the directory, or refuses if something other than a config is there."""
     if (path / MANIFEST).exists():
         raise RunError(f"{path} already holds a run: choose another directory, or delete it first.")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(file.name != CONFIG for file in path.iterdir())):
         raise RunError(f"{path} is there already and not an empty directory: choose another one for the run.")
     path.mkdir(parents=True, exist_ok=True)
 

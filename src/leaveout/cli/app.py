@@ -1,18 +1,77 @@
-"""The application that the commands join, and the console that they print to."""
+"""The application that the commands join, and what they share: consoles, opening a run, leaving it half done."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from leaveout.errors import RunError, closest
+from leaveout.store import MANIFEST, Run, open_run
+
+INTERRUPTED = 130
+
 app = typer.Typer(
-    help="Which training examples made your model what it is, and what would it be without them?",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="rich",
+    epilog="Exit codes: 0 all went well, 1 refused (the reason and the remedy are on stderr), 2 the command line is "
+    "wrong, 130 interrupted by Ctrl-C; what was finished is kept.",
 )
 console = Console()
+complaints = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a machine to read, and nothing else.")]
+
+MemoryOption = Annotated[str, typer.Option("--memory", help="Budget, like 2GB; auto: half of what is free.")]
 
 
-@app.callback()
-def main() -> None:
-    """Which training examples made your model what it is, and what would it be without them?"""
+@app.callback(invoke_without_command=True)
+def main(told: Annotated[bool, typer.Option("--version", help="Say which version this is.")] = False) -> None:
+    """Which training examples made your model what it is, and what would it be without them?
+
+    The way through, on data that need no network:
+
+    [dim]$[/dim] leaveout train --data digits --flip 0.1 --out runs/digits
+
+    [dim]$[/dim] leaveout score runs/digits --method acc --method sgd-ie
+
+    [dim]$[/dim] leaveout verify runs/digits
+
+    Your own model: record it with lo.Recorder, then name a function that returns (task, query set):
+
+    [dim]$[/dim] leaveout score runs/mine --task mypackage.mymodule:make_task
+    """
+    if told:
+        typer.echo(f"leaveout {version('leaveout')}")
+        raise typer.Exit
+
+
+def opened(path: Path) -> Run:
+    """The run in a directory; where there is none, one with a similar name is suggested."""
+    if not (path / MANIFEST).exists() and path.parent.is_dir():
+        near = [str(folder) for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
+        if suggestion := closest(str(path), near):
+            raise RunError(f"{path} holds no run{suggestion}.")
+    return open_run(path)
+
+
+def print_json(told: Any) -> None:
+    """JSON on stdout, not wrapped to any width."""
+    typer.echo(json.dumps(told, indent=1))
+
+
+@contextmanager
+def resumable(how: str) -> Iterator[None]:
+    """Ctrl-C within ends in a sentence that says how to go on, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        complaints.print(f"\nInterrupted. {how}", style="yellow", markup=False)
+        raise typer.Exit(INTERRUPTED) from None

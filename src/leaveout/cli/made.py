@@ -1,23 +1,86 @@
-"""A user's own task, named on the command line."""
+"""What a run is about: told by its config, or by a user's own function named on the command line."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from torch.utils.data import Dataset
 
+from leaveout import config
+from leaveout.beside import Beside
+from leaveout.config import Subject
+from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.task import Task
 
+TaskOption = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        help="package.module:function that returns (task, query set), or (task, query set, test set); not needed for "
+        "runs of leaveout train.",
+    ),
+]
 
-def made(where: str) -> tuple[Task, Dataset]:
+
+def subject_of(run: Path, where: str | None) -> Subject:
+    """The task and the queries of a run: the user's own, or those of the config beside it."""
+    if where is not None:
+        return subject(where)
+    file = Beside(run).config
+    if not file.exists():
+        raise InputError(
+            f"{run} was not made by leaveout train (it has no {file.name}): say what was trained with "
+            "--task package.module:function, a function that returns (task, query set)."
+        )
+    return config.prepare(config.read(file))
+
+
+def subject(where: str) -> Subject:
     """Calls the user's function; its module is looked for in the working directory as well."""
     module, _, name = where.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    if not module or not name:
+        raise typer.BadParameter(f"{where} must be written as package.module:function.", param_hint="--task")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     try:
-        task, query = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise typer.BadParameter(f"{where} gives no (task, query set): {error}") from None
-    return task, query
+        function = getattr(importlib.import_module(module), name)
+        if not callable(function):
+            raise typer.BadParameter(f"{where} is no function but a {type(function).__name__}.", param_hint="--task")
+        found = function()
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise _failed(where, error) from None
+        raise typer.BadParameter(
+            f"{where}: there is no module {error.name!r} here or among what is installed.", param_hint="--task"
+        ) from None
+    except AttributeError as error:
+        if name in vars(sys.modules.get(module, object)):
+            raise _failed(where, error) from None
+        near = closest(name, vars(sys.modules[module])) if module in sys.modules else ""
+        raise typer.BadParameter(f"{where}: {module} has no {name!r}{near}.", param_hint="--task") from None
+    except (LeaveoutError, typer.BadParameter):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
+        raise _failed(where, error) from None
+    return _checked(where, found)
+
+
+def _checked(where: str, found: Any) -> Subject:
+    if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], Task):
+        raise typer.BadParameter(
+            f"{where} returned a {type(found).__name__}: let it return (lo.Task(...), query set), or "
+            "(lo.Task(...), query set, test set).",
+            param_hint="--task",
+        )
+    return Subject(*found)
+
+
+def _failed(where: str, error: Exception) -> InputError:
+    """The user's own error in a sentence, with the place in the user's own file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    return InputError(f"{where} failed with {type(error).__name__}: {error}{place}; mend it and try again.")

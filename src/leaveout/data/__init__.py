@@ -13,7 +13,7 @@ from typing import NamedTuple
 from leaveout.data import adult, cifar10, digits, mnist, news
 from leaveout.data.examples import Data, Examples, Table, prepare, split
 from leaveout.data.noise import Noisy, flip, gaussian, ones
-from leaveout.errors import InputError
+from leaveout.errors import InputError, closest
 
 __all__ = ["Data", "Examples", "Noisy", "flip", "gaussian", "load", "names", "ones", "split"]
 
@@ -49,7 +49,9 @@ def load(name: str, n_train: int | None = None, n_val: int | None = None, seed: 
     The test part is the official one for mnist, mnist-1v7 and cifar10, and all rows left over for the others.
     """
     if name not in _SOURCES:
-        raise InputError(f"there is no data set {name!r}; choose one of {', '.join(_SOURCES)}.")
+        raise InputError(
+            f"there is no data set {name!r}{closest(name, _SOURCES)}; choose one of {', '.join(_SOURCES)}."
+        )
     source = _SOURCES[name]
     n_train = source.n_train if n_train is None else n_train
     n_val = source.n_val if n_val is None else n_val

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch.utils.data import Dataset
 
@@ -36,8 +36,23 @@ def score(
     estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)
     if not estimators:
         raise InputError("No estimator was given: give at least one, such as lo.ACC().")
-    found: dict[Estimator, Scores] = {}
-    for estimator in estimators:
+    found = dict(one_by_one(estimators, run, task, query, queries=queries, groups=groups, resources=resources))
+    return [found[estimator] for estimator in estimators]
+
+
+def one_by_one(
+    estimators: Sequence[Estimator],
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    queries: str = "mean",
+    groups: Groups | None = None,
+    resources: Resources | None = None,
+) -> Iterator[tuple[Estimator, Scores]]:
+    """Each estimator with its scores as soon as they are there, so that they can be kept before the next begins."""
+    waiting = dict.fromkeys(estimators)
+    for estimator in list(waiting):
         chosen = estimator.resolved(run)
         if isinstance(chosen, ACC) and chosen.transport != "exact":
             request = chosen.request(run, task, query, queries, groups, False, resources)
@@ -45,10 +60,11 @@ def score(
                 products = chosen.products(request)
                 corrected = chosen.read(request, products.corrected)
                 plain = chosen.read(request, products.plain)
-            found[estimator] = request.scores(chosen.name, corrected)
+            del waiting[estimator]
+            yield estimator, request.scores(chosen.name, corrected)
             beside = SGDIE(readout=chosen.readout)
-            found.setdefault(beside, request.scores(beside.name, plain))
-    for estimator in estimators:
-        if estimator not in found:
-            found[estimator] = estimator.score(run, task, query, queries=queries, groups=groups, resources=resources)
-    return [found[estimator] for estimator in estimators]
+            if beside in waiting:
+                del waiting[beside]
+                yield beside, request.scores(beside.name, plain)
+    for estimator in waiting:
+        yield estimator, estimator.score(run, task, query, queries=queries, groups=groups, resources=resources)

@@ -1,0 +1,67 @@
+"""What lies beside a run, in its own directory: the config that made it, scores, checks, the cleansing curve, the page.
+
+``runs/x/config.toml``                   ``leaveout train --config`` repeats the run from it
+``runs/x/scores/<method>.safetensors``   ``Scores``
+``runs/x/checks/<method>.json``          the ``Check`` of the scores of the same name
+``runs/x/cleanse.json``                  the cleansing curve
+``runs/x/report.html``                   the page
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIG = "config.toml"
+
+
+def slug(method: str) -> str:
+    """A method's name as a file's.
+
+    >>> slug("ACC(free, outputs readout)"), slug("SGD-IE")
+    ('acc-free-outputs-readout', 'sgd-ie')
+    """
+    return re.sub(r"[^a-z0-9.]+", "-", method.lower()).strip("-.")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The paths beside one run; nothing is read or made here.
+
+    >>> Beside(Path("runs/x")).scores("SGD-IE").as_posix()
+    'runs/x/scores/sgd-ie.safetensors'
+    """
+
+    run: Path
+
+    @property
+    def config(self) -> Path:
+        """The config that made the run, if ``leaveout train`` did."""
+        return self.run / CONFIG
+
+    @property
+    def cleanse(self) -> Path:
+        """The cleansing curve."""
+        return self.run / "cleanse.json"
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.run / "report.html"
+
+    def scores(self, method: str, variant: str = "") -> Path:
+        """The scores of a method; a ``variant`` tells scores of single queries or of groups from the plain ones."""
+        return self.run / "scores" / f"{slug(f'{method} {variant}')}.safetensors"
+
+    def check(self, scores: Path) -> Path:
+        """The check of the scores in this file."""
+        return self.run / "checks" / f"{scores.stem}.json"
+
+    def scored(self) -> list[Path]:
+        """Every scores file that is there, by name."""
+        return sorted((self.run / "scores").glob("[!.]*.safetensors"))
+
+    def checked(self) -> list[Path]:
+        """Every check that is there, by name."""
+        return sorted((self.run / "checks").glob("[!.]*.json"))

@@ -1,0 +1,87 @@
+"""Methods as they are written on the command line: ``acc``, ``sgd-ie``, ``"acc(transport=subspace(16))"``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from leaveout import estimators
+from leaveout.carriers import Subspace
+from leaveout.errors import InputError, closest
+from leaveout.estimators import Estimator
+
+WORDS = {"true": True, "false": False, "none": None}
+HOW = "write a name with options, like acc, sgd-ie or 'acc(transport=exact, readout=outputs)'"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+METHODS: dict[str, type[Estimator]] = {
+    _plain(name): kind
+    for name in estimators.__all__
+    if isinstance(kind := getattr(estimators, name), type) and issubclass(kind, Estimator) and kind is not Estimator
+}
+CHOICES: dict[str, Callable[..., Any]] = {"subspace": Subspace}
+
+
+def parse(text: str) -> Estimator:
+    """An estimator from words. Only names, numbers and lists are understood: nothing is evaluated.
+
+    >>> parse("sgd-ie").name, parse("ACC(free)") == parse("acc(transport=free)")
+    ('SGD-IE', True)
+    """
+    found = re.fullmatch(r"\s*([\w-]+)\s*(\(.*\))?\s*", text, re.DOTALL)
+    if not found:
+        raise InputError(f"{text!r} is not a method: {HOW}.")
+    name = _plain(found[1])
+    if name not in METHODS:
+        known = [kind.__name__.lower() for kind in METHODS.values()]
+        raise InputError(f"there is no method {found[1]!r}{closest(name, known)}; choose one of {', '.join(known)}.")
+    try:
+        call = ast.parse(f"method{found[2] or '()'}", mode="eval").body
+    except (SyntaxError, ValueError):
+        call = None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise InputError(f"{text!r} cannot be read: {HOW}.")
+    return _made(METHODS[name], call, text)
+
+
+def _made(kind: Callable[..., Any], call: ast.Call, text: str) -> Any:
+    options = {word.arg or "**": _value(word.value, text) for word in call.keywords}
+    known = inspect.signature(kind).parameters
+    for option in options:
+        if option not in known:
+            raise InputError(f"{text!r}: there is no option {option!r}{closest(option, known)}; it has {_list(known)}.")
+    values = [_value(value, text) for value in call.args]
+    try:
+        inspect.signature(kind).bind(*values, **options)
+    except TypeError as error:
+        raise InputError(f"{text!r}: {error}; the options are {_list(known)}.") from None
+    try:
+        return kind(*values, **options)
+    except TypeError as error:
+        raise InputError(f"{text!r}: an option has a value of the wrong kind ({error}).") from None
+
+
+def _value(node: ast.expr, text: str) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return WORDS.get(node.id.lower(), node.id)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List() | ast.Tuple():
+            return tuple(_value(item, text) for item in node.elts)
+        case ast.Call(func=ast.Name(id=name)) if name.lower() in CHOICES:
+            return _made(CHOICES[name.lower()], node, text)
+    raise InputError(f"{text!r}: {ast.unparse(node)!r} is not a name, a number, a list or a text in quotes.")
+
+
+def _list(known: Any) -> str:
+    return ", ".join(known) or "no options"

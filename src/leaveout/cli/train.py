@@ -1,0 +1,97 @@
+"""leaveout train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from leaveout import config as lo_config
+from leaveout import data as lo_data
+from leaveout import models
+from leaveout.beside import Beside
+from leaveout.cli.app import AsJson, app, console, print_json, resumable
+from leaveout.config import Config
+from leaveout.readout import Query
+from leaveout.vectors import PARAM
+
+
+@app.command()
+def train(
+    out: Annotated[
+        Path | None, typer.Option(help="A new directory for the run; runs/<data>-<model> by default.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file to start from, such as a run's config.toml.")] = None,
+    data: Annotated[str | None, typer.Option(help=f"Data set: {', '.join(lo_data.names())}.")] = None,
+    n_train: Annotated[int | None, typer.Option(help="How many training examples.")] = None,
+    n_val: Annotated[int | None, typer.Option(help="How many validation examples (the queries).")] = None,
+    flip: Annotated[float | None, typer.Option(help="Fraction of training labels to make wrong.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"Model: {', '.join(models.names())}.")] = None,
+    hidden: Annotated[str | None, typer.Option(help="Widths of the mlp's hidden layers, like 16 or 32,16.")] = None,
+    activation: Annotated[str | None, typer.Option(help=f"Of the mlp: {', '.join(models.ACTIVATIONS)}.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"{', '.join(lo_config.OPTIMIZERS)}.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Of SGD.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of the optimizer.")] = None,
+    l2: Annotated[float | None, typer.Option(help="Strength of an L2 term in each example's loss.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="How often every example is seen.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples a step.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the split, the initial weights and the batches.")] = None,
+    keep: Annotated[str | None, typer.Option(help="States to keep: all, auto, or K for every K-th.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train and record a built-in model on a built-in data set.
+
+    [dim]$[/dim] leaveout train --data digits --flip 0.1 --hidden 16 --activation tanh --out runs/digits
+
+    [dim]$[/dim] leaveout train --data mnist --model mnist-cnn --n-train 5000 --epochs 20 --out runs/mnist
+
+    The directory keeps the config that made it, which repeats the run bit by bit:
+
+    [dim]$[/dim] leaveout train --config runs/digits/config.toml --out runs/again
+
+    Options beside a config replace what it says. Your own model needs no command: see lo.Recorder.
+    """
+    given: dict[str, dict[str, Any]] = {
+        "data": {"name": data, "n_train": n_train, "n_val": n_val, "flip": flip, "seed": seed},
+        "model": {"name": model, "hidden": _widths(hidden), "activation": activation, "seed": seed},
+        "optimizer": {"name": optimizer, "lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+        "train": {"epochs": epochs, "batch_size": batch_size, "l2": l2, "seed": seed, "keep": _keep(keep)},
+    }
+    plan = _with(lo_config.read(config) if config else Config(), given)
+    path = out or Path("runs") / f"{plan.data.name}-{plan.model.name}"
+    with resumable(f"The steps up to here are kept in {path}; delete it to train again."):
+        run, subject = lo_config.run_config(plan, path)
+    params = run.final()[PARAM]
+    query = Query(subject.task, params, subject.query, single=False)
+    loss = float(query.losses({name: tensor[None] for name, tensor in params.items()}).mean())
+    told = {"run": str(run.path), "steps": len(run), "states_kept": len(run.kept), "validation_loss": loss}
+    if as_json:
+        print_json({**told, "config": str(Beside(run.path).config)})
+        return
+    console.print(
+        f"{len(run)} steps are recorded in {run.path}; validation loss {loss:.4g}.\nNext: leaveout score {run.path}",
+        highlight=False,
+    )
+
+
+def _with(base: Config, given: dict[str, dict[str, Any]]) -> Config:
+    """The config with the options that were given in place of what it says."""
+    parts = {
+        name: replace(getattr(base, name), **{key: value for key, value in options.items() if value is not None})
+        for name, options in given.items()
+    }
+    return replace(base, **parts)
+
+
+def _widths(hidden: str | None) -> list[int] | None:
+    try:
+        return None if hidden is None else [int(width) for width in hidden.split(",") if width.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{hidden!r} is not a list of widths like 32,16.", param_hint="--hidden") from None
+
+
+def _keep(keep: str | None) -> str | int | None:
+    return int(keep) if keep is not None and keep.isdigit() else keep

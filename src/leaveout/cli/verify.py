@@ -1,0 +1,100 @@
+"""leaveout verify."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leaveout.beside import Beside, slug
+from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
+from leaveout.cli.made import TaskOption, subject_of
+from leaveout.cli.methods import parse
+from leaveout.errors import InputError, LeaveoutError, closest
+from leaveout.resources import Resources
+from leaveout.scores import Scores
+from leaveout.store import Run
+from leaveout.verify import Check
+from leaveout.verify import chosen as sample
+from leaveout.verify import verify as lo_verify
+
+
+@app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(help="A recorded run that was scored.")],
+    method: Annotated[list[str] | None, typer.Option(help="Only these scores; may be repeated.")] = None,
+    task: TaskOption = None,
+    replays: Annotated[int, typer.Option(help="How many examples to leave out exactly.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the random half of them.")] = 0,
+    again: Annotated[bool, typer.Option("--again", help="Replace checks that are there already.")] = False,
+    memory: MemoryOption = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Hold scores against exact leave-one-out replays: can they be trusted?
+
+    [dim]$[/dim] leaveout verify runs/digits
+
+    [dim]$[/dim] leaveout verify runs/digits --method acc --replays 128
+
+    [dim]$[/dim] leaveout verify runs/mine --task mypackage.mymodule:make_task --json
+
+    Half of the replays go to the most extreme examples, half to a random sample. Checks go to runs/x/checks.
+    """
+    recorded, beside = opened(run), Beside(run)
+    files = chosen(recorded, method)
+    subject = subject_of(run, task)
+    told = []
+    with resumable("Checks that were finished are kept; the same command goes on with the others."):
+        for file in files:
+            scores, out = Scores.load(file), beside.check(file)
+            if method is None and any(isinstance(i, str) for i in scores.train_ids):
+                continue  # of groups: asked for by name, they are refused with what to do
+            if out.exists() and not again:
+                check = _answering(out, scores, replays, seed)
+            else:
+                asked = partial(lo_verify, replays=replays, seed=seed, resources=Resources(memory))
+                check = asked(scores, recorded, subject.task, subject.query)
+                check.save(out, overwrite=again)
+            told.append({"file": str(out), **json.loads(out.read_text())})
+            if not as_json:
+                console.print(f"\n{check}\n  {out}", highlight=False, markup=False)
+    if as_json:
+        print_json({"run": str(run), "checks": told})
+
+
+def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:
+    """The check in a file, if it is of these scores and of the sample that is asked for."""
+    check = Check.load(file)
+    rows = [row for part in sample(scores, min(replays, len(scores.train_ids)), seed) for row in part]
+    asked = [(scores.train_ids[row], value) for row, value in zip(rows, scores.mean()[rows].tolist(), strict=True)]
+    if asked != list(zip(check.table.index, check.table["score"], strict=True)):
+        raise InputError(f"{file} is of other scores or other replays: give --again to replace it.")
+    return check
+
+
+def chosen(run: Run, methods: list[str] | None) -> list[Path]:
+    """The files of these methods' scores beside a run, or all of them; named by the method or by the file."""
+    scored = {file.stem: file for file in Beside(run.path).scored()}
+    if not scored:
+        raise InputError(f"{run.path} has no scores yet: run leaveout score {run.path} first.")
+    if methods is None:
+        return list(scored.values())
+    return [scored[_stem(run, method, scored)] for method in methods]
+
+
+def _stem(run: Run, method: str, scored: dict[str, Path]) -> str:
+    if slug(method) in scored:
+        return slug(method)
+    try:
+        name = slug(parse(method).resolved(run).name)
+    except LeaveoutError:
+        name = slug(method)
+    if name not in scored:
+        raise InputError(
+            f"{run.path} has no scores of {method!r}{closest(name, scored)}: there are {', '.join(scored)}; "
+            f"or run leaveout score {run.path} --method {method!r} first."
+        )
+    return name

@@ -1,0 +1,97 @@
+"""Running the commands: within this process where that is enough, in one of their own where a signal is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from leaveout.cli import entry
+
+PROGRAM = [sys.executable, "-c", "from leaveout.cli import entry; entry()"]
+SIZES = "--data digits --n-train 60 --n-val 30 --hidden 6 --activation tanh"
+SMALL = [*SIZES.split(), "--epochs", "3"]
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import leaveout as lo
+
+def parts():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=generator)
+    return TensorDataset(x[:30], x[:30].sum(1)), TensorDataset(x[30:], x[30:].sum(1))
+
+def make_task():
+    torch.manual_seed(0)
+    train, query = parts()
+    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    return lo.Task(model, nn.MSELoss(), train), query
+
+def broken():
+    return torch.zeros(3) @ torch.zeros(4)
+
+def wants():
+    import not_a_module_anyone_has
+
+def single():
+    return make_task()[0]
+
+if __name__ == "__main__":
+    task, _ = make_task()
+    lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.1), 3, 10, 0, "runs/own")
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        """What was printed, as if no line had been broken."""
+        return " ".join(self.out.split())
+
+    @property
+    def refusal(self) -> str:
+        assert "Traceback" not in self.err
+        return " ".join(self.err.replace("│", " ").split())
+
+    @property
+    def told(self) -> dict:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+class Shell:
+    """A working directory in which commands are run."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._patch, self._capture = folder, monkeypatch, capsys
+        monkeypatch.chdir(folder)
+
+    def __call__(self, *args: str) -> Done:
+        self._patch.setattr(sys, "argv", ["leaveout", *args])
+        self._capture.readouterr()
+        try:
+            entry()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        else:
+            code = 0
+        return Done(code, *self._capture.readouterr())
+
+
+def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*PROGRAM, *args], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

@@ -1,0 +1,468 @@
+"""train, score and verify as a user meets them: on real small runs, with good and with bad input."""
+
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import leaveout as lo
+from commands import OWN, SMALL, Shell, started
+from leaveout import config
+from leaveout.cli import methods
+from leaveout.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch, capsys) -> Shell:
+    monkeypatch.setenv("COLUMNS", "200")
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """One small run with its config, to be copied."""
+    path = tmp_path_factory.mktemp("trained") / "run"
+    config.run_config(
+        Config(
+            DataPart("digits", 60, 30, flip=0.1),
+            ModelPart("mlp", hidden=[6], activation="tanh"),
+            OptimizerPart(lr=0.5),
+            TrainPart(epochs=3, batch_size=20),
+        ),
+        path,
+    )
+    return path
+
+
+@pytest.fixture
+def run(trained, shell) -> Path:
+    shutil.copytree(trained, shell.folder / "runs/x")
+    return shell.folder / "runs/x"
+
+
+@pytest.fixture
+def own(shell, monkeypatch) -> Shell:
+    """A run of the user's own, made by a plain loop in the user's own module."""
+    (shell.folder / "mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(shell.folder))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    import mine
+
+    task, _ = mine.make_task()
+    lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.1), 3, 10, 0, "runs/own")
+    yield shell
+    sys.modules.pop("mine", None)
+
+
+def states(path: Path) -> list[torch.Tensor]:
+    found = lo.open_run(path)
+    return [tensor for i in found.kept for slot in found.state(i).values() for tensor in slot.values()]
+
+
+# train
+
+
+def test_train_records_a_run_that_its_config_repeats_bit_by_bit(shell):
+    done = shell("train", *SMALL, "--flip", "0.2", "--momentum", "0.5", "--seed", "3", "--out", "runs/a", "--json")
+    assert done.told["steps"] == 6
+    assert done.told["config"] == "runs/a/config.toml"
+    again = shell("train", "--config", "runs/a/config.toml", "--out", "runs/b")
+    assert again.code == 0, again.err
+    one, other = states(shell.folder / "runs/a"), states(shell.folder / "runs/b")
+    assert len(one) == len(other) == 7 * 4 * 2  # states, parameters, slots
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert (shell.folder / "runs/a/config.toml").read_text() == (shell.folder / "runs/b/config.toml").read_text()
+    third = shell("train", "--config", "runs/a/config.toml", "--seed", "4", "--out", "runs/c")
+    assert third.code == 0
+    assert not torch.equal(one[0], states(shell.folder / "runs/c")[0])
+
+
+def test_the_loss_that_train_tells_is_the_final_models(shell):
+    told = shell("train", *SMALL, "--out", "runs/a", "--json").told
+    subject = config.prepare(config.read("runs/a/config.toml"))
+    subject.task.model.load_state_dict(lo.open_run("runs/a").final()["param"])
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(subject.task.model(subject.query.x), subject.query.y)
+    assert told["validation_loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_train_says_where_the_run_is_and_what_comes_next(shell):
+    done = shell("train", *SMALL)
+    assert "6 steps are recorded in runs/digits-mlp" in done.words
+    assert "leaveout score runs/digits-mlp" in done.words
+
+
+def test_a_run_is_not_overwritten(shell):
+    assert shell("train", *SMALL, "--out", "runs/a").code == 0
+    before = {file.name: file.read_bytes() for file in (shell.folder / "runs/a").iterdir()}
+    done = shell("train", *SMALL, "--lr", "0.7", "--out", "runs/a")
+    assert (done.code, "already holds a run" in done.refusal) == (1, True)
+    assert before == {file.name: file.read_bytes() for file in (shell.folder / "runs/a").iterdir()}
+
+
+def test_a_config_in_an_otherwise_empty_directory_is_used_and_kept(shell):
+    folder = shell.folder / "runs/a"
+    folder.mkdir(parents=True)
+    text = "# mine\n[data]\nn_train = 60\nn_val = 30\n[train]\nepochs = 1\n"
+    (folder / "config.toml").write_text(text)
+    other = shell("train", *SMALL, "--out", "runs/a")
+    assert (other.code, "describes another run" in other.refusal) == (1, True)
+    assert shell("train", "--config", "runs/a/config.toml", "--out", "runs/a").code == 0
+    assert (folder / "config.toml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["--data", "digit"], 1, ["no data set 'digit'", "did you mean digits?"]),
+        (["--model", "mlpp"], 1, ["no model 'mlpp'", "did you mean mlp?"]),
+        (["--optimizer", "adan"], 1, ["no optimizer 'adan'", "did you mean adam?"]),
+        (["--optimizer", "adam", "--momentum", "0.9"], 1, ["adam takes lr, betas, eps", "not momentum"]),
+        (["--lr", "-1"], 1, ["sgd cannot be made", "learning rate"]),
+        (["--activation", "sine"], 1, ["no activation 'sine'", "relu, tanh"]),
+        (["--model", "logistic"], 1, ["outputs of shape []", "10 classes", "take the model mlp"]),
+        (["--model", "mnist-cnn"], 1, ["mnist-cnn does not take digits's examples"]),
+        (["--model", "logistic", "--hidden", "3"], 1, ["takes (features: int)"]),
+        (["--epochs", "0"], 1, ["epochs=0", "at least 1"]),
+        (["--flip", "2"], 1, ["fraction=2.0"]),
+        (["--keep", "some"], 1, ["keep='some'"]),
+        (["--n-train", "5000"], 1, ["n_train=5000", "together at most 1797"]),
+        (["--hidden", "a,b"], 2, ["not a list of widths"]),
+        (["--epochs", "x"], 2, ["--epochs", "valid integer"]),
+        (["--config", "nowhere.toml"], 1, ["nowhere.toml cannot be read"]),
+    ],
+)
+def test_train_refuses_with_a_sentence_and_leaves_nothing(shell, args, code, said):
+    done = shell("train", *args, "--out", "runs/a")
+    assert done.code == code
+    for words in said:
+        assert words in done.refusal
+    assert not [file for file in shell.folder.rglob("*") if file.is_file() and file.name != "config.toml"]
+
+
+def test_everything_wrong_in_a_config_is_said_at_once(shell):
+    (shell.folder / "bad.toml").write_text(
+        'train = 3\n[data]\nname = "digits"\nntrain = 5\nflip = "much"\n'
+        '[optimiser]\nlr = 1\n[model]\nhidden = [1, "x"]\n'
+    )
+    done = shell("train", "--config", "bad.toml", "--out", "runs/a")
+    assert done.code == 1
+    for words in (
+        "train is a section of its own",
+        "[data] has no key 'ntrain' (did you mean n_train?)",
+        "[data] flip = 'much' must be a number",
+        "no section [optimiser] (did you mean optimizer?)",
+        "[model] hidden = [1, 'x'] must be a list of whole numbers",
+    ):
+        assert words in done.refusal
+    assert not (shell.folder / "runs").exists()
+
+
+def test_a_config_that_is_not_toml_names_the_line(shell):
+    (shell.folder / "bad.toml").write_text('[data]\nname = "digits"\nn_train = = 3\n')
+    done = shell("train", "--config", "bad.toml")
+    assert (done.code, "bad.toml is not TOML, line 3" in done.refusal) == (1, True)
+    (shell.folder / "bad.toml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in shell("train", "--config", "bad.toml").refusal
+
+
+def test_a_config_survives_its_file(tmp_path):
+    every = Config(
+        DataPart("adult", 7, 8, 9, 0.25, 11),
+        ModelPart("mlp", 2, [4, 5], "gelu"),
+        OptimizerPart("adamw", 1e-3, weight_decay=0.1, betas=[0.5, 0.75], eps=1e-7),
+        TrainPart(2, 3, 4, 1e-4, 10),
+    )
+    for given in (every, Config()):
+        (tmp_path / "c.toml").write_text(config.to_toml(given))
+        assert config.read(tmp_path / "c.toml") == given
+
+
+@pytest.mark.parametrize(
+    "optimizer", [["--optimizer", "adam", "--lr", "0.01"], ["--optimizer", "adamw", "--weight-decay", "0.1"]]
+)
+def test_other_optimizers_are_recorded(shell, optimizer):
+    assert shell("train", *SMALL, *optimizer, "--out", "runs/a").code == 0
+    rule = lo.open_run("runs/a").rule
+    assert rule.kind.lower() == optimizer[1]
+
+
+# score
+
+
+def test_score_gives_what_the_library_gives(shell, run):
+    told = shell("score", "runs/x", "--method", "acc", "--method", "sgd-ie", "--method", "tracin", "--json").told
+    subject, recorded = config.prepare(config.read(run / "config.toml")), lo.open_run(run)
+    for row, method in zip(told["scores"], (lo.ACC("free"), lo.SGDIE(), lo.TracIn()), strict=True):
+        expected = method.score(recorded, subject.task, subject.query)
+        found = lo.Scores.load(row["file"])
+        torch.testing.assert_close(found.values, expected.values)
+        assert row["method"] == found.method == expected.method
+        assert [each["id"] for each in row["harmful"]] == expected.harmful(10)
+        assert row["helpful"][0]["score"] == pytest.approx(float(expected.values.max()))
+    assert sorted(file.name for file in (run / "scores").iterdir()) == [
+        "acc-free.safetensors",
+        "sgd-ie.safetensors",
+        "tracin.safetensors",
+    ]
+    assert told["scores"][0]["hvps"] == told["scores"][1]["hvps"] == 9  # one sweep for both
+
+
+def test_score_prints_who_did_harm_and_what_comes_next(shell, run):
+    done = shell("score", "runs/x", "--top", "2")
+    assert done.code == 0, done.err
+    scores = lo.Scores.load(run / "scores/acc-free.safetensors")
+    worst = scores.harmful(1)[0]
+    assert f"most harmful: {worst} (" in done.words
+    assert "of the 6 flipped labels are among the 6 most harmful" in done.words
+    assert "leaveout verify runs/x" in done.words
+
+
+def test_scores_that_are_there_are_not_computed_again_unless_asked(shell, run):
+    shell("score", "runs/x")
+    file = run / "scores/acc-free.safetensors"
+    before = file.read_bytes()
+    told = shell("score", "runs/x", "--method", "acc", "--method", "tracin", "--json").told["scores"]
+    assert [row["new"] for row in told] == [False, True]
+    assert file.read_bytes() == before
+    assert shell("score", "runs/x", "--again", "--json").told["scores"][0]["new"]
+    assert file.read_bytes() != before  # the seconds differ
+
+
+def test_scores_of_another_question_are_not_taken_for_the_answer(shell, run):
+    assert shell("score", "runs/x", "--method", "replay(ids=[0, 1, 2])").code == 0
+    file = run / "scores/replay.safetensors"
+    before = file.read_bytes()
+    done = shell("score", "runs/x", "--method", "replay")
+    assert (done.code, "other examples or queries: give --again" in done.refusal) == (1, True)
+    assert file.read_bytes() == before
+    assert shell("score", "runs/x", "--method", "replay", "--again").code == 0
+    assert len(lo.Scores.load(file).train_ids) == 60
+
+
+def test_each_query_and_groups_have_files_of_their_own(shell, run):
+    (shell.folder / "thirds.json").write_text(json.dumps({"a": list(range(20)), "b": list(range(20, 60))}))
+    assert shell("score", "runs/x", "--queries", "each").code == 0
+    assert shell("score", "runs/x", "--groups", "thirds.json", "--method", "acc(exact)").code == 0
+    each = lo.Scores.load(run / "scores/acc-free-each.safetensors")
+    by = lo.Scores.load(run / "scores/acc-exact-by-thirds.safetensors")
+    assert each.values.shape == (60, 30)
+    assert by.train_ids == ("a", "b")
+    subject = config.prepare(config.read(run / "config.toml"))
+    truth = lo.ACC("exact").score(lo.open_run(run), subject.task, subject.query, groups=[range(20), range(20, 60)])
+    torch.testing.assert_close(by.values, truth.values)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["runs/y"], 1, ["runs/y holds no run (did you mean runs/x?)"]),
+        (["elsewhere/y"], 1, ["holds no run", "Recorder wrote"]),
+        (["runs/x", "--method", "acx"], 1, ["no method 'acx'", "did you mean acc?"]),
+        (["runs/x", "--queries", "all"], 1, ["queries='all'"]),
+        (["runs/x", "--groups", "nowhere.json"], 1, ["holds no groups"]),
+        (["runs/x", "--memory", "lots"], 1, ["memory='lots'"]),
+        (["runs/x", "--task", "mine"], 2, ["package.module:function"]),
+        ([], 2, ["Missing argument"]),
+    ],
+)
+def test_score_refuses_with_a_sentence(shell, run, args, code, said):
+    done = shell("score", *args)
+    assert done.code == code
+    for words in said:
+        assert words in done.refusal
+    assert not (run / "scores").exists()
+
+
+def test_a_run_without_a_config_asks_for_the_task(own):
+    done = own("score", "runs/own")
+    assert done.code == 1
+    assert "--task package.module:function" in done.refusal
+
+
+def test_an_own_task_is_scored_and_verified(own):
+    import mine
+
+    told = own("score", "runs/own", "--task", "mine:make_task", "--method", "acc(exact, exact)", "--json").told
+    task, query = mine.make_task()
+    expected = lo.ACC("exact", "exact").score(lo.open_run("runs/own"), task, query)
+    torch.testing.assert_close(lo.Scores.load(told["scores"][0]["file"]).values, expected.values)
+    check = own("verify", "runs/own", "--task", "mine:make_task", "--replays", "8", "--json").told["checks"][0]
+    assert check["extreme"]["kendall"]["value"] == pytest.approx(1.0)  # a quadratic loss: ACC is exact
+    assert check["extreme"]["rmse"]["value"] < 1e-4 * check["spread"]["extreme"]
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "said"),
+    [
+        ("mine:mak_task", 2, ["mine has no 'mak_task' (did you mean make_task?)"]),
+        ("nowhere:make_task", 2, ["no module 'nowhere'"]),
+        ("mine:single", 2, ["returned a Task", "query set"]),
+        ("mine:broken", 1, ["mine:broken failed with RuntimeError", "mine.py, line 19"]),
+        ("mine:wants", 1, ["mine:wants failed with ModuleNotFoundError", "not_a_module_anyone_has"]),
+    ],
+)
+def test_a_task_that_cannot_be_made_is_refused(own, where, code, said):
+    done = own("score", "runs/own", "--task", where)
+    assert done.code == code, done.err
+    for words in said:
+        assert words in done.refusal
+
+
+# methods in words
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("acc", lo.ACC()),
+        ("ACC", lo.ACC()),
+        ("sgd-ie", lo.SGDIE()),
+        (" SGD-IE ( readout = outputs ) ", lo.SGDIE(readout="outputs")),
+        ("acc(exact, readout='exact')", lo.ACC("exact", readout="exact")),
+        ("acc(transport=subspace(16))", lo.ACC(lo.Subspace(16))),
+        ("acc(subspace)", lo.ACC("subspace")),
+        ("acc(sketch=64)", lo.ACC(sketch=64)),
+        ("acc(sketch=none)", lo.ACC()),
+        ("replay(ids=[1, 2])", lo.Replay((1, 2))),
+        ("replay(weight=-0.5)", lo.Replay(weight=-0.5)),
+    ],
+)
+def test_methods_are_understood(text, expected):
+    assert methods.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "not a method"),
+        ("acc)", "not a method"),
+        ("acc(", "not a method"),
+        ("acc(()", "cannot be read"),
+        ("acc(free readout)", "cannot be read"),
+        ("acc()()", "cannot be read|not a name"),
+        ("tracing", "did you mean tracin"),
+        ("acc(transprt=free)", "did you mean transport"),
+        ("acc(free, transport=exact)", "multiple values"),
+        ("acc(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)", "too many"),
+        ("acc(**{})", "no option|not a name"),
+        ("acc(transport=sideways)", "'free', 'subspace' or 'exact'"),
+        ("acc(sketch=wide)", "sketch|wrong kind"),
+        ("acc(__import__('os').system('true'))", "is not a name, a number, a list"),
+        ("acc([x for x in y])", "is not a name"),
+        ("acc(f'{1}')", "is not a name"),
+        ("acc(lambda: 1)", "is not a name"),
+    ],
+)
+def test_anything_else_is_refused_and_never_run(text, said):
+    with pytest.raises(lo.InputError, match=said):
+        methods.parse(text)
+
+
+# verify
+
+
+def test_verify_checks_every_method_that_was_scored(shell, run):
+    shell("score", "runs/x", "--method", "acc", "--method", "sgd-ie")
+    done = shell("verify", "runs/x", "--replays", "12")
+    assert done.code == 0, done.err
+    for method in ("ACC(free)", "SGD-IE"):
+        assert f"{method}, held against 12 exact replays" in done.words
+    subject = config.prepare(config.read(run / "config.toml"))
+    scores = lo.Scores.load(run / "scores/sgd-ie.safetensors")
+    expected = lo.verify(scores, lo.open_run(run), subject.task, subject.query, replays=12)
+    found = lo.Check.load(run / "checks/sgd-ie.json")
+    assert found.sentence == expected.sentence
+    assert found.table.index.tolist() == expected.table.index.tolist()
+
+
+def test_a_check_is_kept_while_it_answers_the_question(shell, run):
+    shell("score", "runs/x")
+    shell("verify", "runs/x", "--replays", "12")
+    file = run / "checks/acc-free.json"
+    before = file.read_bytes()
+    assert shell("verify", "runs/x", "--replays", "12").code == 0
+    more = shell("verify", "runs/x", "--replays", "16")
+    assert (more.code, "give --again to replace it" in more.refusal) == (1, True)
+    assert file.read_bytes() == before
+    assert shell("verify", "runs/x", "--replays", "16", "--again").code == 0
+    assert len(lo.Check.load(file).table) == 16
+
+
+def test_verify_of_chosen_methods(shell, run):
+    none = shell("verify", "runs/x")
+    assert (none.code, "leaveout score runs/x first" in none.refusal) == (1, True)
+    (shell.folder / "halves.json").write_text(json.dumps({"a": [0, 1], "b": [2, 3]}))
+    shell("score", "runs/x", "--method", "acc", "--method", "sgd-ie", "--method", "tracin")
+    shell("score", "runs/x", "--method", "acc(exact)", "--groups", "halves.json")
+    told = shell("verify", "runs/x", "--method", "acc", "--method", "sgd-ie", "--replays", "8", "--json").told
+    assert [check["method"] for check in told["checks"]] == ["ACC(free)", "SGD-IE"]
+    wrong = shell("verify", "runs/x", "--method", "sgd-i")
+    assert (wrong.code, "did you mean sgd-ie?" in wrong.refusal) == (1, True)
+    groups = shell("verify", "runs/x", "--method", "acc-exact-by-halves")
+    assert (groups.code, "scores of groups" in groups.refusal) == (1, True)
+    assert len(shell("verify", "runs/x", "--replays", "8", "--json").told["checks"]) == 3  # groups are passed over
+
+
+# plan
+
+
+def test_plan_knows_what_a_built_in_run_is_about(shell, run):
+    told = shell("plan", "runs/x", "--json").told["methods"]
+    assert {row["method"] for row in told} >= {"TracIn", "SGD-IE", "ACC(free)", "ACC(exact)", "Replay"}
+    assert all(row["seconds"] > 0 and row["memory"] > 0 for row in told)
+    asked = shell("plan")
+    assert (asked.code, "--task" in asked.refusal) == (2, True)
+
+
+# help, version, Ctrl-C
+
+
+@pytest.mark.parametrize("command", ["train", "score", "verify", "plan"])
+def test_help_teaches_by_example(shell, command):
+    done = shell(command, "--help")
+    assert done.code == 0
+    assert done.words.count(f"$ leaveout {command}") >= 2
+    assert "Exit codes" in shell("--help").words
+
+
+def test_version(shell):
+    assert shell("--version").out.startswith("leaveout 0.")
+
+
+def until(condition, process, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_ctrl_c_while_training_keeps_the_steps(tmp_path):
+    process = started("train", *SMALL[:-2], "--epochs", "100000", "--out", "run", cwd=tmp_path)
+    until((tmp_path / "run/manifest.json").exists, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "Interrupted" in err
+    assert len(lo.open_run(tmp_path / "run", partial=True)) > 0
+
+
+def test_ctrl_c_while_scoring_keeps_what_was_finished(tmp_path):
+    config.run_config(Config(DataPart("digits", 400, 50), train=TrainPart(epochs=30, batch_size=20)), tmp_path / "run")
+    process = started("score", "run", "--method", "acc", "--method", "replay", cwd=tmp_path)
+    first = tmp_path / "run/scores/acc-free.safetensors"
+    until(first.exists, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "the same command goes on" in " ".join(err.split())
+    assert lo.Scores.load(first).method == "ACC(free)"
+    assert [file.name for file in first.parent.iterdir()] == [first.name]
