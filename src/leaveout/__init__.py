@@ -3,7 +3,8 @@
 from leaveout import data, metrics, models
 from leaveout.carriers import Subspace
 from leaveout.cleanse import Curve, cleanse
-from leaveout.errors import InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
+from leaveout.engine import Local, Ray
+from leaveout.errors import EngineError, InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn, score
 from leaveout.plan import plan
 from leaveout.recorder import Recorder
@@ -21,10 +22,13 @@ __all__ = [
     "Check",
     "Cost",
     "Curve",
+    "EngineError",
     "Estimator",
     "InputError",
     "LeaveoutError",
+    "Local",
     "MismatchError",
+    "Ray",
     "Recorder",
     "Replay",
     "Resources",

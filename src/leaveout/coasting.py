@@ -167,9 +167,12 @@ class Coasting:
         """One step passes for every row."""
         self._step += 1
         self._moving |= not torch.equal(carry, self._still[0])
+        if not self._moving:  # then it does not matter when a row was put
+            self._first = self._step
+            return
         # Small matrices by the thousand: a broadcast product is much quicker than a batched matmul.
-        moved = (carry[..., None] * self._since[:, :, None]).sum(3) if self._moving else self._since
+        moved = (carry[..., None] * self._since[:, :, None]).sum(3)
         self._since = torch.cat([moved, self._still])
         if self._step % FORGET == 0:  # steps that no row remembers
-            oldest = int(torch.where(self._touched < 0, self._step, self._touched).min())
+            oldest = max(self._first, int(torch.where(self._touched < 0, self._step, self._touched).min()))
             self._since, self._first = self._since[oldest - self._first :], oldest

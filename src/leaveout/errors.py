@@ -24,6 +24,10 @@ class MismatchError(LeaveoutError):
     """Data or task differ from what the run was trained with."""
 
 
+class EngineError(LeaveoutError):
+    """Work that was given to other processes did not come back."""
+
+
 def closest(word: str, among: Iterable[str]) -> str:
     """A suggestion in brackets for a name that does not exist, or nothing.
 

@@ -17,30 +17,31 @@ Groups: TypeAlias = Mapping[Any, Sequence[int]] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Members:
-    """Rows of examples. Row r leaves out the examples ``example[start[r]:start[r+1]]``, all at once."""
+    """Rows of examples: row r leaves out the next ``lengths[r]`` of ``examples``, all at once."""
 
     names: tuple[int | str, ...]
-    ids: tuple[tuple[int, ...], ...]
+    examples: Int[Tensor, " members"]
+    lengths: Int[Tensor, " rows"]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __post_init__(self) -> None:
-        flat = torch.tensor([i for group in self.ids for i in group], dtype=torch.int64)
-        owner = torch.tensor([row for row, group in enumerate(self.ids) for _ in group], dtype=torch.int64)
-        order = torch.argsort(flat, stable=True)
-        object.__setattr__(self, "_flat", flat[order])
+        owner = torch.arange(len(self)).repeat_interleave(self.lengths)
+        order = torch.argsort(self.examples, stable=True)
+        object.__setattr__(self, "_flat", self.examples[order])
         object.__setattr__(self, "_owner", owner[order])
         # The first examples, each by itself and in order: then a row is its example's number.
-        object.__setattr__(self, "_whole", torch.equal(flat, owner) and torch.equal(flat, torch.arange(len(self.ids))))
+        object.__setattr__(self, "_whole", torch.equal(self.examples, torch.arange(len(self))))
+        object.__setattr__(self, "_starts", self.lengths.cumsum(0) - self.lengths)
 
     def pairs(self, ids: Int[Tensor, " batch"]) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
         """(row, position in the batch) for every example of the batch that a row leaves out.
 
-        >>> rows, positions = Members(("a", "b"), ((0, 2), (2,))).pairs(torch.tensor([2, 1, 0]))
+        >>> rows, positions = members_of(3, groups=[[0, 2], [2]]).pairs(torch.tensor([2, 1, 0]))
         >>> list(zip(rows.tolist(), positions.tolist()))
         [(0, 0), (1, 0), (0, 2)]
-        >>> Members((0, 1), ((0,), (1,))).pairs(torch.tensor([5, 1]))
+        >>> members_of(2).pairs(torch.tensor([5, 1]))
         (tensor([1]), tensor([1]))
         """
         flat, owner = self.__dict__["_flat"], self.__dict__["_owner"]
@@ -52,10 +53,16 @@ class Members:
         within = torch.arange(len(positions)) - (count.cumsum(0) - count).repeat_interleave(count)
         return owner[first.repeat_interleave(count) + within], positions
 
+    def keys(self, row: Int[Tensor, " pairs"]) -> Int[Tensor, " pairs"]:
+        """What tells rows apart, also in a chunk of them: the first of each row's examples."""
+        return self.examples[self.__dict__["_starts"][row]]
+
     def chunks(self, size: int) -> Iterator[Members]:
         """The rows in runs of at most ``size``."""
-        for start in range(0, len(self), size):
-            yield Members(self.names[start : start + size], self.ids[start : start + size])
+        starts = [*self.__dict__["_starts"][::size].tolist(), len(self.examples)]
+        for number, start in enumerate(range(0, len(self), size)):
+            rows = slice(start, start + size)
+            yield Members(self.names[rows], self.examples[starts[number] : starts[number + 1]], self.lengths[rows])
 
 
 def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Groups | None = None) -> Members:
@@ -63,18 +70,20 @@ def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Gro
 
     >>> members_of(3).names
     (0, 1, 2)
-    >>> members_of(3, groups={"ann": [0, 2]}).ids
-    ((0, 2),)
+    >>> members_of(3, groups={"ann": [0, 2]}).examples
+    tensor([0, 2])
     """
     if groups is None:
         if isinstance(ids, int):
             raise InputError(f"ids={ids} is one number: give a list, [{ids}].")
-        chosen = list(range(size)) if ids is None else [int(i) for i in ids]
+        if ids is None:
+            return Members(tuple(range(size)), torch.arange(size), torch.ones(size, dtype=torch.int64))
+        chosen = [int(i) for i in ids]
         _check(chosen, size, "ids")
         if len(set(chosen)) < len(chosen):
             repeated = next(i for i in chosen if chosen.count(i) > 1)
             raise InputError(f"Example {repeated} is named twice in ids: name each example once.")
-        return Members(tuple(chosen), tuple((i,) for i in chosen))
+        return _rows(tuple(chosen), [[i] for i in chosen])
     if ids is not None:
         raise InputError("Both ids and groups were given: give one of them.")
     items = groups.items() if isinstance(groups, Mapping) else enumerate(groups)
@@ -83,7 +92,12 @@ def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Gro
         raise InputError("groups is empty: give at least one group of example numbers.")
     for name, group in named.items():
         _check(group, size, f"group {name!r}")
-    return Members(tuple(named), tuple(tuple(sorted({int(i) for i in group})) for group in named.values()))
+    return _rows(tuple(named), [sorted({int(i) for i in group}) for group in named.values()])
+
+
+def _rows(names: tuple[int | str, ...], groups: list[list[int]]) -> Members:
+    examples = torch.tensor([i for group in groups for i in group], dtype=torch.int64)
+    return Members(names, examples, torch.tensor([len(group) for group in groups]))
 
 
 def _check(ids: Sequence[int], size: int, what: str) -> None:

@@ -6,9 +6,9 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +16,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from leaveout.engine import Engine, Local, engine_of
 from leaveout.errors import InputError
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+ROWS, VECTORS, SHARD_BYTES = 64, 16, 500_000_000
+"""What makes a shard that goes to another process or is kept: the same wherever it is done."""
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -43,16 +48,28 @@ class Resources:
 
     Args:
         memory: budget for what is held beyond the run itself, like ``"2GB"``; longer work is cut into chunks that fit.
-            ``"auto"`` is half of what the machine has free.
+            ``"auto"`` is half of what the machine has free. Each worker of an engine has this budget.
         progress: show progress bars; by default only on a terminal.
+        engine: where shards of work are done: ``"local"``, ``"ray"``, ``Local(processes)`` or ``Ray(address)``.
+        work: a directory where finished shards are kept. The same work, begun again after a crash, goes on from there.
+            They stay when all is done: delete the directory when the scores are saved.
+        shard: rows or query vectors in a shard. By default as many as memory holds, or at most 64 rows or 16 vectors
+            where shards go to other processes or are kept. Shards of the same size give the same scores to the last
+            bit, others the same but for rounding.
     """
 
     memory: str | int = "auto"
     progress: bool | None = None
+    engine: str | Engine = "local"
+    work: str | Path | None = None
+    shard: int | None = None
 
     def __post_init__(self) -> None:
         if self.memory != "auto":
             parse_bytes(self.memory)
+        if self.shard is not None and self.shard < 1:
+            raise InputError(f"shard={self.shard} holds nothing: give at least 1, or None.")
+        object.__setattr__(self, "engine", engine_of(self.engine))
 
     @property
     def bytes(self) -> int:
@@ -62,6 +79,38 @@ class Resources:
     def chunk(self, bytes_each: int, count: int) -> int:
         """How many of ``count`` things of this size fit into the budget, at least one."""
         return max(1, min(count, self.bytes // max(1, bytes_each)))
+
+    @property
+    def whole(self) -> bool:
+        """Whether work is done in one piece here, as far as memory holds it."""
+        return self.shard is None and self.work is None and not self.elsewhere
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether work is done in other processes."""
+        return self._engine.elsewhere
+
+    @property
+    def _engine(self) -> Engine:
+        return engine_of(self.engine)
+
+    def shard_size(self, bytes_each: int, count: int, most: int = ROWS) -> int:
+        """How many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is told."""
+        fits = self.chunk(bytes_each, count)
+        if self.whole:
+            return fits
+        return min(fits, self.shard or max(1, min(most, SHARD_BYTES // max(1, bytes_each))))
+
+    def inside(self) -> Resources:
+        """What a shard may use while it is worked on."""
+        quiet = False if self.elsewhere else self.progress
+        return replace(self, progress=quiet, engine=Local(), work=None, shard=None)
+
+    def map(self, function: Callable[[T], R], items: Sequence[T], what: str) -> Iterator[tuple[int, R]]:
+        """(position, result) of every item as it is done, by the engine, with a bar for the work of all workers."""
+        done = self._engine.run(function, items)
+        # Work in this process shows bars of its own.
+        return self.track(done, len(items), what) if self.elsewhere else done
 
     def track(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
         """The items, with a bar that shows rate and remaining time."""

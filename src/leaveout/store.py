@@ -214,6 +214,10 @@ class Run:
         self._starts = torch.tensor(starts)
         self._shard = lru_cache(maxsize=2)(self._load_shard)
 
+    def __reduce__(self) -> tuple:
+        """Travels to other processes as its path: they open it themselves."""
+        return _reopened, (str(self.path), len(self), self.interpolate)
+
     def __len__(self) -> int:
         """How many steps the run has, up to the last state that is on disk."""
         return self.kept[-1]
@@ -246,7 +250,9 @@ class Run:
 
         Cheaper, and approximate: steps are then not checked against what was recorded.
         """
-        return Run(self.path, self.manifest, interpolate=True)
+        whole = Run(self.path, self.manifest, interpolate=True)
+        whole.__dict__["kept"] = self.kept
+        return whole
 
     def record(self, index: int) -> Record:
         """Step ``index`` without its state."""
@@ -303,6 +309,11 @@ class Run:
 
     def _unflatten(self, tensors: dict[str, Tensor]) -> State:
         return {slot: {name: tensors[f"state/{slot}/{name}"] for name in self.rule.groups} for slot in self.rule.slots}
+
+
+def _reopened(path: str, steps: int, interpolate: bool) -> Run:
+    run = open_run(path, partial=True).head(steps)
+    return run.interpolated() if interpolate else run
 
 
 def _load(file: Path, needed: set[str], *, only: bool = False) -> dict[str, Tensor]:

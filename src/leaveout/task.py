@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -189,12 +190,12 @@ def per_example(loss: nn.Module | Loss) -> Loss:
         )
     single = copy.copy(loss)
     single.reduction = "none"
+    return partial(_example_losses, single)
 
-    def losses(outputs: Any, targets: Any) -> Tensor:
-        values = single(outputs, targets)
-        return values.flatten(1).mean(1) if values.ndim > 1 else values
 
-    return losses
+def _example_losses(single: nn.Module, outputs: Any, targets: Any) -> Tensor:
+    values = single(outputs, targets)
+    return values.flatten(1).mean(1) if values.ndim > 1 else values
 
 
 def looped(function: Callable, in_dims: Any = 0) -> Callable:

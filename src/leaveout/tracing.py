@@ -31,6 +31,10 @@ class Tracer:
         self._calls: Counter[tuple] = Counter()
         self._traces: dict[tuple, Callable | None] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Traces do not travel to other processes: they make their own."""
+        return {"_calls": Counter(), "_traces": {}}
+
     def __call__(self, name: str, function: Callable, *args: Any) -> Any:
         """``function(*args)``; ``name`` says which function it is, and must say everything that args do not."""
         key = (name, _signature(args))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leaveout.batches import Batch
 from leaveout.errors import InputError
@@ -20,6 +19,9 @@ from leaveout.store import Run
 from leaveout.task import Task, looped
 from leaveout.trajectory import Trajectory, check_step
 from leaveout.vectors import PARAM, Params, State, norm
+
+LARGE = 1_000_000
+"""Bytes that a batch leaves for its backward pass, above which a stack of convolutions takes longer than a loop."""
 
 
 def train(
@@ -48,11 +50,12 @@ def train(
     if epochs < 1 or batch_size < 1:
         raise InputError(f"epochs={epochs} and batch_size={batch_size} must both be at least 1.")
     order = torch.Generator().manual_seed(seed)
-    plan = [
+    plan = (
         (epoch, ids) for epoch in range(epochs) for ids in torch.randperm(task.size, generator=order).split(batch_size)
-    ]
+    )
+    steps = epochs * -(-task.size // batch_size)
     with Recorder(out, task.model, optimizer, keep=keep) as recorder:
-        for epoch, ids in (resources or Resources()).track(plan, len(plan), "training"):
+        for epoch, ids in (resources or Resources()).track(plan, steps, "training"):
             batch = task.read(ids.tolist())
             optimizer.zero_grad()
             task.losses(task.parameters(), batch).mean().backward()
@@ -76,7 +79,7 @@ def counterfactuals(
     for moment in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(members)}"):
         weights = _weights(members, moment.record.ids, weight, state[PARAM])
         if gradients is None:
-            gradients = _faster(trajectory.task, state[PARAM], weights, moment.batch)
+            gradients = _way(trajectory.task, state[PARAM], moment.batch)
         state = trajectory.rule.step_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
         cost.gradients += count
         travelled += norm({n: moment.after[PARAM][n] - moment.before[PARAM][n] for n in moment.after[PARAM]})
@@ -122,19 +125,14 @@ def _weights(members: Members, ids: Tensor, weight: float, params: Params) -> Te
     return weights
 
 
-def _faster(task: Task, params: Params, weights: Tensor, batch: Batch) -> Callable[..., Params]:
-    """The quicker of two ways to take many models' gradients: all at once, or one after the other."""
-    single = looped(task.gradient, (0, 0, None))
-    if not task.abilities.vmap or len(weights) == 1:
-        return single
-    together = partial(stacked_gradients, task)
-    few = min(2, len(weights))
-    slow = _seconds(single, {n: t[:few] for n, t in params.items()}, weights[:few], batch) * len(weights) / few
-    return together if _seconds(together, params, weights, batch) < slow else single
+def _way(task: Task, params: Params, batch: Batch) -> Callable[..., Params]:
+    """How many models' gradients are taken: all at once, or one after the other.
 
-
-def _seconds(function: Callable[..., Params], *args: object) -> float:
-    function(*args)  # the first call sets up kernels and caches
-    start = time.perf_counter()
-    function(*args)
-    return time.perf_counter() - start
+    The first is quicker but for convolutions of some size, whose weights cannot be joined into one product. The choice
+    depends on nothing but the task, so that the same replay has the same rounding wherever and whenever it is done.
+    """
+    convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in task.model.modules())
+    alone = {name: tensor[0] for name, tensor in params.items()}
+    if not task.abilities.vmap or (convolutions and task.footprint(alone, batch) > LARGE):
+        return looped(task.gradient, (0, 0, None))
+    return partial(stacked_gradients, task)

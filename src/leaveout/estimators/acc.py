@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor
@@ -88,13 +89,21 @@ class ACC(Estimator):
     def products(self, request: Request) -> Products:
         """SGD-IE's and ACC's inner products from one cheap sweep, in the cheaper order."""
         vectors = self._readout(request).vectors(request.query)
-        correction = Correction(request.trajectory, request.members, request.resources, request.cost)
         free = not isinstance(self.transport, Subspace)
         if self.direction not in ("auto", "forward", "backward"):
             raise InputError(f"direction={self.direction!r} is unknown: use 'auto', 'forward' or 'backward'.")
         if self.direction == "backward" and not free:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.")
         alone = self.sketch is not None or height(vectors) == 1
-        if free and (self.direction == "backward" or (self.direction == "auto" and alone)):
-            return correction.remainders(vectors, self.sketch)
-        return correction.corrected_gradient(vectors, None if free else self.transport)  # type: ignore[arg-type]
+        backward = free and (self.direction == "backward" or (self.direction == "auto" and alone))
+        return Products(**request.columns(partial(_products, self, backward), vectors))
+
+
+def _products(estimator: ACC, backward: bool, request: Request, vectors: Params) -> dict[str, Tensor]:
+    correction = Correction(request.trajectory, request.members, request.resources, request.cost)
+    if backward:
+        found = correction.remainders(vectors, estimator.sketch)
+    else:
+        transport = estimator.transport
+        found = correction.corrected_gradient(vectors, transport if isinstance(transport, Subspace) else None)
+    return {"plain": found.plain, "corrected": found.corrected}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from importlib.metadata import version
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -14,13 +18,16 @@ from leaveout.errors import InputError, MismatchError
 from leaveout.members import Groups, Members, members_of
 from leaveout.memory import kept_memory
 from leaveout.readout import Projected, Query, Readout
-from leaveout.resources import Cost, Resources
+from leaveout.resources import VECTORS, Cost, Resources
 from leaveout.scores import Scores
+from leaveout.shards import Shard, completed, run_identity, task_identity
 from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.trajectory import Trajectory
 from leaveout.transport import Sweep
-from leaveout.vectors import PARAM, Params, nbytes
+from leaveout.vectors import PARAM, Params, height, nbytes, split
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,46 @@ class Request:
     resources: Resources
     cost: Cost
     displacements: bool
+    method: str
+
+    def shards(
+        self, function: Callable[[Request, T], dict[str, Tensor]], items: Sequence[T], words: Sequence[str], what: str
+    ) -> list[dict[str, Tensor]]:
+        """``function(request, item)`` for every item, wherever the engine does it; ``words`` tell the items apart."""
+        keys = [f"{self._identity} {what} {word}" for word in words] if self.resources.work is not None else []
+        inside = replace(self, resources=self.resources.inside())
+        work = _alone if self.resources.elsewhere else _here
+        done = completed(self.resources, partial(work, inside, function), items, keys, what)
+        for shard in done:
+            self.cost.hvps += shard.cost.hvps
+            self.cost.gradients += shard.cost.gradients
+            self.cost.peak_memory = max(self.cost.peak_memory, shard.cost.peak_memory)
+        return [shard.tensors for shard in done]
+
+    @cached_property
+    def _identity(self) -> str:
+        """Everything that the scores depend on, but for the rows."""
+        task = task_identity(self.query.task, self.query.params)
+        asked = (self.query.fingerprint(), self.query.single, self.displacements)
+        return f"{version('leaveout')} {run_identity(self.trajectory.run)} {task} {self.method} {asked}"
+
+    def rows(
+        self, function: Callable[[Request], tuple[Tensor, Params | None]], bytes_each: int, what: str
+    ) -> tuple[Tensor, Params | None]:
+        """Scores and displacements of all rows, by shards of them; ``function`` has those of a request's rows."""
+        parts = list(self.members.chunks(self.resources.shard_size(bytes_each, len(self.members))))
+        words = [f"{part.examples.tolist()} {part.lengths.tolist()}" for part in parts]
+        done = self.shards(partial(_rows, function), parts, words, what)
+        moved = [{n.removeprefix("moved/"): t for n, t in one.items() if "/" in n} for one in done]
+        return torch.cat([one["values"] for one in done]), joined(moved) if self.displacements else None
+
+    def columns(self, function: Callable[[Request, Params], dict[str, Tensor]], vectors: Params) -> dict[str, Tensor]:
+        """What ``function`` gives for query vectors, a column each, by shards of them."""
+        size = self.resources.shard_size(1, height(vectors), VECTORS)
+        parts = list(split(vectors, size))
+        words = [f"vectors {number} of {size}" for number in range(len(parts))]
+        done = self.shards(function, parts, words, "sweeping")
+        return {name: torch.cat([one[name] for one in done], dim=1) for name in done[0]}
 
     def sweep(self, *, curved: bool, corrected: bool) -> Sweep:
         """A way through the run with these choices."""
@@ -82,8 +129,8 @@ class Estimator(ABC):
             displacements: keep each row's parameter displacement as ``scores.displacements``.
             resources: memory budget and progress.
         """
-        request = self.request(run, task, query, queries, groups, displacements, resources)
         chosen = self.resolved(run, displacements=displacements)
+        request = chosen.request(run, task, query, queries, groups, displacements, resources)
         with request.cost.metered(), kept_memory():
             values, moved = chosen._values(request)
         return request.scores(chosen.name, values, moved)
@@ -115,6 +162,7 @@ class Estimator(ABC):
             resources or Resources(),
             Cost(),
             displacements,
+            repr(self),
         )
 
     def _members(self, task: Task, groups: Groups | None) -> Members:
@@ -135,22 +183,46 @@ def swept(request: Request, readout: Readout, direction: str, sweep: Sweep) -> t
         return _forward(request, readout, sweep)
     vectors = readout.vectors(request.query)
     # Backward takes a vector a query, forward one a row; the corrected step has one a row either way.
-    if direction == "auto" and (sweep.corrected or len(next(iter(vectors.values()))) > len(request.members)):
+    if direction == "auto" and (sweep.corrected or height(vectors) > len(request.members)):
         return _forward(request, readout, sweep)
-    return readout.of_products(request.query, sweep.inner_products(request.members, vectors)), None
+    products = request.columns(partial(_pulled, sweep), vectors)["products"]
+    return readout.of_products(request.query, products), None
 
 
 def _forward(request: Request, readout: Readout, sweep: Sweep) -> tuple[Tensor, Params | None]:
     bytes_each = 6 * nbytes(request.trajectory.initial())
-    values, kept = [], []
-    for part in request.members.chunks(request.resources.chunk(bytes_each, len(request.members))):
-        moved = sweep.displacements(part)[PARAM]
-        values.append(readout.of_displacements(request.query, moved))
-        if request.displacements:
-            kept.append(moved)
-    return torch.cat(values), joined(kept)
+    return request.rows(partial(_pushed, readout, sweep), bytes_each, "forward")
 
 
-def joined(parts: list[Params]) -> Params | None:
-    """Stacks one after the other; None where nothing was kept."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else None
+def _pushed(readout: Readout, sweep: Sweep, request: Request) -> tuple[Tensor, Params | None]:
+    moved = replace(sweep, resources=request.resources, cost=request.cost).displacements(request.members)[PARAM]
+    return readout.of_displacements(request.query, moved), moved if request.displacements else None
+
+
+def _pulled(sweep: Sweep, request: Request, vectors: Params) -> dict[str, Tensor]:
+    sweep = replace(sweep, resources=request.resources, cost=request.cost)
+    return {"products": sweep.inner_products(request.members, vectors)}
+
+
+def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], item: T) -> Shard:
+    own = replace(request, cost=Cost())
+    return Shard(function(own, item), own.cost)
+
+
+def _alone(request: Request, function: Callable[[Request, T], dict[str, Tensor]], item: T) -> Shard:
+    """In a process of its own, which is not accounted for here."""
+    own = replace(request, cost=Cost())
+    with own.cost.metered(), kept_memory():
+        return Shard(function(own, item), own.cost)
+
+
+def _rows(
+    function: Callable[[Request], tuple[Tensor, Params | None]], request: Request, part: Members
+) -> dict[str, Tensor]:
+    values, moved = function(replace(request, members=part))
+    return {"values": values, **{f"moved/{name}": tensor for name, tensor in (moved or {}).items()}}
+
+
+def joined(parts: list[Params]) -> Params:
+    """Stacks one after the other."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

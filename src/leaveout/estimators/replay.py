@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from leaveout.errors import InputError
-from leaveout.estimators.base import Estimator, Request, joined
+from leaveout.estimators.base import Estimator, Request
 from leaveout.members import Groups, Members, members_of
 from leaveout.task import Task
 from leaveout.train import counterfactuals
-from leaveout.vectors import PARAM, Params, nbytes
+from leaveout.vectors import PARAM, Params, each, nbytes
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,15 @@ class Replay(Estimator):
         return members_of(task.size, self.ids, groups)
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        trajectory, query, resources = request.trajectory, request.query, request.resources
+        trajectory = request.trajectory
         state = trajectory.initial()
         held = trajectory.task.footprint(state[PARAM], trajectory.batch(0))
-        bytes_each = 3 * held + 4 * nbytes(state)
-        values, kept = [], []
-        for part in request.members.chunks(resources.chunk(bytes_each, len(request.members))):
-            params = counterfactuals(trajectory, part, self.weight, resources, request.cost)
-            losses = query.losses(params)
-            # Compared with the undisturbed model of the same stack, so that rounding cancels.
-            values.append(query.reduce(losses[:-1] - losses[-1:]))
-            if request.displacements:
-                kept.append({name: tensor[:-1] - tensor[-1:] for name, tensor in params.items()})
-        return torch.cat(values), joined(kept)
+        return request.rows(partial(_replayed, self.weight), 3 * held + 4 * nbytes(state), "replaying")
+
+
+def _replayed(weight: float, request: Request) -> tuple[Tensor, Params | None]:
+    params = counterfactuals(request.trajectory, request.members, weight, request.resources, request.cost)
+    losses = request.query.losses(params)
+    # Compared with the undisturbed model of the same stack, so that rounding cancels.
+    values = request.query.reduce(losses[:-1] - losses[-1:])
+    return values, each(lambda tensor: tensor[:-1] - tensor[-1:], params) if request.displacements else None

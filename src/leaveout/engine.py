@@ -1,0 +1,190 @@
+"""Where shards of work are done: in this process, in several on this machine, or on a Ray cluster.
+
+An engine calls one function on many items. The function travels once to each worker and the items one by one; both go
+by cloudpickle, from the user's own process to the user's own workers. A worker that dies is replaced, and only what it
+was doing is done again.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+
+from leaveout.errors import EngineError, InputError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+RETRIES = 3
+"""How often an item is given to another worker after its worker died."""
+
+
+class Engine(ABC):
+    """Something that calls a function on every item."""
+
+    elsewhere = True
+    """Whether the function runs in other processes than this one."""
+
+    @abstractmethod
+    def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
+        """(position, result) of every item, in the order in which they are done."""
+
+
+@dataclass(frozen=True)
+class Local(Engine):
+    """Processes on this machine.
+
+    Args:
+        processes: how many work side by side; with 1, the default, everything happens in this process.
+    """
+
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise InputError(f"Local(processes={self.processes}) does nothing: give at least 1.")
+
+    @property
+    def elsewhere(self) -> bool:  # type: ignore[override]
+        """Whether the function runs in other processes than this one."""
+        return self.processes > 1
+
+    def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
+        """(position, result) of every item, in the order in which they are done."""
+        if not self.elsewhere:
+            yield from ((place, function(item)) for place, item in enumerate(items))
+            return
+        import joblib  # its processes need no guard around the caller's main module, and are kept for the next call
+
+        left = dict(enumerate(items))
+        with tempfile.TemporaryDirectory(prefix="leaveout-") as folder:
+            sent = Path(folder) / "function"
+            sent.write_bytes(cloudpickle.dumps(function))
+            for attempt in range(RETRIES + 1):
+                pool = joblib.Parallel(self.processes, return_as="generator_unordered", batch_size=1)
+                calls = [joblib.delayed(_call_sent)(str(sent), place, item) for place, item in left.items()]
+                try:
+                    for place, result in pool(calls):
+                        del left[place]
+                        yield place, result
+                    return
+                except BrokenProcessPool:
+                    if attempt == RETRIES:
+                        raise EngineError(_died(RETRIES + 1)) from None
+
+
+@dataclass(frozen=True)
+class Ray(Engine):
+    """A Ray cluster (``pip install leaveout[ray]``); leaveout and what the task imports must be installed on it.
+
+    Args:
+        address: of the cluster, as ``ray.init`` takes it; by default the one in use, the one that RAY_ADDRESS names,
+            or a new one on this machine.
+        cpus: that each shard of work reserves.
+    """
+
+    address: str | None = None
+    cpus: float = 1
+
+    def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
+        """(position, result) of every item, in the order in which they are done."""
+        ray = self._connected()
+        remote = ray.remote(num_cpus=self.cpus, max_retries=RETRIES)(_call_put)
+        key, sent = os.urandom(8).hex(), [ray.put(cloudpickle.dumps(function))]
+        # A few more under way than can run, so that no worker waits and the store does not fill.
+        window = 2 + 2 * int(ray.cluster_resources().get("CPU", 1) / self.cpus)
+        waiting = list(enumerate(items))[::-1]
+        places: dict[Any, int] = {}
+        try:
+            while waiting or places:
+                while waiting and len(places) < window:
+                    place, item = waiting.pop()
+                    places[remote.remote(key, sent, cloudpickle.dumps(item), torch.get_num_threads())] = place
+                (done,), _ = ray.wait(list(places))
+                yield places.pop(done), _fetched(ray, done)
+        finally:
+            for reference in places:  # an error, or nobody wants the rest
+                ray.cancel(reference, force=True)
+
+    def _connected(self) -> Any:
+        own = self.address is None and "RAY_ADDRESS" not in os.environ
+        if own:  # Ray's word for a cluster that listens on the loopback alone, read when Ray is imported
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        ray = _ray()
+        if ray.is_initialized():
+            return ray
+        try:
+            options = {"include_dashboard": False} if own else {"address": self.address}
+            ray.init(log_to_driver=False, logging_level="ERROR", **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = self.address or os.environ.get("RAY_ADDRESS")
+            raise EngineError(f"No Ray cluster answers at {where} ({error}): start one, or correct it.") from None
+        return ray
+
+
+def engine_of(given: str | Engine) -> Engine:
+    """An engine by name.
+
+    >>> engine_of("local")
+    Local(processes=1)
+    """
+    if isinstance(given, Engine):
+        return given
+    if given not in ("local", "ray"):
+        raise InputError(f"engine={given!r} is unknown: use 'local', 'ray', lo.Local(processes) or lo.Ray(address).")
+    return Local() if given == "local" else Ray()
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise InputError("engine='ray' needs Ray, which is not installed: pip install 'leaveout[ray]'.") from None
+    return ray
+
+
+def _fetched(ray: Any, reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:  # the function's own error, as it would have come here
+        raise error.cause from None
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError, ray.exceptions.NodeDiedError):
+        raise EngineError(_died(RETRIES + 1)) from None
+
+
+def _died(times: int) -> str:
+    return (
+        f"The worker died {times} times on the same work, perhaps for want of memory: give smaller shards with "
+        "Resources(shard=...), or fewer workers."
+    )
+
+
+@lru_cache(maxsize=2)
+def _read(file: str) -> Callable:
+    return cloudpickle.loads(Path(file).read_bytes())
+
+
+def _call_sent(file: str, place: int, item: Any) -> tuple[int, Any]:
+    return place, _read(file)(item)
+
+
+_PUT: dict[str, Callable] = {}
+
+
+def _call_put(key: str, sent: list, item: bytes, threads: int) -> Any:
+    """Runs in a Ray worker, which keeps the function for its next item."""
+    if key not in _PUT:
+        _PUT.clear()
+        _PUT[key] = cloudpickle.loads(_ray().get(sent[0]))
+    torch.set_num_threads(threads)  # as many as where it was asked for: more would round sums differently
+    return _PUT[key](cloudpickle.loads(item))

@@ -1,0 +1,119 @@
+"""The shards of one computation: done by an engine, and kept as they finish, so that what was killed can go on.
+
+A kept shard is one file named by everything that it depends on: other work never finds it. It is written aside and
+renamed, with a checksum; one that was damaged is done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from leaveout.errors import InputError
+from leaveout.resources import Cost, Resources
+from leaveout.store import Run, write_tensors
+from leaveout.task import Task
+from leaveout.vectors import PARAM, State
+
+SAMPLE = 64
+"""Training examples that a task is known by."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a part of the work gave, and what it cost."""
+
+    tensors: dict[str, Tensor]
+    cost: Cost
+
+
+def completed(
+    resources: Resources, function: Callable[[T], Shard], items: Sequence[T], keys: Sequence[str], what: str
+) -> list[Shard]:
+    """``function(item)`` for every item; those that are kept under their keys are read instead.
+
+    Args:
+        resources: the engine, and where shards are kept.
+        function: gives an item's shard.
+        items: the parts of the work.
+        keys: a word for each item, with everything that its shard depends on.
+        what: a word for the progress bar.
+    """
+    files = _files(resources, keys)
+    found = {place: shard for place, file in enumerate(files) if (shard := _read(file)) is not None}
+    missing = [place for place in range(len(items)) if place not in found]
+    for number, shard in resources.map(function, [items[place] for place in missing], what):
+        place = missing[number]
+        found[place] = shard
+        if files:
+            write_tensors(files[place], {**shard.tensors, "checksum": _checksum(shard)}, _told(shard))
+    return [found[place] for place in range(len(items))]
+
+
+def run_identity(run: Run) -> str:
+    """A hash of what a run recorded: its manifest, its length, and its first and last states."""
+    words = hashlib.sha256(f"{run.manifest} {len(run)} {run.interpolate}".encode())
+    for state in (run.state(0), run.final()):
+        words.update(_bytes(state))
+    return words.hexdigest()
+
+
+def task_identity(task: Task, params: dict[str, Tensor]) -> str:
+    """A hash of some training examples' losses at these parameters: another task or other data give others."""
+    step = max(1, task.size // SAMPLE)
+    with torch.no_grad():
+        losses = task.losses(params, task.read(range(0, task.size, step)))
+    return hashlib.sha256(_bytes({PARAM: {"losses": losses}})).hexdigest()
+
+
+def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
+    if resources.work is None:
+        return []
+    folder = Path(resources.work)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"work={str(folder)!r} is no place for shards ({error}): give a directory.") from None
+    return [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors" for key in keys]
+
+
+def _told(shard: Shard) -> dict[str, str]:
+    return {"cost": json.dumps(asdict(shard.cost))}
+
+
+def _checksum(shard: Shard) -> Tensor:
+    words = hashlib.sha256(repr(_told(shard)).encode())
+    for name in sorted(shard.tensors):
+        words.update(f"{name} {shard.tensors[name].dtype} {list(shard.tensors[name].shape)}".encode())
+        words.update(_bytes({PARAM: {name: shard.tensors[name]}}))
+    return torch.tensor(list(words.digest()), dtype=torch.uint8)
+
+
+def _read(file: Path) -> Shard | None:
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
+            cost = Cost(**json.loads(opened.metadata()["cost"]))
+        checksum = tensors.pop("checksum")
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None
+    shard = Shard(tensors, cost)
+    return shard if torch.equal(checksum, _checksum(shard)) else None
+
+
+def _bytes(state: State) -> bytes:
+    return b"".join(
+        tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        for params in state.values()
+        for tensor in params.values()
+    )

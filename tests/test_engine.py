@@ -1,0 +1,171 @@
+"""Wherever shards of work are done, the scores are the same; a worker that dies is replaced, done work is not redone.
+
+The cluster is a real one, started here with two workers and stopped at the end.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+from problems import recorded, shuffled
+
+PARTS = 3
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    # Read when Ray is imported: this cluster listens on the loopback alone.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray = pytest.importorskip("ray", reason="the extra leaveout[ray] is not installed")
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield lo.Ray()
+    ray.shutdown()
+    os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+@pytest.fixture(params=["local", "processes", "ray"])
+def engine(request):
+    if request.param == "ray":
+        return request.getfixturevalue("cluster")
+    return lo.Local(2) if request.param == "processes" else lo.Local()
+
+
+METHODS = {
+    "replay": (lo.Replay(), {}),
+    "replay of groups": (lo.Replay(), {"groups": {"a": [0, 2], "b": [1], "c": [5, 3, 4]}, "displacements": True}),
+    "exact ACC": (lo.ACC("exact", "exact"), {"displacements": True}),
+    "SGD-IE forward": (lo.SGDIE(direction="forward"), {"queries": "each"}),
+    "SGD-IE backward": (lo.SGDIE(direction="backward"), {"queries": "each"}),
+    "ACC": (lo.ACC(readout="outputs"), {"queries": "each"}),
+    "ACC, a sweep a query": (lo.ACC(direction="backward"), {"queries": "each"}),
+}
+
+
+def same(one: lo.Scores, other: lo.Scores, tolerance: float) -> bool:
+    assert (one.train_ids, one.query_ids, one.method) == (other.train_ids, other.query_ids, other.method)
+    pairs = [(one.values, other.values)]
+    assert (one.displacements is None) == (other.displacements is None)
+    pairs += [(tensor, other.displacements[name]) for name, tensor in (one.displacements or {}).items()]
+    return all(float((a - b).abs().max()) <= tolerance * float(b.abs().max()) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """A problem, and every method's scores in one piece and in shards, all in this process."""
+    path = tmp_path_factory.mktemp("engine") / "run"
+    problem = recorded(path, "mlp", "momentum", n=7, batches=shuffled(7, 4, 2))
+
+    def scored(resources: lo.Resources) -> dict[str, lo.Scores]:
+        asked = (problem.run, problem.task, problem.query)
+        return {
+            name: estimator.score(*asked, resources=resources, **more) for name, (estimator, more) in METHODS.items()
+        }
+
+    return scored, scored(lo.Resources()), scored(lo.Resources(shard=PARTS))
+
+
+@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+def test_scores_are_the_same_whatever_the_engine_and_the_shards(expected, engine):
+    """To the last bit for shards of one size, and to 1e-12 of the largest in float64 for any."""
+    scored, whole, cut = expected
+    for name, found in scored(lo.Resources(shard=PARTS, engine=engine)).items():
+        assert same(found, cut[name], 0), name
+        assert same(found, whole[name], 1e-12), name
+        assert found.cost.gradients == cut[name].cost.gradients >= whole[name].cost.gradients, name
+        assert found.cost.hvps == cut[name].cost.hvps, name
+
+
+def test_verify_takes_the_engine_along(tmp_path, engine):
+    problem = recorded(tmp_path / "run", "mlp", "sgd", n=12)
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    asked = (scores, problem.run, problem.task, problem.query)
+    here = lo.verify(*asked, replays=10, resources=lo.Resources(shard=PARTS))
+    there = lo.verify(*asked, replays=10, resources=lo.Resources(shard=PARTS, engine=engine))
+    assert here.table.equals(there.table)
+
+
+def test_a_shortened_run_stays_short_elsewhere(tmp_path, engine):
+    problem = recorded(tmp_path / "run", "logistic", "sgd")
+    short = problem.run.head(3).interpolated()
+    here = lo.Replay().score(short, problem.task, problem.query, resources=lo.Resources(shard=PARTS))
+    there = lo.Replay().score(short, problem.task, problem.query, resources=lo.Resources(shard=PARTS, engine=engine))
+    assert here.values.equal(there.values)
+    assert not here.values.equal(lo.Replay().score(problem.run, problem.task, problem.query).values)
+
+
+class Deadly:
+    """Kills its own process at the third item, once, and notes on disk who was called with what."""
+
+    def __init__(self, folder: Path, deaths: int) -> None:
+        self.folder, self.deaths = folder, deaths
+
+    def __call__(self, item: int) -> int:
+        died = len(list(self.folder.glob("death-*")))
+        (self.folder / f"call-{item}-{time.monotonic_ns()}").touch()
+        if item == 2 and died < self.deaths:
+            (self.folder / f"death-{died}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+        return item * item
+
+
+@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+def test_a_worker_that_dies_is_replaced(tmp_path, engine):
+    function = Deadly(tmp_path, deaths=1)
+    found = dict(lo.Resources(engine=engine).map(function, range(6), "squares"))
+    assert found == {i: i * i for i in range(6)}
+    assert len(list(tmp_path.glob("death-*"))) == 1
+    calls = {i: len(list(tmp_path.glob(f"call-{i}-*"))) for i in range(6)}
+    assert calls[2] == 2
+    assert calls[0] == 1, "what was done before the death was done again"
+
+
+@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+def test_a_worker_that_always_dies_is_given_up(tmp_path, engine):
+    with pytest.raises(lo.EngineError, match="died 4 times on the same work"):
+        dict(lo.Resources(engine=engine).map(Deadly(tmp_path, deaths=99), [2], "squares"))
+    assert len(list(tmp_path.glob("death-*"))) == 4
+
+
+def test_errors_come_back_as_they_are(tmp_path, engine):
+    problem = recorded(tmp_path / "run", "logistic", "sgd")
+    other = TensorDataset(problem.train.tensors[0] + 1, problem.train.tensors[1])
+    task = lo.Task(problem.task.model, nn.BCEWithLogitsLoss(), other, l2=problem.task.l2)
+    with pytest.raises(lo.MismatchError, match="is not the one that was trained on"):
+        lo.SGDIE().score(problem.run, task, problem.query, resources=lo.Resources(engine=engine))
+
+
+def test_progress_is_that_of_all_workers(tmp_path, cluster, capsys):
+    dict(lo.Resources(engine=cluster, progress=True).map(abs, range(5), "five numbers"))
+    shown = capsys.readouterr().err
+    assert "five numbers" in shown
+    assert "5/5" in shown
+
+
+def test_a_worker_is_given_the_number_of_threads(cluster):
+    torch.set_num_threads(2)
+    counts = dict(cluster.run(lambda _: torch.get_num_threads(), range(2)))
+    assert counts == {0: 2, 1: 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ({"engine": "spark"}, "use 'local', 'ray'"),
+        ({"shard": 0}, "at least 1"),
+    ],
+)
+def test_resources_that_cannot_be_are_refused(arguments, remedy):
+    with pytest.raises(lo.InputError, match=remedy):
+        lo.Resources(**arguments)
+    with pytest.raises(lo.InputError, match="at least 1"):
+        lo.Local(0)
