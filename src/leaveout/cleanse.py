@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from leaveout.batches import Batch
 from leaveout.errors import InputError, RunError
-from leaveout.members import Members
+from leaveout.members import Members, rows_of
 from leaveout.readout import Query
 from leaveout.resources import Cost, Resources
 from leaveout.scores import Scores
@@ -197,7 +197,7 @@ def _trained(
     retrain: Callable[[Members], Params], query: Query, chosen: list[Choice], chunk: int
 ) -> list[dict[str, Any]]:
     """Trains once for each choice, and once with everything; side by side as memory allows."""
-    members = Members(tuple(range(len(chosen))), tuple(ids for _, ids in chosen))
+    members = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
     measured: list[dict[str, float]] = []
     whole: dict[str, float] = {}
     for part in members.chunks(chunk):

@@ -83,7 +83,7 @@ def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Gro
         if len(set(chosen)) < len(chosen):
             repeated = next(i for i in chosen if chosen.count(i) > 1)
             raise InputError(f"Example {repeated} is named twice in ids: name each example once.")
-        return _rows(tuple(chosen), [[i] for i in chosen])
+        return rows_of(tuple(chosen), [[i] for i in chosen])
     if ids is not None:
         raise InputError("Both ids and groups were given: give one of them.")
     items = groups.items() if isinstance(groups, Mapping) else enumerate(groups)
@@ -92,10 +92,11 @@ def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Gro
         raise InputError("groups is empty: give at least one group of example numbers.")
     for name, group in named.items():
         _check(group, size, f"group {name!r}")
-    return _rows(tuple(named), [sorted({int(i) for i in group}) for group in named.values()])
+    return rows_of(tuple(named), [sorted({int(i) for i in group}) for group in named.values()])
 
 
-def _rows(names: tuple[int | str, ...], groups: list[list[int]]) -> Members:
+def rows_of(names: tuple[int | str, ...], groups: Sequence[Sequence[int]]) -> Members:
+    """A row for each of these groups of examples, which must be known to exist."""
     examples = torch.tensor([i for group in groups for i in group], dtype=torch.int64)
     return Members(names, examples, torch.tensor([len(group) for group in groups]))
 

@@ -56,7 +56,7 @@ def completed(
         place = missing[number]
         found[place] = shard
         if files:
-            write_tensors(files[place], {**shard.tensors, "checksum": _checksum(shard)}, _told(shard))
+            _write(files[place], shard)
     return [found[place] for place in range(len(items))]
 
 
@@ -87,28 +87,29 @@ def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
     return [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors" for key in keys]
 
 
-def _told(shard: Shard) -> dict[str, str]:
-    return {"cost": json.dumps(asdict(shard.cost))}
-
-
-def _checksum(shard: Shard) -> Tensor:
-    words = hashlib.sha256(repr(_told(shard)).encode())
-    for name in sorted(shard.tensors):
-        words.update(f"{name} {shard.tensors[name].dtype} {list(shard.tensors[name].shape)}".encode())
-        words.update(_bytes({PARAM: {name: shard.tensors[name]}}))
-    return torch.tensor(list(words.digest()), dtype=torch.uint8)
+def _write(file: Path, shard: Shard) -> None:
+    cost = json.dumps(asdict(shard.cost))
+    write_tensors(file, {**shard.tensors, "checksum": _checksum(file.name, cost, shard.tensors)}, {"cost": cost})
 
 
 def _read(file: Path) -> Shard | None:
     try:
         with safe_open(str(file), framework="pt") as opened:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
-            cost = Cost(**json.loads(opened.metadata()["cost"]))
-        checksum = tensors.pop("checksum")
+            cost = opened.metadata()["cost"]
+        whole = torch.equal(tensors.pop("checksum"), _checksum(file.name, cost, tensors))
+        return Shard(tensors, Cost(**json.loads(cost))) if whole else None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
-    shard = Shard(tensors, cost)
-    return shard if torch.equal(checksum, _checksum(shard)) else None
+
+
+def _checksum(name: str, cost: str, tensors: dict[str, Tensor]) -> Tensor:
+    """Of the file's own name as well: a shard in another's place is not taken for it."""
+    words = hashlib.sha256(f"{name} {cost}".encode())
+    for key in sorted(tensors):
+        words.update(f"{key} {tensors[key].dtype} {list(tensors[key].shape)}".encode())
+        words.update(_bytes({PARAM: {key: tensors[key]}}))
+    return torch.tensor(list(words.digest()), dtype=torch.uint8)
 
 
 def _bytes(state: State) -> bytes:

@@ -104,7 +104,7 @@ def shuffled(trajectory: Trajectory, members: Members, seed: int, resources: Res
         batch = task.read(ids.tolist())
         weights = _weights(members, ids, 0.0, state[PARAM])
         if gradients is None:
-            gradients = _faster(task, state[PARAM], weights, batch)
+            gradients = _way(task, state[PARAM], batch)
         state = trajectory.rule.step_(state, gradients(state[PARAM], weights, batch), record.hypers)
         cost.gradients += count
     return state[PARAM]

@@ -1,0 +1,27 @@
+"""leaveout load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leaveout.cli.app import app, console
+
+
+@app.command()
+def load(
+    steps: Annotated[int, typer.Option(help="Steps of the long run.")] = 1_000_000,
+    examples: Annotated[int, typer.Option(help="Examples of the wide run.")] = 1_000_000,
+    out: Annotated[Path, typer.Option(help="Where load.json and load.md go.")] = Path("docs"),
+) -> None:
+    """Record very many steps, score very many examples, and watch the memory. Long: see docs/load.md."""
+    from leaveout.bench.load import long_run, wide_run, write
+
+    rows = []
+    for cases in (wide_run(examples), long_run(steps)):
+        for row in cases:
+            console.print_json(data=row)
+            rows.append(row)
+            write(rows, out)
