@@ -23,6 +23,7 @@ FLOORS = [
     "tracing",
     "task",
     "products",
+    "remote",
     "beside",
     "store",
     "shards",

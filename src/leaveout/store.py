@@ -26,6 +26,7 @@ from torch import Tensor
 from leaveout.beside import CONFIG
 from leaveout.errors import RunError
 from leaveout.optim import HYPERS, Hyper, Rule
+from leaveout.remote import local, source
 from leaveout.vectors import State, nbytes
 
 FORMAT = 1
@@ -216,7 +217,7 @@ class Run:
 
     def __reduce__(self) -> tuple:
         """Travels to other processes as its path: they open it themselves."""
-        return _reopened, (str(self.path), len(self), self.interpolate)
+        return _reopened, (source(self.path), len(self), self.interpolate)
 
     def __len__(self) -> int:
         """How many steps the run has, up to the last state that is on disk."""
@@ -332,10 +333,11 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
     """Opens a run directory.
 
     Args:
-        path: the directory a ``Recorder`` or ``train`` wrote.
+        path: the directory a ``Recorder`` or ``train`` wrote, or an address of one that fsspec understands, such as
+            ``s3://bucket/run``.
         partial: accept a run that was cut short, as the run of the steps that are on disk.
     """
-    path = Path(path)
+    path = local(path)
     file = path / MANIFEST
     if not file.exists():
         raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
