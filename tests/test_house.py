@@ -46,6 +46,7 @@ FLOORS = [
     "cleanse",
     "plan",
     "bench",
+    "experiments",
     "demo",
     "cli",
     "__init__",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from leaveout.recorder import Recorder
 from leaveout.resources import Cost, Resources
 from leaveout.store import Run
 from leaveout.task import Task, looped
-from leaveout.trajectory import Trajectory, check_step
+from leaveout.trajectory import Moment, Trajectory, check_step
 from leaveout.vectors import PARAM, Params, State, norm
 
 LARGE = 1_000_000
@@ -72,6 +72,19 @@ def counterfactuals(
     The models are trained side by side; the last of the stack is the one with every example, whose way must be the
     recorded one.
     """
+    params: Params = {}
+    for _, params in courses(trajectory, members, weight, resources, cost):  # noqa: B007 - the last one counts
+        pass
+    return params
+
+
+def courses(
+    trajectory: Trajectory, members: Members, weight: float, resources: Resources, cost: Cost
+) -> Iterator[tuple[Moment, Params]]:
+    """The trainings of ``counterfactuals`` on their way: each step with all models' parameters after it.
+
+    The tensors change in place with the next step.
+    """
     count = len(members) + 1
     state = _copies(trajectory, count)
     gradients: Callable[..., Params] | None = None
@@ -84,7 +97,7 @@ def counterfactuals(
         cost.gradients += count
         travelled += norm({n: moment.after[PARAM][n] - moment.before[PARAM][n] for n in moment.after[PARAM]})
         check_step(moment, {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}, travelled)
-    return state[PARAM]
+        yield moment, state[PARAM]
 
 
 def shuffled(trajectory: Trajectory, members: Members, seed: int, resources: Resources, cost: Cost) -> Params:

@@ -43,6 +43,13 @@ class Sweep:
     def displacements(self, members: Members) -> State:
         """δ_N for every row: forward, one vector a row."""
         moved = zeros(self.trajectory.initial(), len(members))
+        for _, moved in self.course(members):  # noqa: B007 - the last one counts
+            pass
+        return moved
+
+    def course(self, members: Members) -> Iterator[tuple[Moment, State]]:
+        """δ of every row on its way: each step, from the first, with the displacements after it."""
+        moved = zeros(self.trajectory.initial(), len(members))
         chunk = self.chunk(len(members))
         for moment in self._track(self.trajectory.forward(), "forward"):
             step = self._step(moment, chunk)
@@ -56,7 +63,7 @@ class Sweep:
             else:
                 moved = step.push(moved, pairs)
             self._check(moment, step)
-        return moved
+            yield moment, moved
 
     def inner_products(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
         """⟨u_q, δ_r⟩ for every row and query vector, backward."""

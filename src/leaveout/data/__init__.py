@@ -10,27 +10,29 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from leaveout.data import adult, cifar10, digits, mnist, news
+from leaveout.data import adult, cifar10, digits, files, mnist, news
 from leaveout.data.examples import Data, Examples, Table, prepare, split
 from leaveout.data.noise import Noisy, flip, gaussian, ones
 from leaveout.errors import InputError, closest
 
-__all__ = ["Data", "Examples", "Noisy", "flip", "gaussian", "load", "names", "ones", "split"]
+__all__ = ["Data", "Examples", "Noisy", "flip", "found", "gaussian", "load", "names", "ones", "sizes", "split"]
 
 
 class _Source(NamedTuple):
     table: Callable[[], Table]
     n_train: int
     n_val: int
+    folder: str | None = None  # below the data directory; None for what scikit-learn ships
 
 
 _SOURCES = {
-    "20news": _Source(news.table, 400, 400),
-    "adult": _Source(adult.table, 400, 400),
-    "cifar10": _Source(cifar10.table, 40_000, 10_000),
+    "20news": _Source(news.table, 400, 400, "20news"),
+    "adult": _Source(adult.table, 400, 400, "adult"),
+    "cifar10": _Source(cifar10.table, 40_000, 10_000, "cifar10"),
     "digits": _Source(digits.table, 1_000, 400),
-    "mnist": _Source(mnist.table, 50_000, 10_000),
-    "mnist-1v7": _Source(mnist.one_against_seven, 400, 400),
+    "digits-1v7": _Source(digits.one_against_seven, 200, 100),
+    "mnist": _Source(mnist.table, 50_000, 10_000, "mnist"),
+    "mnist-1v7": _Source(mnist.one_against_seven, 400, 400, "mnist"),
 }
 
 
@@ -38,9 +40,37 @@ def names() -> tuple[str, ...]:
     """The data sets that `load` knows.
 
     >>> names()
-    ('20news', 'adult', 'cifar10', 'digits', 'mnist', 'mnist-1v7')
+    ('20news', 'adult', 'cifar10', 'digits', 'digits-1v7', 'mnist', 'mnist-1v7')
     """
     return tuple(_SOURCES)
+
+
+def sizes(name: str) -> tuple[int, int]:
+    """How many training and validation examples `load` draws if not told.
+
+    >>> sizes("digits")
+    (1000, 400)
+    """
+    source = _known(name)
+    return source.n_train, source.n_val
+
+
+def found(name: str) -> bool:
+    """Whether files of a data set are on this machine; `load` checks that they are all there and the originals.
+
+    >>> found("digits")
+    True
+    """
+    folder = _known(name).folder
+    return folder is None or files.find(folder, "*") is not None
+
+
+def _known(name: str) -> _Source:
+    if name not in _SOURCES:
+        raise InputError(
+            f"there is no data set {name!r}{closest(name, _SOURCES)}; choose one of {', '.join(_SOURCES)}."
+        )
+    return _SOURCES[name]
 
 
 def load(name: str, n_train: int | None = None, n_val: int | None = None, seed: int = 0) -> Data:
@@ -48,11 +78,7 @@ def load(name: str, n_train: int | None = None, n_val: int | None = None, seed: 
 
     The test part is the official one for mnist, mnist-1v7 and cifar10, and all rows left over for the others.
     """
-    if name not in _SOURCES:
-        raise InputError(
-            f"there is no data set {name!r}{closest(name, _SOURCES)}; choose one of {', '.join(_SOURCES)}."
-        )
-    source = _SOURCES[name]
+    source = _known(name)
     n_train = source.n_train if n_train is None else n_train
     n_val = source.n_val if n_val is None else n_val
     return prepare(name, source.table(), n_train, n_val, seed)

@@ -18,3 +18,18 @@ def table() -> Table:
         classes=tuple("0123456789"),
         standardise=False,
     )
+
+
+def one_against_seven() -> Table:
+    """Digit 1 (class 0) against 7 (class 1), standardised: a small stand-in for the larger two-class sets."""
+    whole = table()
+    rows = np.flatnonzero((whole.y == 1) | (whole.y == 7))
+    return Table(
+        x=whole.x[rows],
+        y=(whole.y[rows] == 7).astype(np.int64),
+        ids=rows,
+        n_pool=len(rows),
+        features=whole.features,
+        classes=("1", "7"),
+        standardise=True,
+    )

@@ -1,0 +1,9 @@
+"""The published tables and curves as declarative specs, a file each, and one runner for all of them."""
+
+from leaveout.experiments.sensitivity import SENSITIVITY
+from leaveout.experiments.spec import Settings, Spec
+from leaveout.experiments.tables import CONVEX, NONCONVEX
+
+SPECS = {spec.name: spec for spec in (CONVEX, NONCONVEX, SENSITIVITY)}
+
+__all__ = ["SPECS", "Settings", "Spec"]
