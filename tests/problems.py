@@ -87,6 +87,7 @@ def recorded(
     *,
     n: int = 6,
     batches: list[list[int]] | None = None,
+    epochs: list[int] | None = None,
     seed: int = 0,
 ) -> Problem:
     """A run from a plain loop with a schedule; by default three epochs of ragged batches."""
@@ -97,12 +98,12 @@ def recorded(
     made = OPTIMIZERS[optimizer](model) if isinstance(optimizer, str) else optimizer(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.97)
     recorder = lo.Recorder(path, model, made)
-    for ids in batches or shuffled(n, 4, 3):
+    for i, ids in enumerate(batches or shuffled(n, 4, 3)):
         made.zero_grad()
         x, y = train.tensors[0][ids], train.tensors[1][ids]
         penalty = 0.5 * l2 * sum(p.square().sum() for p in model.parameters())
         (loss(model(x), y) + penalty).backward()
-        recorder.step(ids, [x, y])
+        recorder.step(ids, [x, y], epoch=epochs[i] if epochs else 0)
         made.step()
         schedule.step()
     run = recorder.finish()

@@ -39,6 +39,7 @@ FLOORS = [
     "corrected",
     "readout",
     "scores",
+    "timeline",
     "estimators",
     "metrics",
     "verify",
