@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from leaveout.cli.demo import free
+
 MADE = """
 import torch
 from torch import nn
@@ -33,10 +35,21 @@ def test_demo_finds_most_flipped_labels_and_keeps_its_run(tmp_path):
         assert found >= 35, words
         assert f"{method}, held against 64 exact replays" in words
     assert (tmp_path / "run" / "manifest.json").exists()
+    assert "The report, with pictures: run/report.html" in words
+    assert "Digits, a tenth of the labels flipped" in (tmp_path / "run" / "report.html").read_text()
+    assert len(list((tmp_path / "run" / "scores").iterdir())) == len(list((tmp_path / "run" / "checks").iterdir())) == 2
+    assert (tmp_path / "run" / "cleanse.json").exists()
     again = leaveout("demo", "--out", "run", cwd=tmp_path)
     assert again.returncode == 1
     assert "already holds a run" in " ".join(again.stderr.split())
     assert "Traceback" not in again.stderr
+
+
+def test_demo_takes_a_directory_that_is_free(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for expected in ("leaveout-demo", "leaveout-demo-2", "leaveout-demo-3"):
+        assert str(free("leaveout-demo")) == expected
+        (tmp_path / expected).mkdir()
 
 
 def test_plan_of_a_run_that_is_not_there_yet(tmp_path):

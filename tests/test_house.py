@@ -9,6 +9,7 @@ ROOT = Path(leaveout.__file__).parent
 
 FLOORS = [
     "errors",
+    "pictures",
     "memory",
     "vectors",
     "batches",
@@ -48,6 +49,7 @@ FLOORS = [
     "plan",
     "bench",
     "experiments",
+    "report",
     "demo",
     "cli",
     "__init__",

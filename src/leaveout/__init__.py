@@ -9,10 +9,12 @@ from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn, score
 from leaveout.plan import plan
 from leaveout.recorder import Recorder
 from leaveout.refine import refine
+from leaveout.report import Show, report
 from leaveout.resources import Cost, Resources
 from leaveout.scores import Scores
 from leaveout.store import Run, open_run
 from leaveout.task import Task
+from leaveout.timeline import Timeline, timeline
 from leaveout.train import train
 from leaveout.verify import Check, verify
 
@@ -35,8 +37,10 @@ __all__ = [
     "Run",
     "RunError",
     "Scores",
+    "Show",
     "Subspace",
     "Task",
+    "Timeline",
     "TracIn",
     "UnsupportedError",
     "cleanse",
@@ -46,7 +50,9 @@ __all__ = [
     "open_run",
     "plan",
     "refine",
+    "report",
     "score",
+    "timeline",
     "train",
     "verify",
 ]

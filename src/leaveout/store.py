@@ -191,7 +191,7 @@ def write_text(file: Path, text: str) -> None:
     """A text file that is there whole or not at all."""
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        aside.write_text(text)
+        aside.write_text(text, encoding="utf-8")
         os.replace(aside, file)
     finally:
         aside.unlink(missing_ok=True)

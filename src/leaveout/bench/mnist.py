@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from leaveout import data, models
 from leaveout.bench.problems import folder, plain_training, seconds
 from leaveout.data import Examples
 from leaveout.estimators import ACC, SGDIE, score
+from leaveout.pictures import pixels, png
 from leaveout.resources import Resources
 from leaveout.task import Task
 from leaveout.train import train
@@ -38,7 +37,7 @@ def measure(n: int, flipped: float, replays: int, out: Path, *, epochs: int = 20
     harmful = [int(i) for i in acc.harmful(SHEET)]
     name = f"mnist-{n}" + ("-flipped" if flipped else "")
     out.mkdir(parents=True, exist_ok=True)
-    write_png(out / f"{name}.png", sheet(noisy.examples, harmful))
+    (out / f"{name}.png").write_bytes(png(pixels(sheet(noisy.examples, harmful).numpy(), side=4096)))
     told: dict[str, Any] = {
         "images": n,
         "flipped": int(noisy.touched.sum()),
@@ -68,20 +67,6 @@ def sheet(examples: Examples, ids: list[int], columns: int = 10, zoom: int = 3) 
     tiles = [torch.nn.functional.pad(examples.x[i, 0], (1, 1, 1, 1), value=0.5) for i in ids]
     rows = [torch.cat(tiles[start : start + columns], dim=1) for start in range(0, len(tiles), columns)]
     return torch.cat(rows).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
-
-
-def write_png(file: Path, image: Float[Tensor, "height width"]) -> None:
-    """A grey PNG of values from 0 to 1."""
-    height, width = image.shape
-    pixels = (image.clamp(0, 1) * 255).to(torch.uint8)
-    raw = b"".join(b"\0" + bytes(row.tolist()) for row in pixels)
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(raw, 9)) + chunk(b"IEND", b"")
-    file.write_bytes(b"\x89PNG\r\n\x1a\n" + parts)
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

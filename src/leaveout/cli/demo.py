@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -15,16 +15,23 @@ from leaveout.demo import Demo, run_demo
 
 @app.command()
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Keep the recorded run in this new directory.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new directory for the run and the report; leaveout-demo by default.")
+    ] = None,
 ) -> None:
-    """Find flipped labels in handwritten digits: train, record, score, verify. Offline, in about a minute."""
+    """Find flipped labels in handwritten digits: train, record, score, verify, report. Offline, in about a minute."""
     console.print(
         "500 handwritten digits, a tenth of the labels flipped. A small network is trained and recorded; then every "
         "example is scored by what the validation loss would be without it, and the scores are checked by replaying "
         "the run exactly without 64 of the examples.\n"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        _show(run_demo(out or Path(folder) / "run"))
+    _show(run_demo(out or free("leaveout-demo")))
+
+
+def free(name: str) -> Path:
+    """The directory of that name, or with the first number behind it that is not taken."""
+    names = (Path(name if i == 1 else f"{name}-{i}") for i in count(1))
+    return next(path for path in names if not path.exists())
 
 
 def _show(found: Demo) -> None:
@@ -32,11 +39,11 @@ def _show(found: Demo) -> None:
     table = Table(title=f"The 15 most harmful examples, by {method}")
     for heading in ("example", "label", "was flipped?", "loss change without it"):
         table.add_column(heading, justify="right")
-    values = found.scores[method].to_frame()["mean"]
+    values = found.scores[method].mean()
     for i in found.scores[method].harmful(15):
         number = int(i)
         flipped = f"yes, it is a {found.truth[number]}" if number in found.flipped else "no"
-        table.add_row(str(i), str(found.labels[number]), flipped, f"{values[i]:+.5f}")
+        table.add_row(str(i), str(found.labels[number]), flipped, f"{values[number]:+.5f}")
     console.print(table)
     for name, scores in found.scores.items():
         console.print(
@@ -44,3 +51,4 @@ def _show(found: Demo) -> None:
             f"{len(found.flipped)} most harmful examples ({scores.cost.seconds:.1f} s, {scores.cost.hvps} "
             f"Hessian-vector products).\n{found.checks[name]}"
         )
+    console.print(f"\nThe report, with pictures: [bold]{found.page}[/bold] (open it in a browser)")

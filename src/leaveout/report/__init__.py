@@ -1,0 +1,65 @@
+"""The report: one self-contained page about a run, its scores, and how far to trust them.
+
+``gather`` turns a ``topic`` (a run, its scores, its data) into the plain data of ``content``; ``page``
+makes the HTML of that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from leaveout.cleanse import Curve
+from leaveout.errors import InputError
+from leaveout.report.cleansing import cleansing
+from leaveout.report.gather import gather
+from leaveout.report.page import page
+from leaveout.report.show import Show, show_of
+from leaveout.report.topic import Topic
+from leaveout.resources import Resources
+from leaveout.scores import Scores
+from leaveout.store import Run, write_text
+from leaveout.task import Task
+from leaveout.verify import Check
+
+__all__ = ["Show", "report"]
+
+
+def report(
+    path: str | Path,
+    run: Run,
+    scores: Scores,
+    check: Check | None = None,
+    curve: Curve | None = None,
+    *,
+    task: Task | None = None,
+    query: Dataset | None = None,
+    show: Show | Callable[[Any], Any] | None = None,
+    overwrite: bool = False,
+    resources: Resources | None = None,
+) -> Path:
+    """Writes one HTML page that needs no network and no other file.
+
+    Args:
+        path: the file to write; an existing one is replaced only with ``overwrite=True``.
+        run: the recorded run.
+        scores: what is reported.
+        check: what ``verify`` found of these scores; without it the page says that nobody checked.
+        curve: what ``cleanse`` found.
+        task: what was trained; with it the page shows examples, labels and what the model says of them.
+        query: the query set that was scored; with it the page tells when influence arose, and shows the queries.
+        show: how examples are shown, by a ``Show`` or by a function of an example; by default pictures, texts or rows.
+        overwrite: replace an existing file.
+        resources: memory budget and progress.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+    topic = Topic(run, scores, task, query, show_of(show), resources or Resources())
+    text = page(gather(topic, check, cleansing(curve) if curve else None))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+    return path

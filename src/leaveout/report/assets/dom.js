@@ -1,0 +1,67 @@
+// The data, and the few helpers that everything below uses. What comes from the data is set as text, never as markup.
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const TABLE = DATA.table;
+
+const $ = (id) => document.getElementById(id);
+
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== null && value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null));
+  return node;
+}
+
+function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+const minus = (text) => text.replace("-", "−");
+const signed = (value) => (value > 0 ? "+" : "") + minus(short(value));
+const percent = (value) => (value >= 0.995 && value < 1 ? ">99%" : value > 0 && value < 0.005 ? "<1%" : Math.round(value * 100) + "%");
+
+function short(value) {
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size < 0.0001 || size >= 1e6) return value.toExponential(2);
+  return String(Number(value.toPrecision(3)));
+}
+
+const nameOf = (number) => (number === undefined || number < 0 ? "" : TABLE.names[number]);
+const disputed = (row) => TABLE.says.length > 0 && TABLE.p.length > 0 && TABLE.says[row] !== TABLE.label[row];
+const noun = (count) => (DATA.groups ? (count === 1 ? "group" : "groups") : count === 1 ? "example" : "examples");
+
+function table(caption, heads, rows) {
+  const head = el("tr", {}, ...heads.map((text) => el("th", { scope: "col" }, text)));
+  const body = rows.map((cells) =>
+    el("tr", {}, ...cells.map((cell, i) => (i ? el("td", {}, String(cell)) : el("th", { scope: "row" }, String(cell))))));
+  return el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, ...body));
+}
+
+// Every chart has its numbers as a table beside it.
+function asTable(caption, heads, rows) {
+  const region = el("div", { class: "scroll", role: "region", "aria-label": caption, tabindex: "0" });
+  const details = el("details", {}, el("summary", {}, "The numbers as a table"), region);
+  details.addEventListener("toggle", () => {
+    if (details.open && !region.firstChild) region.append(table(caption, heads, rows));
+  });
+  return details;
+}
+
+// One small box that follows the pointer over anything with data-tip.
+function tips() {
+  const box = $("tip");
+  document.addEventListener("pointermove", (event) => {
+    const target = event.target instanceof Element ? event.target.closest("[data-tip]") : null;
+    box.hidden = target === null;
+    if (target === null) return;
+    box.textContent = target.dataset.tip;
+    const left = Math.min(event.clientX + 14, document.documentElement.clientWidth - box.offsetWidth - 8);
+    box.style.left = Math.max(8, left) + "px";
+    box.style.top = Math.max(8, event.clientY - box.offsetHeight - 12) + "px";
+  });
+}

@@ -1,0 +1,113 @@
+// Cards of examples, and the list that search, order and filter work on.
+const COUNT = TABLE.id.length;
+const PAGE = 20;
+const READ = Object.values(DATA.shown).some((shown) => shown.text || shown.row.length);
+
+function seen(shown, what) {
+  if (!shown) return null;
+  if (shown.picture) return el("div", { class: "seen picture" }, picture(shown, what));
+  if (shown.text) return el("div", { class: "seen text", tabindex: "0", role: "group", "aria-label": "Text of " + what }, shown.text);
+  if (!shown.row.length) return null;
+  const rows = shown.row.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, minus(value))));
+  const rest = shown.more ? el("p", { class: "rest" }, `and ${shown.more} more`) : null;
+  return el("div", { class: "seen" }, el("table", { "aria-label": "Features of " + what }, el("tbody", {}, ...rows)), rest);
+}
+
+function picture(shown, what) {
+  const image = el("img", { src: shown.picture, alt: what });
+  image.addEventListener("load", () => image.classList.toggle("coarse", image.naturalWidth < 64));
+  return image;
+}
+
+function described(row) {
+  const label = nameOf(TABLE.label[row]);
+  return `${noun(1)} ${TABLE.id[row]}` + (label ? `, labelled ${label}` : "");
+}
+
+function opinion(label, says, p) {
+  if (!says) return null;
+  if (p === null || p === undefined) return el("p", { class: "says" }, "model says " + says);
+  if (says === label) return el("p", { class: "says" }, `model agrees, ${percent(p)} sure`);
+  return el("p", { class: "says differs" }, `model says ${says}; gives the label ${percent(p)}`);
+}
+
+// `score` is the one shown: that of the mean loss, or that of one query.
+function card(row, score, line) {
+  const kind = score < 0 ? "harm" : "help";
+  const label = nameOf(TABLE.label[row]);
+  const body = el("div", { class: "body" },
+    el("div", { class: "top" },
+      el("h3", { class: "number" }, `${DATA.groups ? "" : "#"}${TABLE.id[row]}`),
+      el("span", { class: `score ${kind}`, title: score < 0 ? "did harm" : "helped" }, signed(score))),
+    label ? el("p", { class: "label" }, "labelled ", el("b", {}, label)) : null,
+    opinion(label, nameOf(TABLE.says[row]), TABLE.p[row]),
+    TABLE.exact[row] ? el("span", { class: "badge" }, "exact replay") : null,
+    line && DATA.lines[row] ? spark(DATA.lines[row]) : null);
+  return el("li", { class: "card", "data-id": TABLE.id[row] }, seen(DATA.shown[row], described(row)), body);
+}
+
+const HAYSTACK = TABLE.id.map((id, row) => {
+  const shown = DATA.shown[row];
+  const words = shown ? [shown.text, ...shown.row.flat()] : [];
+  return [id, nameOf(TABLE.label[row]), ...words].join(" ").toLowerCase();
+});
+
+function matches(row, choice) {
+  if (choice.side === "harmful" && TABLE.score[row] >= 0) return false;
+  if (choice.side === "helpful" && TABLE.score[row] < 0) return false;
+  if (choice.label !== "" && TABLE.label[row] !== Number(choice.label)) return false;
+  if (choice.disputed && !disputed(row)) return false;
+  if (!choice.search) return true;
+  // A number is an example's own number, or a word of its label or text; never a piece of another number.
+  if (/^#?\d+$/.test(choice.search)) return HAYSTACK[row].split(/[^\p{L}\p{N}]+/u).includes(choice.search.replace("#", ""));
+  return choice.search.split(/\s+/).every((word) => HAYSTACK[row].includes(word));
+}
+
+function compare(order, side) {
+  const forward = side === "helpful" ? -1 : 1;
+  if (order === "id") return (a, b) => (DATA.groups ? String(TABLE.id[a]).localeCompare(String(TABLE.id[b])) : TABLE.id[a] - TABLE.id[b]);
+  if (order === "p") return (a, b) => TABLE.p[a] - TABLE.p[b] || a - b;
+  return order === "reverse" ? (a, b) => forward * (b - a) : (a, b) => forward * (a - b);
+}
+
+function chosen() {
+  const form = new FormData($("controls"));
+  return {
+    side: form.get("side"), order: $("order").value, search: $("search").value.trim().toLowerCase(),
+    label: $("label") ? $("label").value : "", disputed: $("disputed") ? $("disputed").checked : false,
+  };
+}
+
+function examples() {
+  let rows = [], shown = 0;
+  $("cards").classList.toggle("read", READ);
+  const labels = [...new Set(TABLE.label)].filter((number) => number >= 0);
+  labels.sort((a, b) => TABLE.names[a].localeCompare(TABLE.names[b], undefined, { numeric: true }));
+  if ($("label")) $("label").append(...labels.map((number) => el("option", { value: number }, TABLE.names[number])));
+
+  const extend = () => {
+    const next = rows.slice(shown, shown + PAGE);
+    $("cards").append(...next.map((row) => card(row, TABLE.score[row], true)));
+    shown += next.length;
+    $("more").hidden = shown >= rows.length;
+    $("count").textContent = rows.length ? `${shown} of ${rows.length.toLocaleString("en")} ${noun(rows.length)}` : `No ${noun(1)} fits: search for something else or choose All.`;
+  };
+  const update = () => {
+    const choice = chosen();
+    rows = [];
+    for (let row = 0; row < COUNT; row++) if (matches(row, choice)) rows.push(row);
+    rows.sort(compare(choice.order, choice.side));
+    $("cards").replaceChildren();
+    shown = 0;
+    extend();
+  };
+  $("controls").addEventListener("input", update);
+  $("controls").addEventListener("submit", (event) => event.preventDefault());
+  $("more").addEventListener("click", () => {
+    const first = shown;
+    extend();
+    const card = $("cards").children[first];  // the keyboard goes on where the new ones begin
+    if (card) { card.tabIndex = -1; card.focus({ preventScroll: true }); }
+  });
+  update();
+}

@@ -1,0 +1,41 @@
+"""The cleansing curve as the page shows it: a line for each way to choose what is removed, and a sentence."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from leaveout.cleanse import NOTHING, RANDOM, Curve
+from leaveout.report.content import Cleansing, Line, rounded
+
+
+def cleansing(curve: Curve) -> Cleansing:
+    """Test error after retraining, or the loss where there is no error to count."""
+    frame = curve.to_frame()
+    measure = "loss" if frame["error"].isna().all() else "error"
+    base = frame[frame["choice"] == NOTHING].iloc[0]
+    lines = []
+    for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
+        whole = pd.concat([base.to_frame().T, part.sort_values("removed")])
+        name = "at random" if choice == RANDOM else f"most harmful by {choice}"
+        columns = [rounded(whole[key].astype(float)) for key in (measure, f"{measure}_low", f"{measure}_high")]
+        lines.append(Line(name, rounded(whole["removed"].astype(float)), *columns))
+    return Cleansing(_sentence(frame, base, measure, curve.test_size), f"Test {measure}", lines)
+
+
+def _sentence(frame: pd.DataFrame, base: pd.Series, measure: str, size: int) -> str:
+    """What removing brought at best, beside as many removed at random."""
+    style = "{:.4g}" if measure == "loss" else "{:.2%}"
+    start = style.format(base[measure])
+    chosen = frame[~frame["choice"].isin([NOTHING, RANDOM])]
+    best = chosen.sort_values(measure, kind="stable").iloc[0]
+    what = f"the test {measure} on {size:,} examples"
+    control = frame[(frame["choice"] == RANDOM) & (frame["removed"] == best["removed"])]
+    beside = ""
+    if len(control):
+        beside = f"; without as many chosen at random it is {style.format(control.iloc[0][measure])}"
+    if best[measure] >= base[measure]:
+        return f"Leaving out the most harmful examples did not lower {what}: it is {start} with all of them{beside}."
+    return (
+        f"Trained again without the {best['removed']:,} most harmful examples by {best['choice']}, {what} falls from "
+        f"{start} to {style.format(best[measure])}{beside}."
+    )

@@ -1,0 +1,272 @@
+"""What a report says, against slower answers; what it refuses; and that it never loses a page that is there."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+from leaveout.pictures import pixels, png
+from leaveout.report import rows
+from leaveout.report.cleansing import cleansing
+from leaveout.report.opinions import opinions
+from leaveout.report.show import present
+from problems import recorded
+from reports import EVIL, FEATURES, pictures, table, texts, trained
+
+X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+KINDS = torch.randint(3, (30,), generator=torch.Generator().manual_seed(1))
+
+
+LEVELS = (("good", 0.8), ("large", 0.5), ("hint", 1e-9), ("none", -1))
+
+
+def data(path: Path) -> dict:
+    """What the page's script works with."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())[1])
+
+
+def asked(model, loss, y, classes=()):
+    task = lo.Task(model, loss, TensorDataset(X, y))
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    return opinions(task, params, task.train_set, range(30), classes, lo.Resources()), model(X).detach()
+
+
+@pytest.mark.parametrize("last", ["logits", "log-probabilities"])
+def test_opinions_on_classes(last):
+    linear = nn.Linear(4, 3)
+    model, loss = (linear, nn.CrossEntropyLoss())
+    if last == "log-probabilities":
+        model, loss = nn.Sequential(linear, nn.LogSoftmax(1)), nn.NLLLoss()
+    found, _ = asked(model, loss, KINDS, ("a", "b", "c"))
+    scores = torch.exp(linear(X))
+    own = (scores / scores.sum(1, keepdim=True))[torch.arange(30), KINDS]
+    assert found.labels == ["abc"[i] for i in KINDS]
+    assert found.says == ["abc"[max(range(3), key=lambda c: row[c])] for row in scores.tolist()]
+    torch.testing.assert_close(found.p, own.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.losses, -own.log().double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", ["logit", "probability", "own callable"])
+def test_opinions_on_two_classes(last):
+    y = (KINDS == 1).float()
+    linear = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    model, loss = linear, nn.BCEWithLogitsLoss()
+    if last == "probability":
+        model, loss = nn.Sequential(linear, nn.Sigmoid()), nn.BCELoss()
+    elif last == "own callable":
+        loss = lambda z, t: nn.functional.softplus(z) - t * z  # noqa: E731
+    found, _ = asked(model, loss, y, ("no", "yes"))
+    sure = 1 / (1 + torch.exp(-linear(X).detach()))
+    torch.testing.assert_close(found.p, torch.where(y == 1, sure, 1 - sure).double(), rtol=1e-4, atol=1e-6)
+    assert found.says == ["yes" if p > 0.5 else "no" for p in sure]
+    assert found.labels == ["yes" if t else "no" for t in y]
+
+
+def test_opinions_on_numbers_and_on_what_is_neither():
+    y = X[:, 0]
+    found, outputs = asked(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), nn.MSELoss(), y)
+    assert found.p is None
+    assert found.says == [f"{float(z):.4g}" for z in outputs]
+    torch.testing.assert_close(found.losses, (outputs - y).square().double())
+    # Squared errors on 0 and 1 are no probabilities, whatever the outputs are.
+    zero_one, _ = asked(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), nn.MSELoss(), (KINDS == 1).float())
+    assert zero_one.p is None
+    several, _ = asked(nn.Linear(4, 2), nn.MSELoss(), X[:, :2])
+    assert (several.labels, several.says, several.p) == ([], [], None)
+    assert len(several.losses) == 30
+
+
+def test_what_becomes_a_picture_a_text_or_a_row():
+    assert present(torch.rand(3, 6, 5)).picture.startswith("data:image/png")
+    assert present(np.zeros((9, 9, 3), np.uint8)).picture
+    assert present("x" * 2000).text == "x" * 600 + " …"
+    assert present({"name": "ann", "age": 3.14159}).row == (("name", "ann"), ("age", "3.142"))
+    assert present(torch.tensor([5, 6, 7])).text == "5 6 7"
+    wide = present(torch.arange(100.0))
+    assert wide.row[0] == ("feature 99", "99")
+    assert (len(wide.row), wide.more) == (12, 88)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (7, 5, 3), (7, 5, 4)])
+def test_png_files_hold_the_pixels(tmp_path, shape):
+    image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    (tmp_path / "it.png").write_bytes(png(image))
+    read = pytest.importorskip("PIL.Image").open(tmp_path / "it.png")
+    assert np.array_equal(np.asarray(read), image)
+
+
+def test_large_pictures_are_averaged():
+    image = np.arange(400 * 600 * 3).reshape(400, 600, 3) / (400 * 600 * 3)
+    small = pixels(image, side=200)
+    assert small.shape == (133, 200, 3)
+    block = image[3:6, 30:33].mean((0, 1))
+    assert np.abs(small[1, 10] / 255 - block).max() < 0.003
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory):
+    return pictures(tmp_path_factory.mktemp("pictured"))
+
+
+def test_the_page_carries_the_scores(pictured):
+    report = pictured
+    said = data(report.path)
+    mean = report.scores.mean()
+    order = torch.argsort(mean, stable=True).tolist()
+    assert said["table"]["id"] == order
+    assert np.allclose(said["table"]["score"], mean[order].numpy(), rtol=1e-4)
+    counts, edges = said["histogram"]["counts"], said["histogram"]["edges"]
+    assert sum(counts) == 160
+    assert sum(c for c, right in zip(counts, edges[1:], strict=True) if right <= 0) == int((mean < 0).sum())
+    when = lo.timeline(report.run, report.task, report.query)
+    assert said["spans"] == list(when.spans) == ["epoch 1", "epoch 2", "epoch 3", "epoch 4"]
+    for place, line in said["lines"].items():
+        assert np.allclose(line, when.values[order[int(place)]].numpy(), rtol=1e-4, atol=1e-9)
+    # The ten first and last, and whatever drives a query, are shown.
+    driving = {place for query in said["queries"] for place, _ in query["harmful"] + query["helpful"]}
+    assert {int(place) for place in said["shown"]} == {*range(10), *range(150, 160), *driving}
+    worst = report.scores.harmful(1)[0]
+    assert f"The most harmful is {worst} (labelled" in said["summary"][2]
+    assert (
+        "trained on 160 examples for 4 epochs: 32 steps of SGD with learning rate 0.5 and batches of 20"
+        in (said["summary"][0])
+    )
+    assert said["trust"]["sentence"] == report.check.sentence
+    labels = report.task.train_set.tensors[1]
+    for number, part in enumerate(said["parts"]):
+        total = when.values[labels == number].sum(0).cumsum(0)
+        assert np.allclose(part["growth"], total.numpy(), rtol=1e-3, atol=1e-6)
+    assert [part["count"] for part in said["parts"]] == torch.bincount(labels).tolist()
+
+
+def test_the_cleansing_curve_is_told(pictured):
+    report = pictured
+    lines = {line["name"]: line for line in data(report.path)["cleansing"]["lines"]}
+    assert set(lines) == {"most harmful by ACC(free)", "at random"}
+    assert all(line["x"] == [0, 5, 20, 40] for line in lines.values())
+    digits = lo.data.load("digits", n_train=160, n_val=12)
+    again = lo.cleanse(report.scores, report.run, report.task, digits.test, remove=[5, 20, 40], random=2)
+    for choice, name in (("ACC(free)", "most harmful by ACC(free)"), ("random", "at random")):
+        for removed, value in zip(lines[name]["x"][1:], lines[name]["y"][1:], strict=True):
+            chosen = again.table[(again.table["choice"] == choice) & (again.table["removed"] == removed)]
+            assert value == pytest.approx(chosen["error"].mean(), rel=1e-4)
+    frame = again.to_frame()
+    best = frame[frame["choice"] == "ACC(free)"].sort_values("error").iloc[0]
+    sentence = cleansing(again).sentence
+    if best["error"] < frame.iloc[0]["error"]:
+        assert f"the {best['removed']} most harmful" in sentence
+        assert f"{frame.iloc[0]['error']:.2%} to {best['error']:.2%}" in sentence
+    else:
+        assert "did not lower" in sentence
+
+
+def test_trust_is_the_worse_of_both_samples(pictured, tmp_path):
+    report = pictured
+    said = data(report.path)["trust"]
+    worst = min((report.check.extreme.kendall, report.check.random.kendall), key=lambda tau: tau.low)
+    assert said["level"] == next(level for level, low in LEVELS if worst.low >= low)
+    assert data(texts(tmp_path / "texts").path)["trust"]["level"] == "unchecked"
+    assert data(table(tmp_path / "groups", left_out="groups").path)["trust"]["level"] == "exact"
+
+
+def test_scores_of_groups(tmp_path):
+    report = table(tmp_path, left_out="groups")
+    said = data(report.path)
+    assert said["groups"] is True
+    assert set(said["table"]["id"]) == {f"source {EVIL}", "source b"}
+    groups = {f"source {EVIL}": list(range(15)), "source b": list(range(15, 40))}
+    when = lo.timeline(report.run, report.task, report.query, groups=groups)
+    for place, line in said["lines"].items():
+        row = when.train_ids.index(said["table"]["id"][int(place)])
+        assert np.allclose(line, when.values[row].numpy(), rtol=1e-4)
+
+
+def test_ids_and_scores_alone_make_a_page(tmp_path):
+    problem = recorded(tmp_path / "run")
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    path = lo.report(tmp_path / "deep" / "report.html", problem.run, scores)
+    assert data(path)["table"]["id"] == scores.harmful(6)
+    assert "labelled" not in data(path)["summary"][2]
+
+
+def test_many_rows_and_pictures_stay_within_bounds(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "LISTED", 20)
+    monkeypatch.setattr(rows, "PICTURE_BYTES", 3000)
+    report = pictures(tmp_path)
+    said = data(report.path)
+    mean = report.scores.mean()
+    order = torch.argsort(mean, stable=True).tolist()
+    assert set(order[:10] + order[-10:]) <= set(said["table"]["id"])
+    assert len(said["table"]["id"]) < 160
+    assert said["table"]["score"] == sorted(said["table"]["score"])
+    assert sum(len(shown["picture"]) for shown in said["shown"].values()) <= 3000
+    assert sum(part["count"] for part in said["parts"]) == 160
+    assert any("most extreme of 160" in note for note in said["notes"])
+    assert any("Pictures beyond" in note for note in said["notes"])
+
+
+def test_a_page_that_is_there_is_kept(tmp_path):
+    report = texts(tmp_path)
+    before = report.path.read_bytes()
+    with pytest.raises(lo.InputError, match="exists already: choose another name, or pass overwrite=True"):
+        lo.report(report.path, report.run, report.scores)
+    with pytest.raises(ZeroDivisionError):
+        lo.report(report.path, report.run, report.scores, task=report.task, show=lambda example: 1 / 0, overwrite=True)
+    assert report.path.read_bytes() == before
+    lo.report(report.path, report.run, report.scores, overwrite=True)
+    assert report.path.read_bytes() != before
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["report.html"]
+
+
+@pytest.fixture(scope="module")
+def rowed(tmp_path_factory):
+    return table(tmp_path_factory.mktemp("rowed"))
+
+
+def refuse(rowed, tmp_path, match, **given):
+    path = tmp_path / "page.html"
+    with pytest.raises(lo.InputError, match=match):
+        lo.report(path, rowed.run, **{"scores": rowed.scores, "task": rowed.task, **given})
+    assert not path.exists()
+
+
+def test_refusals(rowed, tmp_path):
+    said = lambda match, **given: refuse(rowed, tmp_path, match, **given)  # noqa: E731
+    said(r"without its task: give task=", task=None, query=rowed.query)
+    said(r"4 feature names for rows of 5 values: name every feature", show=lo.Show(features=FEATURES[:4]))
+    said(r"Example 77 in group 'a' does not exist", show=lo.Show(groups={"a": [77]}))
+    said(r"scored for other queries.*give the query set", query=TensorDataset(*rowed.task.train_set[:5]))
+    each = lo.SGDIE().score(rowed.run, rowed.task, rowed.query, queries="each")
+    said(r"10 queries and the query set 5: give the query set", scores=each, query=TensorDataset(*rowed.query[:5]))
+    by_group = lo.SGDIE().score(rowed.run, rowed.task, rowed.query, groups={"a": [0], "b": [1]})
+    unknown = lo.Show(groups={"a": [0]})
+    said(r"Group 'b' was scored and is not in", scores=by_group, query=rowed.query, show=unknown)
+    check = lo.verify(rowed.scores, rowed.run, rowed.task, rowed.query, replays=8)
+    other = lo.TracIn().score(rowed.run, rowed.task, rowed.query)
+    said(r"check is of SGD-IE, the scores are of TracIn: give the check of these", scores=other, check=check)
+    with pytest.raises(lo.InputError, match="top=0 shows nothing"):
+        lo.Show(top=0)
+
+
+def test_every_class_needs_a_name(tmp_path):
+    run, task = trained(tmp_path, nn.Linear(4, 3), nn.CrossEntropyLoss(), TensorDataset(X, KINDS))
+    scores = lo.SGDIE().score(run, task, TensorDataset(X, KINDS))
+    with pytest.raises(lo.InputError, match="Class 2 occurs, and classes= has 2 names: name every class"):
+        lo.report(tmp_path / "page.html", run, scores, task=task, show=lo.Show(classes=("a", "b")))
+
+
+def test_the_page_is_made_without_torch():
+    folder = Path(lo.__file__).parent / "report"
+    for name in ("page.py", "content.py"):
+        for node in ast.walk(ast.parse((folder / name).read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert all(n.split(".")[0] != "torch" for n in names), name
+            assert all(not n.startswith("leaveout") or n == "leaveout.report.content" for n in names), name
