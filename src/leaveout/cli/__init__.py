@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from leaveout.cli import bench, data, demo, load, plan, reproduce, score, train, verify
+from leaveout.cli import bench, data, demo, load, plan, report, reproduce, score, train, verify
 from leaveout.cli.app import app
 from leaveout.errors import LeaveoutError
 
-__all__ = ["app", "bench", "data", "demo", "entry", "load", "plan", "reproduce", "score", "train", "verify"]
+__all__ = ["app", "bench", "data", "demo", "entry", "load", "plan", "report", "reproduce", "score", "train", "verify"]
 
 
 def entry() -> None:

@@ -40,33 +40,40 @@ def subject_of(run: Path, where: str | None) -> Subject:
 
 
 def subject(where: str) -> Subject:
-    """Calls the user's function; its module is looked for in the working directory as well."""
-    module, _, name = where.partition(":")
-    if not module or not name:
-        raise typer.BadParameter(f"{where} must be written as package.module:function.", param_hint="--task")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    """What the user's function returns."""
+    function = named(where, "--task")
+    if not callable(function):
+        raise typer.BadParameter(f"{where} is no function but a {type(function).__name__}.", param_hint="--task")
     try:
-        function = getattr(importlib.import_module(module), name)
-        if not callable(function):
-            raise typer.BadParameter(f"{where} is no function but a {type(function).__name__}.", param_hint="--task")
-        found = function()
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise _failed(where, error) from None
-        raise typer.BadParameter(
-            f"{where}: there is no module {error.name!r} here or among what is installed.", param_hint="--task"
-        ) from None
-    except AttributeError as error:
-        if name in vars(sys.modules.get(module, object)):
-            raise _failed(where, error) from None
-        near = closest(name, vars(sys.modules[module])) if module in sys.modules else ""
-        raise typer.BadParameter(f"{where}: {module} has no {name!r}{near}.", param_hint="--task") from None
+        return _checked(where, function())
     except (LeaveoutError, typer.BadParameter):
         raise
     except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
         raise _failed(where, error) from None
-    return _checked(where, found)
+
+
+def named(where: str, option: str) -> Any:
+    """What the user calls package.module:name; the module is looked for in the working directory as well."""
+    module, _, name = where.partition(":")
+    if not module or not name:
+        raise typer.BadParameter(f"{where} must be written as package.module:name.", param_hint=option)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = vars(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise _failed(where, error) from None
+        raise typer.BadParameter(
+            f"{where}: there is no module {error.name!r} here or among what is installed.", param_hint=option
+        ) from None
+    except LeaveoutError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the user's own module raises
+        raise _failed(where, error) from None
+    if name not in found:
+        raise typer.BadParameter(f"{where}: {module} has no {name!r}{closest(name, found)}.", param_hint=option)
+    return found[name]
 
 
 def _checked(where: str, found: Any) -> Subject:

@@ -1,0 +1,89 @@
+"""leaveout report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leaveout.beside import Beside
+from leaveout.cleanse import Curve
+from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
+from leaveout.cli.made import TaskOption, named, subject_of
+from leaveout.cli.verify import chosen
+from leaveout.config import Subject
+from leaveout.report import Show
+from leaveout.report import report as lo_report
+from leaveout.report.show import show_of
+from leaveout.resources import Resources
+from leaveout.scores import Scores
+from leaveout.verify import Check
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A recorded run that was scored.")],
+    method: Annotated[str | None, typer.Option(help="Whose scores; the newest, of checked ones, by default.")] = None,
+    task: TaskOption = None,
+    show: Annotated[
+        str | None, typer.Option(help="package.module:name of an lo.Show, or of a function that shows an example.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write; runs/x/report.html by default.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Replace a report that is there already.")] = False,
+    memory: MemoryOption = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Write one page to look at: pictures, scores, how far to trust them. It needs no network and no other file.
+
+    [dim]$[/dim] leaveout report runs/digits
+
+    [dim]$[/dim] leaveout report runs/digits --method sgd-ie --out digits.html
+
+    [dim]$[/dim] leaveout report runs/mine --task mypackage.mymodule:make_task --show mypackage.mymodule:picture
+
+    Checks and the cleansing curve beside the run are part of it. Scores with a column for each query (leaveout score
+    --queries each) let one look at single queries.
+    """
+    recorded, beside = opened(run), Beside(run)
+    files = chosen(recorded, [method] if method else None)
+    checked = [file for file in files if beside.check(file).exists()]
+    file = max(checked or files, key=lambda one: one.stat().st_mtime)
+    scores = Scores.load(file)
+    check = Check.load(beside.check(file)) if file in checked else None
+    curve = Curve.load(beside.cleanse) if beside.cleanse.exists() else None
+    known = subject_of(run, task) if task or beside.config.exists() else None
+    shown = show_of(named(show, "--show")) if show else _show(known)
+    target = out or beside.report
+    with resumable("Nothing was written."):
+        page = lo_report(
+            target,
+            recorded,
+            scores,
+            check,
+            curve,
+            task=known.task if known else None,
+            query=known.query if known else None,
+            show=shown,
+            overwrite=again,
+            resources=Resources(memory),
+        )
+    if as_json:
+        print_json({"run": str(run), "report": str(page), "method": scores.method, "checked": check is not None})
+        return
+    console.print(f"{scores.method}: {page} (open it in a browser)", highlight=False, markup=False)
+    if known is None:
+        console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
+    if check is None and scores.method != "Replay":
+        console.print(f"These scores are not verified: leaveout verify {run} does that.", highlight=False)
+
+
+def _show(known: Subject | None) -> Show:
+    """How the examples of built-in data are shown: flat pixels as the square picture that they are."""
+    if known is None or known.data is None:
+        return Show()
+    found = known.data
+    side = round(len(found.features) ** 0.5)
+    if found.features and found.features[0].startswith("pixel") and side**2 == len(found.features):
+        return Show(example=lambda example: example[0].reshape(side, side), classes=found.classes)
+    return Show(classes=found.classes, features=found.features)
