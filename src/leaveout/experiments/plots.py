@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from plotly import graph_objects
 from plotly.subplots import make_subplots
 
 COLOURS = ("#1f77b4", "#d62728", "#ff7f0e", "#9467bd", "#2ca02c", "#8c564b", "#7f7f7f", "#17becf")
+Numbers: TypeAlias = Sequence[float | int]
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,11 @@ class Series:
     """A line with an interval around it, or with ``points`` a cloud; the same ``colour`` is the same method."""
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Numbers
+    y: Numbers
     colour: int
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
+    low: Numbers = ()
+    high: Numbers = ()
     points: bool = False
     dashed: bool = False
 

@@ -46,13 +46,23 @@ def binary(settings: Settings) -> Iterator[Problem]:
     train_set, val = (
         Examples(part.to(dtype), known.y.to(dtype), known.ids) for part, known in ((x, noisy), (val_x, found.val))
     )
-    task = Task(model, nn.BCEWithLogitsLoss(), train_set, l2=settings["l2"])
+    with trained(model, nn.BCEWithLogitsLoss(), train_set, val, settings) as problem:
+        yield problem
+
+
+@contextmanager
+def trained(
+    model: nn.Module, loss: nn.Module, train_set: Examples, val: Examples, settings: Settings
+) -> Iterator[Problem]:
+    """A model trained by plain SGD at the settings' ``lr``, ``epochs``, ``batch``, ``l2`` and ``seed``."""
+    task = Task(model, loss, train_set, l2=settings["l2"])
     optimizer = torch.optim.SGD(model.parameters(), lr=settings["lr"])
     with tempfile.TemporaryDirectory(prefix="leaveout-reproduce-") as folder:
-        path = Path(folder) / "run"
-        yield Problem(
-            train(task, optimizer, settings["epochs"], settings["batch"], seed, path, resources=QUIET), task, val
+        run = train(
+            *(task, optimizer, settings["epochs"], settings["batch"], settings["seed"], Path(folder) / "run"),
+            resources=QUIET,
         )
+        yield Problem(run, task, val)
 
 
 def corrupted(examples: Examples, name: str, noise: str, level: float, seed: int) -> Examples:

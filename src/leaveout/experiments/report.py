@@ -44,6 +44,8 @@ def write(spec: Spec, out: Path, *, quick: bool = False) -> Path:
     plots = spec.plots(frame)
     command = f"leaveout reproduce {spec.name}{' --quick' if quick else ''}"
     head = f"# {spec.title}\n\nBy `{command}`; rows and settings of every cell are in `results.parquet`.\n\n"
+    if quick:
+        head += "**The quick version: fewer examples, epochs and seeds than the text below says.**\n\n"
     pictures = "".join(f"\n![{plot.title}]({plot.name}.png)\n" for plot in plots)
     for plot in plots:
         write_bytes(folder / f"{plot.name}.png", png(plot))
