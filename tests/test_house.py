@@ -47,6 +47,7 @@ FLOORS = [
     "refine",
     "cleanse",
     "plan",
+    "scale",
     "bench",
     "experiments",
     "report",

@@ -28,6 +28,15 @@ ROWS, VECTORS, SHARD_BYTES = 64, 16, 500_000_000
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
+def shard_rows(bytes_each: int, most: int = ROWS) -> int:
+    """How many rows or queries of this size make a shard, whoever works on it.
+
+    >>> shard_rows(1), shard_rows(100_000_000), shard_rows(10**12)
+    (64, 5, 1)
+    """
+    return max(1, min(most, SHARD_BYTES // max(1, bytes_each)))
+
+
 def parse_bytes(amount: str | int, what: str = "memory") -> int:
     """Bytes in words.
 
@@ -99,7 +108,7 @@ class Resources:
         fits = self.chunk(bytes_each, count)
         if self.whole:
             return fits
-        return min(fits, self.shard or max(1, min(most, SHARD_BYTES // max(1, bytes_each))))
+        return min(fits, self.shard or shard_rows(bytes_each, most))
 
     def inside(self) -> Resources:
         """What a shard may use while it is worked on."""

@@ -40,12 +40,17 @@ def subject_of(run: Path, where: str | None) -> Subject:
 
 
 def subject(where: str) -> Subject:
+    """What the user's function returns, as a task and its queries."""
+    return _checked(where, called(where, "--task"))
+
+
+def called(where: str, option: str) -> Any:
     """What the user's function returns."""
-    function = named(where, "--task")
+    function = named(where, option)
     if not callable(function):
-        raise typer.BadParameter(f"{where} is no function but a {type(function).__name__}.", param_hint="--task")
+        raise typer.BadParameter(f"{where} is no function but a {type(function).__name__}.", param_hint=option)
     try:
-        return _checked(where, function())
+        return function()
     except (LeaveoutError, typer.BadParameter):
         raise
     except Exception as error:  # noqa: BLE001 - whatever the user's own code raises

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import torch
 import typer
 from rich.table import Table
 
 from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json
-from leaveout.cli.made import TaskOption, subject, subject_of
+from leaveout.cli.made import TaskOption, called, subject, subject_of
 from leaveout.plan import plan as lo_plan
-from leaveout.resources import Resources
+from leaveout.resources import Resources, parse_bytes
+from leaveout.scale import Described, Planned, measured_rate, needs, size_of
 
 
 @app.command()
@@ -22,6 +24,13 @@ def plan(
     epochs: Annotated[int, typer.Option(help="Of the planned run.")] = 1,
     batch_size: Annotated[int, typer.Option(help="Of the planned run.")] = 64,
     lr: Annotated[float, typer.Option(help="Of the planned run, with plain SGD.")] = 0.1,
+    model: Annotated[
+        str | None, typer.Option(help="Instead of a task, package.module:function that returns a scale.Described.")
+    ] = None,
+    examples: Annotated[int, typer.Option(help="Training examples of a run planned by its model.")] = 1000,
+    queries: Annotated[int, typer.Option(help="Query vectors of a run planned by its model.")] = 1,
+    workers: Annotated[int, typer.Option(help="Workers of a run planned by its model.")] = 1,
+    rate: Annotated[str, typer.Option(help="FLOP/s that a worker sustains, like 10T; auto: measured.")] = "auto",
     memory: MemoryOption = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -32,7 +41,16 @@ def plan(
     [dim]$[/dim] leaveout plan runs/mine --task mypackage.mymodule:make_task
 
     [dim]$[/dim] leaveout plan --task mypackage.mymodule:make_task --epochs 20 --batch-size 64
+
+    Or, for what does not fit here, from counted operations: see docs/scaling.md.
+
+    [dim]$[/dim] leaveout plan --model leaveout.bench.large:imagenet --examples 1281167 --epochs 90 --rate 10T
     """
+    if model is not None:
+        planned = Planned(examples, epochs, batch_size, queries, workers=workers)
+        found = _counted(model, planned, rate, Resources(memory).bytes)
+        _show(found, as_json)
+        return
     if run is None and task is None:
         raise typer.BadParameter("a planned run needs its task: package.module:function.", param_hint="--task")
     recorded = None if run is None else opened(run)
@@ -46,13 +64,39 @@ def plan(
         batch_size=batch_size,
         resources=Resources(memory),
     )
+    _show(found, as_json)
+
+
+def _counted(model: str, planned: Planned, rate: str, memory: int) -> pd.DataFrame:
+    given = called(model, "--model")
+    if not isinstance(given, Described):
+        raise typer.BadParameter(f"{model} returned no leaveout.scale.Described.", param_hint="--model")
+    sustained = measured_rate() if rate == "auto" else float(parse_bytes(rate, "rate"))
+    return needs(size_of(given), planned, sustained, memory)
+
+
+def _show(found: pd.DataFrame, as_json: bool) -> None:
     if as_json:
         print_json({"methods": found.reset_index().to_dict("records")})
         return
     table = Table(title="What every method would need")
-    for heading in ("method", "time", "memory", "disk"):
+    shards = ["shards"] if "shards" in found else []
+    for heading in ("method", "time", "memory", "disk", *shards):
         table.add_column(heading, justify="right")
-    for method, needs in found.iterrows():
-        disk = f"{needs['disk'] / 1e9:.2f} GB" if needs["disk"] else "-"
-        table.add_row(str(method), f"{needs['seconds']:.1f} s", f"{needs['memory'] / 1e9:.2f} GB", disk)
+    for method, needed in found.iterrows():
+        disk = f"{needed['disk'] / 1e9:,.2f} GB" if needed["disk"] else "-"
+        row = [str(method), duration(needed["seconds"]), f"{needed['memory'] / 1e9:,.2f} GB", disk]
+        table.add_row(*row, *(f"{needed[name]:,}" for name in shards))
     console.print(table)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would use.
+
+    >>> duration(12.34), duration(7200), duration(1e6), duration(1e12)
+    ('12.3 s', '2.0 hours', '11.6 days', '31,688 years')
+    """
+    for unit, length in (("years", 31_557_600), ("days", 86_400), ("hours", 3600)):
+        if seconds >= 2 * length or (unit == "hours" and seconds >= length):
+            return f"{seconds / length:,.0f} years" if unit == "years" else f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
