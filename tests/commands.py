@@ -34,6 +34,9 @@ def make_task():
     model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
     return lo.Task(model, nn.MSELoss(), train), query
 
+def with_test():
+    return *make_task(), parts()[1]
+
 def broken():
     return torch.zeros(3) @ torch.zeros(4)
 

@@ -213,6 +213,16 @@ def test_score_gives_what_the_library_gives(shell, run):
     assert told["scores"][0]["hvps"] == told["scores"][1]["hvps"] == 9  # one sweep for both
 
 
+def test_work_may_be_shared_by_processes(shell, run):
+    here = shell("score", "runs/x", "--method", "replay", "--json").told["scores"][0]
+    before = lo.Scores.load(here["file"]).values
+    there = shell("score", "runs/x", "--method", "replay", "--processes", "2", "--again", "--json").told["scores"][0]
+    torch.testing.assert_close(lo.Scores.load(there["file"]).values, before)
+    assert not (run / ".work").exists()
+    both = shell("score", "runs/x", "--processes", "2", "--ray", "auto")
+    assert (both.code, "give one of them" in both.refusal) == (2, True)
+
+
 def test_score_prints_who_did_harm_and_what_comes_next(shell, run):
     done = shell("score", "runs/x", "--top", "2")
     assert done.code == 0, done.err
@@ -303,7 +313,7 @@ def test_an_own_task_is_scored_and_verified(own):
         ("mine:mak_task", 2, ["mine has no 'mak_task' (did you mean make_task?)"]),
         ("nowhere:make_task", 2, ["no module 'nowhere'"]),
         ("mine:single", 2, ["returned a Task", "query set"]),
-        ("mine:broken", 1, ["mine:broken failed with RuntimeError", "mine.py, line 19"]),
+        ("mine:broken", 1, ["mine:broken failed with RuntimeError", "mine.py, line 22"]),
         ("mine:wants", 1, ["mine:wants failed with ModuleNotFoundError", "not_a_module_anyone_has"]),
     ],
 )
@@ -409,6 +419,37 @@ def test_verify_of_chosen_methods(shell, run):
     assert len(shell("verify", "runs/x", "--replays", "8", "--json").told["checks"]) == 3  # groups are passed over
 
 
+# cleanse
+
+
+def test_cleanse_gives_what_the_library_gives(shell, run):
+    shell("score", "runs/x", "--method", "sgd-ie")
+    shell("score", "runs/x", "--queries", "each")  # not a ranking of its own
+    told = shell("cleanse", "runs/x", "--remove", "3", "--remove", "6", "--random", "2", "--json").told
+    subject = config.prepare(config.read(run / "config.toml"))
+    scores = lo.Scores.load(run / "scores/sgd-ie.safetensors")
+    expected = lo.cleanse(scores, lo.open_run(run), subject.task, subject.test, [3, 6], random=2)
+    found = lo.Curve.load(told["file"])
+    assert found.table.round(6).equals(expected.table.round(6))
+    taken = shell("cleanse", "runs/x")
+    assert (taken.code, "give --again" in taken.refusal) == (1, True)
+    again = shell("cleanse", "runs/x", "--again", "--random", "1")
+    assert again.code == 0
+    assert "1 removed" in again.words  # 2 % of 60
+    assert "6 removed" in again.words
+    assert "test error of" in again.words
+
+
+def test_cleanse_refuses_with_a_sentence(own):
+    assert "has no scores yet" in own("cleanse", "runs/own", "--task", "mine:make_task").refusal
+    own("score", "runs/own", "--task", "mine:make_task")
+    done = own("cleanse", "runs/own", "--task", "mine:make_task")
+    assert (done.code, "(task, query set, test set)" in done.refusal) == (1, True)
+    assert own("cleanse", "runs/own", "--task", "mine:with_test", "--remove", "2", "--random", "1").code == 0
+    many = own("cleanse", "runs/own", "--task", "mine:with_test", "--remove", "200", "--again")
+    assert (many.code, "from 1 to 30" in many.refusal) == (1, True)
+
+
 # plan
 
 
@@ -423,7 +464,7 @@ def test_plan_knows_what_a_built_in_run_is_about(shell, run):
 # help, version, Ctrl-C
 
 
-@pytest.mark.parametrize("command", ["train", "score", "verify", "plan"])
+@pytest.mark.parametrize("command", ["train", "score", "verify", "cleanse", "plan"])
 def test_help_teaches_by_example(shell, command):
     done = shell(command, "--help")
     assert done.code == 0
@@ -463,6 +504,6 @@ def test_ctrl_c_while_scoring_keeps_what_was_finished(tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert "the same command goes on" in " ".join(err.split())
+    assert "the same command goes on from there" in " ".join(err.split())
     assert lo.Scores.load(first).method == "ACC(free)"
     assert [file.name for file in first.parent.iterdir()] == [first.name]

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from commands import Shell
+
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 RUN = ("README.md", "docs/tutorial.md", "docs/guarantees.md")
-DOCUMENTS = [*RUN, "docs/architecture.md", "docs/file-format.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS = [
+    *RUN,
+    "docs/architecture.md",
+    "docs/file-format.md",
+    "docs/contributing.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]
 
 
 def blocks(document: Path) -> list[str]:
@@ -44,6 +54,18 @@ def test_the_code_in_the_documents_runs(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "0")  # no progress bars, also under pytest -s
     assert blocks(ROOT / name), "no code was found"
     run(ROOT / name, Path(name).stem)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/command-line.md"])
+def test_the_commands_in_the_documents_run(name, tmp_path, monkeypatch, capsys):
+    shell = Shell(tmp_path, monkeypatch, capsys)
+    text = (ROOT / name).read_text()
+    commands = [line for match in FENCE.finditer(text) if match[1] == "console" for line in match[2].splitlines()]
+    assert commands, "no command was found"
+    for line in commands:
+        assert line.startswith("$ leaveout "), line
+        done = shell(*shlex.split(line)[2:])
+        assert done.code == 0, (line, done.err)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

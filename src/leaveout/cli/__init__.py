@@ -1,15 +1,34 @@
-"""Thin commands over the library: a file each."""
+"""Thin commands over the library: a file each, which joins ``app`` when it is imported."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from rich.console import Console
 from rich.markup import escape
 
-from leaveout.cli import bench, data, demo, load, plan, report, reproduce, score, train, verify
 from leaveout.cli.app import app
 from leaveout.errors import LeaveoutError
 
-__all__ = ["app", "bench", "data", "demo", "entry", "load", "plan", "report", "reproduce", "score", "train", "verify"]
+__all__ = ["app", "entry"]
+
+WAY = ("demo", "train", "score", "verify", "cleanse", "report", "show", "plan")
+"""The commands of everyday work, in the order in which they are used; the others come after them."""
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+
+def _name(command: object) -> str:
+    return command.name or command.callback.__name__  # type: ignore[attr-defined]
+
+
+app.registered_commands.sort(key=lambda command: (*WAY, _name(command)).index(_name(command)))
+for _command in app.registered_commands:
+    _command.rich_help_panel = "The way through" if _name(_command) in WAY else "Data and measurements"
+for _group in app.registered_groups:
+    _group.rich_help_panel = "Data and measurements"
 
 
 def entry() -> None:

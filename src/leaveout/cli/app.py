@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +13,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from leaveout.engine import Engine, Local, Ray
 from leaveout.errors import RunError, closest
+from leaveout.resources import Resources
 from leaveout.store import MANIFEST, Run, open_run
 
 INTERRUPTED = 130
+SHARD = 256
+"""Rows that are finished, and kept, together."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,6 +35,10 @@ complaints = Console(stderr=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a machine to read, and nothing else.")]
 
 MemoryOption = Annotated[str, typer.Option("--memory", help="Budget, like 2GB; auto: half of what is free.")]
+ProcessesOption = Annotated[int, typer.Option("--processes", help="Processes on this machine that share the work.")]
+RayOption = Annotated[
+    str | None, typer.Option("--ray", help="Work on a Ray cluster: its address, or auto for RAY_ADDRESS or a new one.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -60,6 +69,22 @@ def opened(path: Path) -> Run:
         if suggestion := closest(str(path), near):
             raise RunError(f"{path} holds no run{suggestion}.")
     return open_run(path)
+
+
+@contextmanager
+def working(work: Path, memory: str, processes: int = 1, ray: str | None = None) -> Iterator[Resources]:
+    """Resources that keep finished shards in ``work`` until all is done, so that a crash loses only what is under way.
+
+    Ctrl-C within ends in a sentence that says how to go on.
+    """
+    if ray is not None and processes != 1:
+        raise typer.BadParameter("--processes are on this machine, --ray is a cluster: give one of them.")
+    engine: Engine = Local(processes) if ray is None else Ray(None if ray == "auto" else ray)
+    with resumable("What was finished is kept; the same command goes on from there."):
+        yield Resources(memory, engine=engine, work=work, shard=SHARD)
+    shutil.rmtree(work, ignore_errors=True)
+    with suppress(OSError):  # others are at work there
+        work.parent.rmdir()
 
 
 def print_json(told: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from leaveout.beside import Beside
-from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
+from leaveout.cli.app import AsJson, MemoryOption, ProcessesOption, RayOption, app, console, opened, print_json, working
 from leaveout.cli.made import TaskOption, subject_of
 from leaveout.cli.methods import METHODS, parse
 from leaveout.config import Subject
@@ -39,6 +39,8 @@ def score(
     top: Annotated[int, typer.Option(help="How many of the most harmful and helpful to print.")] = 10,
     again: Annotated[bool, typer.Option("--again", help="Replace scores that are there already.")] = False,
     memory: MemoryOption = "auto",
+    processes: ProcessesOption = 1,
+    ray: RayOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Score every training example: how would the query loss change without it?
@@ -58,8 +60,8 @@ def score(
     subject = subject_of(run, task)
     variant = ("each" if queries == "each" else "") + (f" by {groups.stem}" if groups else "")
     told = []
-    with resumable("Scores that were finished are kept; the same command goes on with the others."):
-        for scores, file, new in _scored(recorded, subject, estimators, queries, by, variant, Resources(memory), again):
+    with working(Beside(run).work("score", estimators, queries, by), memory, processes, ray) as resources:
+        for scores, file, new in _scored(recorded, subject, estimators, queries, by, variant, resources, again):
             told.append(_facts(scores, file, top, new))
             if not as_json:
                 _show(scores, file, top, new, subject.flipped)

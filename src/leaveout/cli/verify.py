@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 
 from leaveout.beside import Beside, slug
-from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
+from leaveout.cli.app import AsJson, MemoryOption, ProcessesOption, RayOption, app, console, opened, print_json, working
 from leaveout.cli.made import TaskOption, subject_of
 from leaveout.cli.methods import parse
 from leaveout.errors import InputError, LeaveoutError, closest
-from leaveout.resources import Resources
 from leaveout.scores import Scores
 from leaveout.store import Run
 from leaveout.verify import Check
@@ -31,6 +30,8 @@ def verify(
     seed: Annotated[int, typer.Option(help="Of the random half of them.")] = 0,
     again: Annotated[bool, typer.Option("--again", help="Replace checks that are there already.")] = False,
     memory: MemoryOption = "auto",
+    processes: ProcessesOption = 1,
+    ray: RayOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Hold scores against exact leave-one-out replays: can they be trusted?
@@ -47,7 +48,7 @@ def verify(
     files = chosen(recorded, method)
     subject = subject_of(run, task)
     told = []
-    with resumable("Checks that were finished are kept; the same command goes on with the others."):
+    with working(beside.work("verify", files, replays, seed), memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), beside.check(file)
             if method is None and any(isinstance(i, str) for i in scores.train_ids):
@@ -55,7 +56,7 @@ def verify(
             if out.exists() and not again:
                 check = _answering(out, scores, replays, seed)
             else:
-                asked = partial(lo_verify, replays=replays, seed=seed, resources=Resources(memory))
+                asked = partial(lo_verify, replays=replays, seed=seed, resources=resources)
                 check = asked(scores, recorded, subject.task, subject.query)
                 check.save(out, overwrite=again)
             told.append({"file": str(out), **json.loads(out.read_text())})

@@ -1,0 +1,85 @@
+"""leaveout cleanse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch.utils.data import Dataset
+
+from leaveout.beside import Beside
+from leaveout.cleanse import cleanse as lo_cleanse
+from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
+from leaveout.cli.made import TaskOption, subject_of
+from leaveout.cli.verify import chosen
+from leaveout.config import Subject
+from leaveout.errors import InputError
+from leaveout.resources import Resources
+from leaveout.scores import Scores
+
+SHARES = (0.02, 0.05, 0.1)
+"""What is removed by default, as shares of the training examples."""
+
+
+@app.command()
+def cleanse(
+    run: Annotated[Path, typer.Argument(help="A recorded run that was scored.")],
+    remove: Annotated[
+        list[int] | None,
+        typer.Option(help="How many of the most harmful to remove; may be repeated. 2, 5 and 10 % by default."),
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Only by these scores; may be repeated.")] = None,
+    task: TaskOption = None,
+    random: Annotated[int, typer.Option(help="Random choices to compare with, for each number.")] = 5,
+    shuffles: Annotated[int, typer.Option(help="0: the recorded batches; k: k fresh orders of the examples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random choices and the fresh orders.")] = 0,
+    again: Annotated[bool, typer.Option("--again", help="Replace a curve that is there already.")] = False,
+    memory: MemoryOption = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Remove the most harmful examples, train again, and measure on the test set.
+
+    [dim]$[/dim] leaveout cleanse runs/digits
+
+    [dim]$[/dim] leaveout cleanse runs/digits --method acc --remove 10 --remove 50 --shuffles 3
+
+    [dim]$[/dim] leaveout cleanse runs/mine --task mypackage.mymodule:make_task
+
+    An own task function returns (task, query set, test set) for this. The curve goes to runs/x/cleanse.json.
+    """
+    recorded, out = opened(run), Beside(run).cleanse
+    if out.exists() and not again:
+        raise InputError(f"{out} exists already: give --again to replace it.")
+    scores = [Scores.load(file) for file in chosen(recorded, method)]
+    if method is None:  # of groups and of single queries: a ranking of examples comes from the plain ones
+        scores = [one for one in scores if one.query_ids == ("mean",) and isinstance(one.train_ids[0], int)]
+    subject = subject_of(run, task)
+    amounts = remove or sorted({max(1, round(share * subject.task.size)) for share in SHARES})
+    with resumable("Nothing was written; the same command starts it again."):
+        curve = lo_cleanse(
+            scores,
+            recorded,
+            subject.task,
+            _test(subject),
+            amounts,
+            random=random,
+            shuffles=shuffles,
+            seed=seed,
+            resources=Resources(memory),
+        )
+        curve.save(out, overwrite=again)
+    if as_json:
+        print_json({"run": str(run), "file": str(out), "curve": json.loads(out.read_text())})
+    else:
+        console.print(f"{curve}\n  {out}", highlight=False, markup=False)
+
+
+def _test(subject: Subject) -> Dataset:
+    if subject.test is None:
+        raise InputError(
+            "This task has no test set: let its function return (task, query set, test set), the last with examples "
+            "that neither training nor the scores have seen."
+        )
+    return subject.test

@@ -1,0 +1,60 @@
+"""The examples do what they say, on the data that they carry and on the real ones where those are."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+PLACES = [
+    "embedded",
+    pytest.param("real", marks=pytest.mark.skipif("LEAVEOUT_DATA" not in os.environ, reason="no data")),
+]
+
+
+@pytest.fixture(params=PLACES)
+def load(request, monkeypatch):
+    if request.param == "embedded":
+        monkeypatch.delenv("LEAVEOUT_DATA", raising=False)
+
+    def loaded(name: str):
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(__import__("sys").modules, name, module)  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded
+
+
+def test_images(load, tmp_path):
+    told = load("images_noisy_labels").main(tmp_path, examples=200, epochs=20)
+    assert told["found"] > 0.5  # a fifth by chance
+    assert told["after"] < min(told["before"], told["random"])
+
+
+def test_text(load, tmp_path, capsys):
+    told = load("text_classification").main(tmp_path, examples=200, epochs=10)
+    assert told["found"] > 0.2  # a tenth by chance
+    assert told["accuracy"] > 0.6
+    assert "pushed it there" in capsys.readouterr().out
+
+
+def test_tables(load, tmp_path):
+    told = load("tabular_groups").main(tmp_path, epochs=10)
+    assert told["worst is bad"] == 1.0
+    assert told["error ACC"] < 0.02
+
+
+@pytest.fixture(autouse=True)
+def reported(tmp_path, request):
+    yield
+    if "load" in request.fixturenames:
+        assert "<html" in (tmp_path / "report.html").read_text()[:1000]
+
+
+def test_each_is_one_short_file():
+    files = sorted(FOLDER.glob("*.py"))
+    assert len(files) == 3
+    assert all(len(file.read_text().splitlines()) < 120 for file in files)

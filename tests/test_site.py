@@ -1,0 +1,49 @@
+"""The documents as a site: every link and every name in the reference is found, and no page asks for the network."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from leaveout.cli import app
+
+ROOT = Path(__file__).parent.parent
+# What a browser would fetch: not the links that a reader may follow.
+FETCHED = re.compile(
+    r'<(?:script|img|iframe|source)[^>]*\bsrc="(?:https?:)?//'
+    r'|<link[^>]*rel="[^"]*(?:stylesheet|icon|preconnect)[^"]*"[^>]*href="(?:https?:)?//'
+)
+
+
+def test_the_site_builds_strictly_and_fetches_nothing(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(ROOT / "mkdocs.yml")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run([*command, "-d", str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = sorted(tmp_path.glob("*.html"))
+    assert len(pages) >= 10
+    for page in pages:
+        assert not FETCHED.search(page.read_text()), page.name
+    for sheet in tmp_path.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text()), sheet.name
+    reference = (tmp_path / "api.html").read_text()
+    for name in ("leaveout.Recorder", "leaveout.verify", "leaveout.metrics.kendall"):
+        assert f'id="{name}"' in reference, name
+
+
+def test_every_public_name_is_in_the_reference():
+    import leaveout
+
+    text = (ROOT / "docs/api.md").read_text()
+    for name in leaveout.__all__:
+        error = isinstance(getattr(leaveout, name), type) and issubclass(getattr(leaveout, name), Exception)
+        assert error or f"::: leaveout.{name}\n" in text, name
+
+
+def test_every_command_is_on_its_page():
+    text = (ROOT / "docs/command-line.md").read_text()
+    for command in app.registered_commands:
+        assert f"leaveout {command.name or command.callback.__name__}" in text, command.callback.__name__
+    for group in app.registered_groups:
+        assert f"leaveout {group.name}" in text, group.name
