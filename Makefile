@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test lint format docs bench clean
+.PHONY: demo test lint format docs bench screenshots clean
 
 demo: $(READY)  ## the main job, offline, in about a minute
 	$(BIN)/leaveout demo
@@ -27,6 +27,9 @@ docs: $(READY)  ## the documents as a site in site/, without network
 
 bench: $(READY)
 	$(BIN)/leaveout bench
+
+screenshots: $(READY)  ## the documents' pictures of the report; needs chromium
+	$(BIN)/python tests/screenshots.py docs/report
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

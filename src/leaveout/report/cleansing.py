@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from leaveout.cleanse import NOTHING, RANDOM, Curve
-from leaveout.report.content import Cleansing, Line, rounded
+from leaveout.report.content import Cleansing, Line, digits, rounded
 
 
 def cleansing(curve: Curve) -> Cleansing:
@@ -15,11 +15,11 @@ def cleansing(curve: Curve) -> Cleansing:
     base = frame[frame["choice"] == NOTHING].iloc[0]
     lines = []
     for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
-        whole = pd.concat([base.to_frame().T, part.sort_values("removed")])
         name = "at random" if choice == RANDOM else f"most harmful by {choice}"
-        columns = [rounded(whole[key].astype(float)) for key in (measure, f"{measure}_low", f"{measure}_high")]
-        lines.append(Line(name, rounded(whole["removed"].astype(float)), *columns))
-    return Cleansing(_sentence(frame, base, measure, curve.test_size), f"Test {measure}", lines)
+        keys = ("removed", measure, f"{measure}_low", f"{measure}_high")
+        lines.append(Line(name, *(rounded(part.sort_values("removed")[key].astype(float)) for key in keys)))
+    sentence = _sentence(frame, base, measure, curve.test_size)
+    return Cleansing(sentence, f"Test {measure}", digits(float(base[measure])), lines)
 
 
 def _sentence(frame: pd.DataFrame, base: pd.Series, measure: str, size: int) -> str:

@@ -119,10 +119,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Cleansing:
-    """What retraining without the most harmful examples brought."""
+    """What retraining without the most harmful examples brought; ``base`` is with all of them."""
 
     sentence: str
     measure: str
+    base: float
     lines: list[Line]
 
 

@@ -75,7 +75,7 @@ def present(thing: Any, features: Sequence[str] = ()) -> Shown:
     >>> present("a message")
     Shown(picture='', text='a message', row=(), more=0)
     >>> present(np.array([0.5, 0.0, -2.0]), ["age", "hours", "gain"])
-    Shown(picture='', text='', row=(('gain', '-2'), ('age', '0.5')), more=1)
+    Shown(picture='', text='', row=(('age', '0.5'), ('hours', '0'), ('gain', '-2')), more=0)
     """
     if isinstance(thing, Mapping):
         cells = [(str(name), _cell(value)) for name, value in thing.items()]
@@ -93,10 +93,12 @@ def present(thing: Any, features: Sequence[str] = ()) -> Shown:
 
 
 def _row(array: np.ndarray, features: Sequence[str]) -> Shown:
-    """The entries that stand out most, largest first; the rest is counted."""
+    """All entries of a short row; of a long one those that stand out most, largest first, and the rest is counted."""
     if features and len(features) != len(array):
         raise InputError(f"{len(features)} feature names for rows of {len(array)} values: name every feature.")
-    order = [int(i) for i in np.argsort(-np.abs(array), kind="stable")[:CELLS] if array[i] != 0]
+    order = list(range(len(array)))
+    if len(array) > CELLS:
+        order = [int(i) for i in np.argsort(-np.abs(array), kind="stable")[:CELLS] if array[i] != 0]
     cells = tuple((str(features[i]) if features else f"feature {i}", _cell(float(array[i]))) for i in order)
     return Shown(row=cells, more=len(array) - len(cells))
 

@@ -33,7 +33,7 @@ def trained(run: Run, task: Task | None) -> str:
     batch = f"batches of {sizes.most_common(1)[0][0]:,}"
     rates = [record.hypers[0]["lr"] for record in records]
     rate = f"{rates[0]:.3g}" if min(rates) == max(rates) else f"between {min(rates):.3g} and {max(rates):.3g}"
-    what = f"A {model_name(task.model)} model" if task else "A model"
+    what = f"A model ({model_name(task.model)})" if task else "A model"
     return (
         f"{what} with {parameters(run):,} parameters was trained{on}{long}: {len(run):,} steps of "
         f"{optimizer(run, records[0].hypers[0])} with learning rate {rate} and {batch}."
@@ -64,7 +64,7 @@ def model_name(model: nn.Module) -> str:
     if not isinstance(model, nn.Sequential):
         return type(model).__name__
     names = [type(part).__name__ for part in model]
-    return ", ".join(names) if len(names) <= 6 else f"{len(names)}-layer"
+    return ", ".join(names) if len(names) <= 8 else f"{len(names)} layers"
 
 
 def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
@@ -84,7 +84,7 @@ def found(table: Table, total: int, harmful: int, *, groups: bool) -> str:
     worst = table.id[0]
     named = ""
     if table.label and table.label[0] >= 0:
-        named = f" (labelled {table.names[table.label[0]]}"
+        named = f" ({'labelled' if table.p else 'target'} {table.names[table.label[0]]}"
         named += f", the model says {table.names[table.says[0]]})" if table.says[0] != table.label[0] else ")"
     return (
         f"{harmful:,} of the {total:,} {what} did harm on balance. The most harmful is {worst}{named}: without it the "

@@ -46,7 +46,7 @@ function frame(width, height, xs, ys, names) {
   const root = canvas(width, height, names.label);
   for (const tick of ticks(ys[0], ys[1], 5)) {
     root.append(segment(left, y(tick), right, y(tick), "grid"));
-    root.append(text(left - 8, y(tick) + 4, minus(short(tick)), { "text-anchor": "end" }));
+    root.append(text(left - 8, y(tick) + 4, (names.y_tick ?? ((v) => minus(short(v))))(tick), { "text-anchor": "end" }));
   }
   for (const tick of names.x_ticks ?? ticks(xs[0], xs[1], Math.max(3, Math.floor(width / 110)))) {
     root.append(segment(x(tick), bottom, x(tick), bottom + 4, "axis"));
@@ -143,11 +143,12 @@ function lineStyle(i) {
 function curves(id, lines, names, rows) {
   const draw = (width) => {
     const height = Math.min(340, Math.max(230, width * 0.55));
-    const all = lines.flatMap((line) => [...line.y, ...line.low, ...line.high]);
+    const all = [...lines.flatMap((line) => [...line.y, ...line.low, ...line.high]), ...(names.base === undefined ? [] : [names.base])];
     const xs = lines.flatMap((line) => line.x);
     const axes = frame(width, height, [Math.min(...xs), Math.max(...xs)], padded(names.zero ? [0, ...all] : all), names);
     const { root, x, y } = axes;
     if (names.zero) root.append(segment(axes.left, y(0), axes.right, y(0), "axis"));
+    if (names.base !== undefined) root.append(segment(axes.left, y(names.base), axes.right, y(names.base), "ideal"));
     lines.forEach((line, i) => {
       if (line.low.length) {
         const band = [...line.x.map((v, k) => [x(v), y(line.high[k])]), ...line.x.map((v, k) => [x(v), y(line.low[k])]).reverse()];
@@ -158,12 +159,14 @@ function curves(id, lines, names, rows) {
       root.append(svg("path", { d: path(line.x.map((v, k) => [x(v), y(line.y[k])])), class: "line", ...lineStyle(i) }));
       line.x.forEach((v, k) => {
         root.append(svg("circle", { cx: x(v), cy: y(line.y[k]), r: names.dots ? 3 : 1.5, fill: lineStyle(i).stroke }));
-        root.append(svg("circle", { cx: x(v), cy: y(line.y[k]), r: 9, fill: "transparent", "data-tip": `${line.name}\n${names.tip(v, line, k)}: ${minus(short(line.y[k]))}` }));
+        root.append(svg("circle", { cx: x(v), cy: y(line.y[k]), r: 9, fill: "transparent", "data-tip": `${line.name}\n${names.tip(v, line, k)}: ${(names.y_tick ?? ((w) => minus(short(w))))(line.y[k])}` }));
       });
     });
     return root;
   };
-  const key = legend(lines.map((line, i) => ({ name: line.name, mark: svg("path", { d: "M0,6L18,6", class: "line", ...lineStyle(i) }) })));
+  const marks = lines.map((line, i) => ({ name: line.name, mark: svg("path", { d: "M0,6L18,6", class: "line", ...lineStyle(i) }) }));
+  if (names.base !== undefined) marks.push({ name: "nothing removed", mark: segment(0, 6, 18, 6, "ideal") });
+  const key = legend(marks);
   chart(id, draw, key, asTable(names.label, rows.heads, rows.rows));
 }
 
@@ -184,17 +187,19 @@ function growth() {
 function cleansing() {
   const { measure } = DATA.cleansing;
   const counts = DATA.cleansing.lines.flatMap((line) => line.x);
-  // Numbers that reach over more than a factor of 30 are drawn on a logarithmic scale that has a place for zero.
-  const wide = Math.max(...counts) > 30 * Math.min(...counts.filter((count) => count > 0));
-  const place = (count) => (wide ? Math.log10(1 + count) : count);
+  // Numbers that reach over more than a factor of 30 are drawn on a logarithmic scale.
+  const wide = Math.max(...counts) > 30 * Math.min(...counts);
+  const place = (count) => (wide ? Math.log10(count) : count);
   const lines = DATA.cleansing.lines.map((line) => ({ ...line, x: line.x.map(place), counts: line.x }));
-  const names = { label: `${measure} against examples removed`, x: "examples removed", dots: true, tip: (_, line, k) => `${line.counts[k].toLocaleString("en")} removed` };
+  const names = { label: `${measure} against examples removed`, x: "examples removed", dots: true, base: DATA.cleansing.base, tip: (_, line, k) => `${line.counts[k].toLocaleString("en")} removed` };
+  if (measure === "Test error") names.y_tick = (value) => Number((value * 100).toPrecision(3)) + "%";
+  const told = names.y_tick ?? short;
   if (wide) {
-    const powers = [0, 1, 10, 100, 1000, 10000, 100000, 1e6].filter((count) => count <= Math.max(...counts));
+    const powers = [1, 10, 100, 1000, 10000, 100000, 1e6].filter((count) => count <= Math.max(...counts));
     names.x_ticks = powers.map(place);
     names.x_tick = (tick) => powers[names.x_ticks.indexOf(tick)].toLocaleString("en");
   }
-  const rows = lines.flatMap((line) => line.counts.map((count, k) => [line.name, count, short(line.y[k]), line.low.length ? `${short(line.low[k])} to ${short(line.high[k])}` : ""]));
+  const rows = lines.flatMap((line) => line.counts.map((count, k) => [line.name, count, told(line.y[k]), `${told(line.low[k])} to ${told(line.high[k])}`]));
   curves("curve", lines, names, { heads: ["Removed by", "Examples", measure, "Interval"], rows });
 }
 
@@ -232,11 +237,11 @@ function spark(values) {
   const width = 160, height = 34;
   const low = Math.min(0, ...values), high = Math.max(0, ...values);
   const y = scale(low, high, height - 1, 1), step = width / values.length;
-  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": words });
+  const size = `width: min(100%, ${values.length * 1.4}rem)`;
+  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", style: size, role: "img", "aria-label": words });
   root.append(segment(0, y(0), width, y(0), "grid"));
   values.forEach((value, i) => {
-    const size = Math.abs(y(value) - y(0));
-    const bar = { x: i * step + step * 0.1, width: step * 0.8, y: Math.min(y(0), y(value)), height: size, class: value < 0 ? "fill-harm" : "fill-help" };
+    const bar = { x: i * step + step * 0.1, width: step * 0.8, y: Math.min(y(0), y(value)), height: Math.abs(y(value) - y(0)), class: value < 0 ? "fill-harm" : "fill-help" };
     root.append(svg("rect", bar));
     root.append(svg("rect", { x: i * step, y: 0, width: step, height, fill: "transparent", "data-tip": `${DATA.spans[i]}: ${signed(value)}` }));
   });

@@ -31,8 +31,11 @@ function short(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+// Labels of classes come with probabilities; otherwise they are numbers to be predicted.
+const CLASSES = TABLE.p.length > 0;
+const LABELLED = CLASSES ? "labelled" : "target";
 const nameOf = (number) => (number === undefined || number < 0 ? "" : TABLE.names[number]);
-const disputed = (row) => TABLE.says.length > 0 && TABLE.p.length > 0 && TABLE.says[row] !== TABLE.label[row];
+const disputed = (row) => CLASSES && TABLE.says[row] !== TABLE.label[row];
 const noun = (count) => (DATA.groups ? (count === 1 ? "group" : "groups") : count === 1 ? "example" : "examples");
 
 function table(caption, heads, rows) {

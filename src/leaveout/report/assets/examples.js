@@ -10,7 +10,7 @@ function seen(shown, what) {
   if (!shown.row.length) return null;
   const rows = shown.row.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, minus(value))));
   const rest = shown.more ? el("p", { class: "rest" }, `and ${shown.more} more`) : null;
-  return el("div", { class: "seen" }, el("table", { "aria-label": "Features of " + what }, el("tbody", {}, ...rows)), rest);
+  return el("div", { class: "seen values" }, el("table", { "aria-label": "Features of " + what }, el("tbody", {}, ...rows)), rest);
 }
 
 function picture(shown, what) {
@@ -21,12 +21,16 @@ function picture(shown, what) {
 
 function described(row) {
   const label = nameOf(TABLE.label[row]);
-  return `${noun(1)} ${TABLE.id[row]}` + (label ? `, labelled ${label}` : "");
+  return `${noun(1)} ${TABLE.id[row]}` + (label ? `, ${LABELLED} ${label}` : "");
+}
+
+function target(label) {
+  return label ? el("p", { class: "label" }, `${LABELLED} `, el("b", {}, CLASSES ? label : minus(label))) : null;
 }
 
 function opinion(label, says, p) {
   if (!says) return null;
-  if (p === null || p === undefined) return el("p", { class: "says" }, "model says " + says);
+  if (p === null || p === undefined) return el("p", { class: "says" }, "model says " + minus(says));
   if (says === label) return el("p", { class: "says" }, `model agrees, ${percent(p)} sure`);
   return el("p", { class: "says differs" }, `model says ${says}; gives the label ${percent(p)}`);
 }
@@ -37,9 +41,9 @@ function card(row, score, line) {
   const label = nameOf(TABLE.label[row]);
   const body = el("div", { class: "body" },
     el("div", { class: "top" },
-      el("h3", { class: "number" }, `${DATA.groups ? "" : "#"}${TABLE.id[row]}`),
+      el("h3", { class: DATA.groups ? "name" : "number" }, `${DATA.groups ? "" : "#"}${TABLE.id[row]}`),
       el("span", { class: `score ${kind}`, title: score < 0 ? "did harm" : "helped" }, signed(score))),
-    label ? el("p", { class: "label" }, "labelled ", el("b", {}, label)) : null,
+    target(label),
     opinion(label, nameOf(TABLE.says[row]), TABLE.p[row]),
     TABLE.exact[row] ? el("span", { class: "badge" }, "exact replay") : null,
     line && DATA.lines[row] ? spark(DATA.lines[row]) : null);

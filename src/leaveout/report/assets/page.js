@@ -3,7 +3,7 @@ function queries() {
   const select = $("query");
   if (!select) return;
   const title = (query) => {
-    const label = query.label ? `, labelled ${query.label}` : "";
+    const label = query.label ? `, ${LABELLED} ${query.label}` : "";
     const says = query.says && query.says !== query.label ? `, model says ${query.says}` : "";
     return `query ${query.id}${label}${says}` + (query.loss === null ? "" : `, loss ${short(query.loss)}`);
   };
@@ -16,7 +16,7 @@ function queries() {
   const show = () => {
     const i = Number(select.value), query = DATA.queries[i];
     const body = el("div", { class: "body" }, el("h3", { class: "number" }, `query ${query.id}`),
-      query.label ? el("p", { class: "label" }, "labelled ", el("b", {}, query.label)) : null,
+      target(query.label),
       opinion(query.label, query.says, query.p),
       query.loss === null ? null : el("p", { class: "says" }, `loss ${short(query.loss)}`));
     const own = el("div", { class: "card" }, seen(query.shown, title(query)), body);
@@ -49,7 +49,7 @@ function candidates() {
   const pictures = Object.values(DATA.shown).some((shown) => shown.picture);
   const update = () => {
     const rows = chosenRows();
-    const heads = [pictures ? "Picture" : null, "Number", "Label", "Model says", "Score", "P(label)"].filter(Boolean);
+    const heads = [pictures ? "Picture" : null, "Number", CLASSES ? "Label" : "Target", "Model says", "Score", "P(label)"].filter(Boolean);
     const line = (row) => el("tr", {},
       pictures ? el("td", {}, DATA.shown[row]?.picture ? picture(DATA.shown[row], described(row)) : "") : null,
       el("th", { scope: "row" }, String(TABLE.id[row])), el("td", {}, nameOf(TABLE.label[row])), el("td", {}, nameOf(TABLE.says[row])),
