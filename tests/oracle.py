@@ -98,7 +98,55 @@ class Oracle:
                     raise ValueError(method)
         return torch.stack(moved)[:, : self.p].detach()
 
-    def freely_corrected(self, query: Tensor, rows: list[list[int]]) -> Tensor:
+    def curvature(self, kind: str, theta: Tensor, k: int) -> Tensor:
+        """One example's Hessian, Gauss-Newton matrix or gradient outer product, dense."""
+        if kind == "hessian":
+            return torch.autograd.functional.hessian(lambda t: self.example_loss(t, k), theta)
+
+        def outputs(t: Tensor) -> Tensor:
+            return functional_call(self.model, self.named(t), (self.inputs[k : k + 1],))
+
+        def loss(z: Tensor) -> Tensor:
+            return self.loss(z, self.targets[k : k + 1])
+
+        jacobian = torch.autograd.functional.jacobian
+        ridge = self.l2 * torch.eye(self.p, dtype=torch.float64)
+        if kind == "fisher":
+            g = jacobian(lambda t: loss(outputs(t)), theta)
+            return torch.outer(g, g) + ridge
+        J = jacobian(outputs, theta).reshape(-1, self.p)
+        A = torch.autograd.functional.hessian(loss, outputs(theta)).reshape(len(J), len(J))
+        return J.T @ A @ J + ridge
+
+    def family(self, rows: list[list[int]], kind: str = "hessian", where=None, path: Tensor | None = None) -> Tensor:
+        """δ_N of every row, any curvature; corrected ``where``; ``path`` maps what enters the gradient."""
+        jacobian = torch.autograd.functional.jacobian
+        ones = torch.ones(len(self.inputs), dtype=torch.float64)
+        P = torch.eye(self.p, dtype=torch.float64) if path is None else path
+        moved = [torch.zeros(self.p * len(self.run.rule.slots), dtype=torch.float64) for _ in rows]
+        for i in range(len(self.run)):
+            ids = self.run.record(i).ids.tolist()
+            state = self.flat(self.run.state(i))
+            theta = state[: self.p]
+            whole = self.batch_gradient(theta.clone().requires_grad_(), ones, ids).detach()
+            bends = {k: self.curvature(kind, theta, k) for k in set(ids)}
+            slopes = {k: jacobian(lambda t, k=k: self.example_loss(t, k), theta) for k in set(ids)}
+            mean = sum(bends[k] for k in ids) / len(ids)
+            for r, row in enumerate(rows):
+                out = [k for k in ids if k in row]
+                gone = P @ sum((slopes[k] for k in out), torch.zeros(self.p).double()) / len(ids)
+                change = P @ mean @ moved[r][: self.p]
+                corrected = bool(out) and where is not None and where(i, row)
+                if corrected:
+                    change = change - P @ sum(bends[k] for k in out) @ moved[r][: self.p] / len(ids)
+                at = whole - gone if corrected else whole
+                carry = jacobian(lambda s, g=at, i=i: self.update(i, s, g), state)
+                enter = jacobian(lambda g, s=state, i=i: self.update(i, s, g), at)
+                jump = self.update(i, state, at) - self.update(i, state, whole) if corrected else -enter @ gone
+                moved[r] = carry @ moved[r] + enter @ change + jump
+        return torch.stack(moved)[:, : self.p].detach()
+
+    def freely_corrected(self, query: Tensor, rows: list[list[int]], where=lambda _step, _row: True) -> Tensor:
         """⟨query, δ⟩ for every row with SGD-IE's transport and gradients corrected by a curvature-free displacement."""
         ones = torch.ones(len(self.inputs), dtype=torch.float64)
         size = self.p * len(self.run.rule.slots)
@@ -122,7 +170,7 @@ class Oracle:
                         gk = jacobian(lambda t, k=k: self.example_loss(t, k), theta)
                         hk = torch.autograd.functional.hessian(lambda t, k=k: self.example_loss(t, k), theta)
                         plain = plain + gk
-                        read = read + gk + hk @ free[r, : self.p]
+                        read = read + gk + (hk @ free[r, : self.p] if where(i, row) else 0)
                 moved[r] = whole @ moved[r] - enter @ read / len(ids)
                 free[r] = carry @ free[r] - enter @ plain / len(ids)
         return moved[:, : self.p] @ query

@@ -103,7 +103,7 @@ def recorded(
         x, y = train.tensors[0][ids], train.tensors[1][ids]
         penalty = 0.5 * l2 * sum(p.square().sum() for p in model.parameters())
         (loss(model(x), y) + penalty).backward()
-        recorder.step(ids, [x, y], epoch=epochs[i] if epochs else 0)
+        recorder.step(ids, [x, y], epoch=epochs[i] if epochs else i // 2)
         made.step()
         schedule.step()
     run = recorder.finish()

@@ -30,7 +30,7 @@ def test_demo_finds_most_flipped_labels_and_keeps_its_run(tmp_path):
     assert done.returncode == 0, done.stderr
     words = " ".join(done.stdout.split())
     assert "The 15 most harmful examples" in words
-    for method in ("SGD-IE(exact)", "ACC(exact, exact readout)"):
+    for method in ("SGD-IE(exact readout)", "ACC(exact, exact readout)"):
         found = int(words.split(f"{method}: ")[1].split()[0])
         assert found >= 35, words
         assert f"{method}, held against 64 exact replays" in words

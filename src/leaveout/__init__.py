@@ -5,7 +5,7 @@ from leaveout.carriers import Subspace
 from leaveout.cleanse import Curve, cleanse
 from leaveout.engine import Local, Ray
 from leaveout.errors import EngineError, InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
-from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn, score
+from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn, score
 from leaveout.plan import plan
 from leaveout.recorder import Recorder
 from leaveout.refine import refine
@@ -21,11 +21,14 @@ from leaveout.verify import Check, verify
 __all__ = [
     "ACC",
     "SGDIE",
+    "AdamIE",
     "Check",
     "Cost",
     "Curve",
+    "DVEmb",
     "EngineError",
     "Estimator",
+    "InfluenceFunction",
     "InputError",
     "LeaveoutError",
     "Local",

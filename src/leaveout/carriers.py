@@ -14,11 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from leaveout.coasting import Coasting, Drift, Layout, drift
+from leaveout.curvature import Curvature, own_where
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim import Rule, sgd
-from leaveout.products import example_products
 from leaveout.resources import Resources
-from leaveout.step import Hessian
+from leaveout.step import Keep
 from leaveout.task import take
 from leaveout.trajectory import Moment, Trajectory
 from leaveout.vectors import PARAM
@@ -37,6 +37,9 @@ class Subspace:
         if self.rank < 1:
             raise InputError(f"Subspace(rank={self.rank}) has no directions: give a rank of at least 1.")
 
+    def __str__(self) -> str:
+        return f"subspace {self.rank}"
+
 
 def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> Coasting:
     """Room for a vector a row: in memory if the budget holds them, otherwise in a file, which is slower."""
@@ -47,14 +50,15 @@ def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, res
 class Carrier(ABC):
     """Displacements of all rows, known at their own occurrences."""
 
-    products = 1
-    """Hessian-vector products that a step takes."""
+    def products(self, keep: Keep) -> int:
+        """Products with the curvature that a step takes."""
+        return 1 if keep is None or bool(keep.any()) else 0
 
     @abstractmethod
     def step(
-        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int
+        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int, keep: Keep
     ) -> Float[Tensor, "pairs width"]:
-        """H(z)·δ_r for every pair; then the step passes, and takes the pairs' examples away from their rows."""
+        """H(z)·δ_r for every pair, zero where it is not corrected; then the step passes, without the examples."""
 
     @abstractmethod
     def advance(self, moment: Moment) -> None:
@@ -64,22 +68,26 @@ class Carrier(ABC):
 class Free(Carrier):
     """No curvature: for plain SGD δ stays put, with momentum it coasts, with decay it shrinks."""
 
-    def __init__(self, trajectory: Trajectory, layout: Layout, rows: int, resources: Resources, like: Tensor) -> None:
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        layout: Layout,
+        kind: type[Curvature],
+        rows: int,
+        resources: Resources,
+        like: Tensor,
+    ) -> None:
         self._trajectory, self._layout, self._like = trajectory, layout, like
-        self.rows = rows
+        self.rows, self.kind = rows, kind
         self._held = place(rows, trajectory.rule, layout.group, like, resources)
 
     def step(
-        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int
+        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int, keep: Keep
     ) -> Float[Tensor, "pairs width"]:
         """H(z)·δ_r for every pair, and on."""
-        gradients, curved = example_products(
-            self._trajectory.task,
-            moment.before[PARAM],
-            take(moment.batch, position),
-            self._layout.unflatten(self.now(row)),
-            chunk,
-        )
+        curvature = self.kind(self._trajectory.task, moment.params, moment.batch, chunk)
+        vectors = self._layout.unflatten(self.now(row))
+        gradients, curved = own_where(curvature, keep, take(moment.batch, position), vectors)
         self.move(moment, row, self._layout.flatten(gradients))
         return self._layout.flatten(curved)
 
@@ -107,24 +115,25 @@ class SubspaceCarrier(Carrier):
 
     def __init__(self, trajectory: Trajectory, layout: Layout, free: Free, basis: Float[Tensor, "rank width"]) -> None:
         self._trajectory, self._layout, self._free, self._basis = trajectory, layout, free, basis
-        self.products = len(basis) + 2
         shape = (free.rows, len(basis))
         self._inside = {slot: basis.new_zeros(shape) for slot in trajectory.rule.slots}
 
+    def products(self, keep: Keep) -> int:
+        """As many more as the subspace has directions."""
+        return len(self._basis) + 2 * super().products(keep)
+
     def step(
-        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int
+        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int, keep: Keep
     ) -> Float[Tensor, "pairs width"]:
         """H(z)·δ_r for every pair, and on."""
         outside, z = self._free.now(row), self._inside[PARAM][row]
         inside = z @ self._basis
         moved = outside + inside - outside @ self._basis.T @ self._basis
-        gradients, curved = example_products(
-            self._trajectory.task,
-            moment.before[PARAM],
-            take(moment.batch, torch.cat([position, position])),
-            self._layout.unflatten(torch.cat([moved, inside])),
-            chunk,
-        )
+        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch, chunk)
+        examples = take(moment.batch, torch.cat([position, position]))
+        twice = None if keep is None else torch.cat([keep, keep])
+        vectors = self._layout.unflatten(torch.cat([moved, inside]))
+        gradients, curved = own_where(curvature, twice, examples, vectors)
         gradient = self._layout.flatten(gradients)[: len(row)]
         of_moved, of_inside = self._layout.flatten(curved).chunk(2)
         self._move(moment, row, (of_inside + gradient) @ self._basis.T)
@@ -145,8 +154,8 @@ class SubspaceCarrier(Carrier):
                 "Subspace transport needs the same hyperparameters for all parameters, and this run's groups differ: "
                 "use ACC(transport='free')."
             )
-        hessian = Hessian(self._trajectory.task, moment.before[PARAM], moment.batch)
-        curved = self._layout.flatten(hessian.products(self._layout.unflatten(self._basis))[0]) @ self._basis.T
+        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch)
+        curved = self._layout.flatten(curvature.products(self._layout.unflatten(self._basis))[0]) @ self._basis.T
         gradient = self._inside[PARAM] @ curved
         gradient.index_add_(0, row, taken, alpha=-1 / len(moment.record.ids))
         self._inside = sgd(self._inside, gradient, hypers[0])

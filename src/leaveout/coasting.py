@@ -92,6 +92,10 @@ class Sketch:
         """Φ applied to every row."""
         return matrix.new_zeros((len(matrix), len(self.group))).index_add_(1, self.bucket, matrix * self.sign)
 
+    def back(self, matrix: Float[Tensor, "rows buckets"]) -> Float[Tensor, "rows coordinates"]:
+        """Φᵀ applied to every row."""
+        return matrix[:, self.bucket] * self.sign
+
 
 def sketch(layout: Layout, width: int, like: Tensor, seed: int = 0) -> Sketch:
     """A seeded sketch of ``width`` buckets a group."""

@@ -23,13 +23,15 @@ from torch import Tensor
 
 from leaveout.carriers import Carrier, Free, Subspace, SubspaceCarrier, place
 from leaveout.coasting import Coasting, Drift, Layout, drift, sketch
+from leaveout.curvature import Curvature, Hessian
 from leaveout.errors import UnsupportedError
 from leaveout.members import Members
-from leaveout.products import example_products
+from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
+from leaveout.step import Keep
 from leaveout.subspace import top_directions
 from leaveout.trajectory import Moment, Trajectory, check_step
-from leaveout.transport import Sweep, vector_bytes
+from leaveout.transport import ALWAYS, Sweep, vector_bytes
 from leaveout.vectors import PARAM, Params, each, embed, expand, height, nbytes, split
 
 
@@ -49,6 +51,8 @@ class Correction:
     members: Members
     resources: Resources
     cost: Cost
+    kind: type[Curvature] = Hessian
+    occasions: Occasions = ALWAYS
 
     def __post_init__(self) -> None:
         if not self.trajectory.rule.linear:
@@ -64,23 +68,32 @@ class Correction:
     def remainder(self, query: Params, width: int | None = None) -> Products:
         """Both scores for one query vector, in one backward sweep; ``width`` keeps the remainders in a sketch."""
         task, rule, final = self.trajectory.task, self.trajectory.rule, self.trajectory.final()
+        sweep = Sweep(self.trajectory, self.resources, self.cost, self.kind)
         layout = Layout(rule, final[PARAM])
         like = next(iter(final[PARAM].values()))
         project = sketch(layout, width, like) if width else None
         held = place(len(self.members), rule, layout.group if project is None else project.group, like, self.resources)
         vectors = embed(query, final)
         plain = like.new_zeros(len(self.members))
-        extra = torch.zeros_like(plain)
+        extra, waiting = torch.zeros_like(plain), False
         for moment in self.resources.track(self.trajectory.backward(), len(self.trajectory), "backward"):
             size = len(moment.record.ids)
             row, position = self.members.pairs(moment.record.ids)
+            step = drift(rule, moment.record.hypers, task.l2, like)
+            keep = self._keep(moment, row)
+            waiting |= keep is None or bool(keep.any())
+            if not waiting:  # nothing has been corrected yet, nor is it here: SGD-IE's own step
+                pulled = sweep.pull(moment, vectors)
+                vectors = pulled.state
+                plain.index_add_(0, row, pulled.weights[0, position], alpha=-1)
+                held.advance(step.carry.mT)
+                continue
             at = expand(moment.before, 1)
             state, along = rule.cotangent((at, at[PARAM]), vectors, moment.record.hypers)
-            gradients, curved = example_products(
-                task, moment.before[PARAM], moment.batch, each(lambda t: t[0], along), self._chunk(moment)
-            )
             self.cost.gradients += 1
             self.cost.hvps += 1
+            curvature = self.kind(task, moment.params, moment.batch, self._chunk(moment))
+            gradients, curved = curvature.own(moment.batch, each(lambda t: t[0], along))
             self._check(moment, gradients)
             mean = each(lambda t: t.mean(0, keepdim=True), curved)
             vectors = {**state, PARAM: each(torch.add, state[PARAM], mean)}
@@ -88,10 +101,10 @@ class Correction:
             plain.index_add_(0, row, (flat @ layout.flatten(along)[0])[position], alpha=-1 / size)
             if project is not None:
                 flat, bent = project(flat), project(bent)
-            step = drift(rule, moment.record.hypers, task.l2, like)
             extra.index_add_(0, row, _read(held, step, row, flat[position]), alpha=-1 / size)
             held.advance(step.carry.mT)
-            held.add(row, bent[position, None] / -size)
+            taken = bent[position, None] / -size
+            held.add(row, taken if keep is None else taken * keep[:, None, None].to(taken))
         return Products(plain[:, None], (plain + extra)[:, None])
 
     def corrected_gradient(self, queries: Params, transport: Subspace | None = None) -> Products:
@@ -101,7 +114,7 @@ class Correction:
         return _side_by_side([self._corrected_gradient(part, transport) for part in split(queries, chunk)])
 
     def _corrected_gradient(self, queries: Params, transport: Subspace | None) -> Products:
-        sweep = Sweep(self.trajectory, self.resources, self.cost)
+        sweep = Sweep(self.trajectory, self.resources, self.cost, self.kind)
         layout = Layout(self.trajectory.rule, each(lambda t: t[0], queries))
         like = next(iter(queries.values()))
         plain = like.new_zeros((len(self.members), height(queries)))
@@ -111,24 +124,38 @@ class Correction:
             plain.index_add_(0, row, pulled.weights[:, position].T, alpha=-1)
             reached[moment.record.index] = layout.flatten(pulled.gradient)
         extra = torch.zeros_like(plain)
-        carrier = self._carrier(layout, transport, like)
+        carrier, stop = self._carrier(layout, transport, like), self._stop()
         for moment in self.resources.track(self.trajectory.forward(), len(self.trajectory), "forward"):
+            if moment.record.index >= stop:
+                break
             row, position = self.members.pairs(moment.record.ids)
             if not len(row):
                 carrier.advance(moment)
                 continue
-            curved = carrier.step(moment, row, position, self._chunk(moment))
+            keep = self._keep(moment, row)
+            curved = carrier.step(moment, row, position, self._chunk(moment), keep)
             self.cost.gradients += 1
-            self.cost.hvps += carrier.products
+            self.cost.hvps += carrier.products(keep)
             extra.index_add_(0, row, curved @ reached[moment.record.index].T, alpha=-1 / len(moment.record.ids))
         return Products(plain, plain + extra)
 
     def _carrier(self, layout: Layout, transport: Subspace | None, like: Tensor) -> Carrier:
-        free = Free(self.trajectory, layout, len(self.members), self.resources, like)
+        free = Free(self.trajectory, layout, self.kind, len(self.members), self.resources, like)
         if transport is None:
             return free
         rank = min(transport.rank, layout.width)
-        return SubspaceCarrier(self.trajectory, layout, free, top_directions(self.trajectory, layout, rank, self.cost))
+        basis = top_directions(self.trajectory, layout, self.kind, rank, self.cost)
+        return SubspaceCarrier(self.trajectory, layout, free, basis)
+
+    def _keep(self, moment: Moment, row: Int[Tensor, " pairs"]) -> Keep:
+        return None if self.occasions.always else self.occasions.chosen(moment.record, self.members.keys(row))
+
+    def _stop(self) -> int:
+        """The step after the last one that is corrected."""
+        stop = 0 if self.occasions.probability == 0 else len(self.trajectory)
+        while stop and not self.occasions.within(self.trajectory.run.record(stop - 1).epoch):
+            stop -= 1
+        return stop
 
     def _chunk(self, moment: Moment) -> int:
         """Examples of a batch that go through a product at a time."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -127,6 +127,10 @@ class Rule:
     def linear(self) -> bool:
         """Whether the step is linear in (state, gradient) together, so that it is its own derivative."""
         return self.kind == "SGD"
+
+    def restricted(self, names: Sequence[str]) -> Rule:
+        """The same for some of the parameters."""
+        return replace(self, groups={name: group for name, group in self.groups.items() if name in names})
 
     def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """O(s, g): the state after one step, for one model or a stack of them."""

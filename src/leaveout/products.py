@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import grad, jvp
+from torch.func import grad, jvp, vjp
 
 from leaveout.batches import Batch, leaves, map_leaves
 from leaveout.errors import UnsupportedError
 from leaveout.task import Task
-from leaveout.vectors import Params, each, inner, pullback
+from leaveout.vectors import Params, each, inner, inner_rows, pullback
 
 
 def gradient(task: Task, params: Params, batch: Batch) -> Params:
@@ -41,7 +41,7 @@ def hessian_products(
     _curved(task)
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, tuple[Params, Tensor]]:
-        value, pull = pullback(lambda q, w: task.gradient(q, w, b), p, _ones(p, b))
+        value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), _ones(p, b))
         return value, task.over(pull)(v)
 
     value, (curved, reads) = _by_chunks(task, "hessian_products", products, (params, batch), (vectors,), chunk)
@@ -57,10 +57,10 @@ def directional(task: Task, params: Params, batch: Batch, vector: Params) -> tup
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
         def along(q: Params) -> tuple[Tensor, Tensor]:
-            slope = jvp(lambda r: task.losses(r, b), (q,), (v,))[1] / len(leaves(b)[0])
+            slope = jvp(lambda r: task.losses({**p, **r}, b), (q,), (v,))[1] / len(leaves(b)[0])
             return slope.sum(), slope
 
-        return grad(along, has_aux=True)(p)
+        return grad(along, has_aux=True)(task.own(p))
 
     return _run(task, "directional", products, params, batch, vector)
 
@@ -84,7 +84,10 @@ def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | 
     """g(z) for every example."""
 
     def gradients(p: Params, b: Batch) -> tuple[tuple, Params]:
-        return (), task.over(grad(task.example_loss), (None, 0))(p, b)
+        def one(example: Batch) -> Params:
+            return grad(lambda q: task.example_loss({**p, **q}, example))(task.own(p))
+
+        return (), task.over(one)(b)
 
     return _by_chunks(task, "example_gradients", gradients, (params,), (examples,), chunk)[1]
 
@@ -97,20 +100,98 @@ def example_products(
     The value of the derivative of the gradient is the gradient itself: both come from one pass.
     """
     _curved(task)
-    shared = next(iter(vectors.values())).ndim == next(iter(params.values())).ndim
+    shared = is_single(vectors, params)
 
     def products(p: Params, v: Params, b: Batch) -> tuple[tuple, tuple[Params, Params]]:
         def one(example: Batch, vector: Params) -> tuple[Params, Params]:
+            def slope(q: Params) -> Params:
+                return grad(lambda r: task.example_loss({**p, **r}, example))(q)
+
             if task.abilities.forward:
-                both = jvp(lambda q: grad(task.example_loss)(q, example), (p,), (vector,))
+                both = jvp(slope, (task.own(p),), (vector,))
                 return both[0], both[1]
-            value, pull = pullback(lambda q: grad(task.example_loss)(q, example), p)
+            value, pull = pullback(slope, task.own(p))
             return value, pull(vector)[0]
 
         return (), task.over(one, (0, None) if shared else 0)(b, v)
 
     fixed, stacked = ((params, vectors), (examples,)) if shared else ((params,), (vectors, examples))
     return _by_chunks(task, f"example_products {shared}", products, fixed, stacked, chunk)[1]
+
+
+def outer_products(
+    task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None, *, fisher: bool
+) -> tuple[Params, Params, Float[Tensor, "vectors batch"]]:
+    """ḡ, and for every vector v of a stack C(Z)·v and ⟨v, g(z)⟩/|Z|, with C = (1/|Z|) Σ Jᵀ A J instead of the Hessian.
+
+    Gauss-Newton: J the Jacobian of z's outputs, A the Hessian of the loss in them. Fisher: J the gradient of z's loss,
+    A = 1. The L2 term's curvature is known, and added as it is.
+    """
+
+    def products(p: Params, b: Batch, v: Params) -> tuple[Params, tuple[Params, Tensor]]:
+        return _outer(task, p, b, fisher, lambda one: task.over(one)(v))
+
+    value, (curved, reads) = _by_chunks(task, f"outer_products {fisher}", products, (params, batch), (vectors,), chunk)
+    return value, curved, reads
+
+
+def example_outer_products(
+    task: Task, params: Params, examples: Batch, vectors: Params, chunk: int | None = None, *, fisher: bool
+) -> tuple[Params, Params]:
+    """g(z) and C(z)·v for every example, each with a vector of its own, or all with one; C as in ``outer_products``."""
+    shared = is_single(vectors, params)
+
+    def products(p: Params, v: Params, b: Batch) -> tuple[tuple, tuple[Params, Params]]:
+        def one(example: Batch, vector: Params) -> tuple[Params, Params]:
+            single = map_leaves(lambda leaf: leaf.unsqueeze(0), example)
+            value, (curved, _) = _outer(task, p, single, fisher, lambda function: function(vector))
+            return value, curved
+
+        return (), task.over(one, (0, None) if shared else 0)(b, v)
+
+    fixed, stacked = ((params, vectors), (examples,)) if shared else ((params,), (vectors, examples))
+    return _by_chunks(task, f"example_outer_products {fisher} {shared}", products, fixed, stacked, chunk)[1]
+
+
+def is_single(vectors: Params, params: Params) -> bool:
+    """Whether it is one vector, and not a stack of them."""
+    name = next(iter(vectors))
+    return vectors[name].ndim == params[name].ndim
+
+
+def _outer(
+    task: Task, params: Params, batch: Batch, fisher: bool, over: Callable[[Callable], Any]
+) -> tuple[Params, tuple[Params, Tensor]]:
+    """ḡ, and what ``over`` makes of the function v ↦ (C·v, ⟨v, g(z)⟩/|Z|)."""
+    own, size = task.own(params), len(leaves(batch)[0])
+
+    def both(q: Params) -> tuple[Tensor, Any]:
+        outputs, targets = task.outputs({**params, **q}, batch)
+        return (task.output_losses(outputs, targets) if fisher else outputs), targets
+
+    def total(outputs: Tensor) -> Tensor:
+        return task.output_losses(outputs, targets).sum()
+
+    outputs, pull, targets = vjp(both, own, has_aux=True)  # type: ignore[misc]
+    slopes = torch.ones_like(outputs) if fisher else grad(total)(outputs)
+
+    def one(vector: Params) -> tuple[Params, Tensor]:
+        change = _along(task, lambda q: both(q)[0], own, vector)
+        bent = change if fisher else _along(task, grad(total), outputs, change)
+        curved = each(lambda c, v: c + task.l2 * v, pull(bent / size)[0], vector)
+        decay = task.l2 * inner_rows(*({n: t[None] for n, t in side.items()} for side in (own, vector)))
+        return curved, ((slopes * change).reshape(size, -1).sum(1) + decay) / size
+
+    value = each(lambda g, q: g + task.l2 * q, pull(slopes / size)[0], own)
+    return value, over(one)
+
+
+def _along(task: Task, function: Callable, at: Any, vector: Any) -> Any:
+    """The derivative of a function along a vector; by two pull-backs where there is no forward mode."""
+    if task.abilities.forward:
+        return jvp(function, (at,), (vector,))[1]
+    value, pull = pullback(function, at)
+    return pullback(lambda cotangent: pull(cotangent)[0], torch.zeros_like(value))[1](vector)[0]
 
 
 def _curved(task: Task) -> None:

@@ -18,7 +18,7 @@ from leaveout.batches import Batch
 from leaveout.errors import InputError
 from leaveout.folding import Folded
 from leaveout.task import Task
-from leaveout.vectors import Params, each, inner, split
+from leaveout.vectors import Params, each, height, inner, split
 
 BLOCK = 512
 BLOCK_BYTES = 200_000_000
@@ -99,10 +99,10 @@ class Linear(Projected):
         """∇L of each query, or of their mean."""
         task = query.task
         if query.single:
-            return _single(query, lambda params, one: grad(_block_loss)(params, task, one, 1))
+            return _single(query, lambda own, one: grad(_block_loss)(own, query, one, 1))
         total: Params | None = None
         for block in query.blocks():
-            part = grad(_block_loss)(query.params, task, block, query.size)
+            part = grad(_block_loss)(task.own(query.params), query, block, query.size)
             total = part if total is None else each(torch.add, total, part)
         assert total is not None  # noqa: S101 - a query is never empty
         return each(lambda tensor: tensor.unsqueeze(0), total)
@@ -117,7 +117,7 @@ class Outputs(Projected):
 
     def vectors(self, query: Query) -> Params:
         """A row of the Jacobian of the outputs for each output of each query."""
-        rows = _single(query, jacrev(lambda params, one: query.task.outputs(params, one)[0][0].flatten()))
+        rows = _single(query, jacrev(lambda own, one: query.task.outputs({**query.params, **own}, one)[0][0].flatten()))
         return each(lambda tensor: tensor.flatten(0, 1), rows)
 
     def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
@@ -140,7 +140,8 @@ class Exact(Readout):
     def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
         """The loss at the moved parameters, minus the loss at the recorded ones."""
         here = query.losses(each(lambda tensor: tensor.unsqueeze(0), query.params))
-        there = query.losses(each(torch.add, moved, query.params))
+        whole = {name: tensor.expand(height(moved), *tensor.shape) for name, tensor in query.params.items()}
+        there = query.losses({**whole, **each(torch.add, moved, query.task.own(query.params))})
         return query.reduce(there - here)
 
 
@@ -154,8 +155,8 @@ def readout_of(name: str) -> Readout:
     return READOUTS[name]
 
 
-def _block_loss(params: Params, task: Task, block: Batch, size: int) -> Tensor:
-    return task.query_losses(params, block).sum() / size
+def _block_loss(own: Params, query: Query, block: Batch, size: int) -> Tensor:
+    return query.task.query_losses({**query.params, **own}, block).sum() / size
 
 
 def _single(query: Query, function: Any) -> Params:
@@ -163,7 +164,7 @@ def _single(query: Query, function: Any) -> Params:
     task = query.task
 
     def one(example: Batch) -> Params:
-        return function(query.params, batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))
+        return function(task.own(query.params), batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))
 
     parts = [task.over(one)(block) for block in query.blocks()]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

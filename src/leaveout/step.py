@@ -6,25 +6,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from leaveout.batches import Batch
+from leaveout.curvature import Curvature
 from leaveout.optim import Rule
-from leaveout.products import (
-    directional,
-    example_gradients,
-    example_products,
-    gradient,
-    hessian_products,
-    weight_products,
-)
-from leaveout.task import Task, take
+from leaveout.task import take
 from leaveout.trajectory import Moment
 from leaveout.vectors import (
     PARAM,
@@ -44,48 +36,8 @@ from leaveout.vectors import (
 Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
 """(row, position in the batch): the row leaves out the example at that position."""
 
-
-class Curvature(ABC):
-    """The batch gradient at one state, and its derivative applied to stacks of vectors."""
-
-    def __init__(self, task: Task, params: Params, batch: Batch, chunk: int | None = None) -> None:
-        self.task, self.params, self.batch, self.chunk = task, params, batch, chunk
-
-    @cached_property
-    def gradient(self) -> Params:
-        """ḡ(θ; w¹); most products give it as well, and then it costs nothing more."""
-        return gradient(self.task, self.params, self.batch)
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the gradient is at hand."""
-        return "gradient" in self.__dict__
-
-    @abstractmethod
-    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """H·a and ⟨a, g_z⟩/|Z| for every vector a."""
-
-
-class Hessian(Curvature):
-    """The true curvature."""
-
-    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """H·a and ⟨a, g_z⟩/|Z| for every vector a; a single one goes without the gradient, which is quicker."""
-        if height(vectors) == 1 and self.task.abilities.forward:
-            curved, reads = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
-            return each(lambda t: t[None], curved), reads[None]
-        value, curved, reads = hessian_products(self.task, self.params, self.batch, vectors, self.chunk)
-        self.__dict__["gradient"] = value
-        return curved, reads
-
-
-class Flat(Curvature):
-    """No curvature: only the derivative in the weights."""
-
-    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """Zero, and ⟨a, g_z⟩/|Z| for every vector a."""
-        self.__dict__["gradient"], reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
-        return each(torch.zeros_like, vectors), reads
+Keep: TypeAlias = Bool[Tensor, " pairs"] | None
+"""Which pairs are corrected; None: all of them. A row's pairs are all corrected or none."""
 
 
 class Pulled(NamedTuple):
@@ -100,13 +52,16 @@ class Pulled(NamedTuple):
 class LinearStep:
     """The derivative of one step at its recorded state: with every example, and with each row's examples left out.
 
-    ``after`` is the step computed again, F(s; w¹), to be compared with the recorded state; it takes a gradient where
-    nothing else does.
+    ``path`` is applied to whatever reaches the step as a change of the batch gradient (a symmetric linear map, such as
+    a projection; by default nothing). ``after`` is the step computed again, F(s; w¹), to be compared with the recorded
+    state; it takes a gradient where nothing else does.
     """
 
-    def __init__(self, rule: Rule, moment: Moment, curvature: Curvature) -> None:
+    def __init__(
+        self, rule: Rule, moment: Moment, curvature: Curvature, path: Callable[[Params], Params] | None = None
+    ) -> None:
         self._rule, self._moment, self._map = rule, moment, curvature
-        self._task, self._chunk = curvature.task, curvature.chunk
+        self._path = path or (lambda params: params)
         self._hypers = moment.record.hypers
 
     @property
@@ -122,6 +77,7 @@ class LinearStep:
     def pull(self, vectors: State) -> Pulled:
         """∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight."""
         state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self._hypers)
+        along = self._path(along)
         curved, reads = self._map.products(along)
         return Pulled(_plus(state, curved), state, along, reads)
 
@@ -129,7 +85,7 @@ class LinearStep:
         """∂F(w¹)·δ + γ: SGD-IE's step, with the first-order effect of each row's examples. Uses the vectors up."""
         along, _ = self._map.products(vectors[PARAM])
         affected, gradient = self._left_out(pairs)
-        return self._tangent(vectors, _subtract(along, affected, gradient))
+        return self._tangent(vectors, _subtract(self._path(along), affected, gradient))
 
     def inject(self, pairs: Pairs, count: int) -> State:
         """γ alone, for ``count`` rows."""
@@ -137,12 +93,16 @@ class LinearStep:
         affected, gradient = self._left_out(pairs)
         return self._tangent(zero, _subtract(each(torch.zeros_like, zero[PARAM]), affected, gradient))
 
-    def push_corrected(self, vectors: State, pairs: Pairs) -> State:
+    def push_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> State:
         """∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state.
 
-        Uses the vectors up.
+        Rows that are not to be kept take SGD-IE's step. Uses the vectors up.
         """
-        along, _ = self._map.products(vectors[PARAM])
+        along = self._path(self._map.products(vectors[PARAM])[0])
+        if keep is not None:
+            plain, gradient = self._left_out(_where(pairs, ~keep))
+            along = _subtract(along, plain, gradient)
+            pairs = _where(pairs, keep)
         affected, gradient, curved = self._left_out_curved(pairs, vectors[PARAM])
         if self._rule.linear:  # then Γ = γ, and one tangent serves all
             return self._tangent(vectors, _subtract(_subtract(along, affected, gradient), affected, curved))
@@ -154,11 +114,15 @@ class LinearStep:
         jump = self._jump(own)
         return replace_rows(pushed, affected, {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent})
 
-    def pull_corrected(self, vectors: State, pairs: Pairs) -> tuple[State, Float[Tensor, " rows"]]:
-        """∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩."""
+    def pull_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> tuple[State, Float[Tensor, " rows"]]:
+        """∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩; rows that are not kept as for SGD-IE."""
         count = height(vectors[PARAM])
         read = next(iter(vectors[PARAM].values())).new_zeros(count)
         state, along = self._rule.cotangent(self._at(count), vectors, self._hypers)
+        if keep is not None:
+            plain, gradient = self._left_out(_where(pairs, ~keep))
+            read[plain] = -inner_rows(rows(along, plain), gradient)
+            pairs = _where(pairs, keep)
         affected, gradient = self._left_out(pairs)
         if len(affected):
             own = self._counterfactual(gradient)
@@ -169,8 +133,9 @@ class LinearStep:
                 own_state, own_along = self._rule.cotangent(own, own_vectors, self._hypers)
                 state = replace_rows(state, affected, own_state)
                 along = replace_rows({PARAM: along}, affected, {PARAM: own_along})[PARAM]
+        along = self._path(along)
         curved, _ = self._map.products(along)
-        _, _, own_curved = self._left_out_curved(pairs, along)
+        _, _, own_curved = self._left_out_curved(pairs, along, towards=False)
         return _plus(state, _subtract(curved, affected, own_curved)), read
 
     def _at(self, count: int) -> tuple[State, Params]:
@@ -194,27 +159,30 @@ class LinearStep:
         return {slot: each(torch.sub, stepped[slot], self.after[slot]) for slot in stepped}
 
     def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:
-        """The rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples."""
+        """The rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, on their path."""
         affected, local = torch.unique(pairs[0], return_inverse=True)
-        params = self._moment.before[PARAM]
         if not len(affected):
-            return affected, {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
+            return affected, self._nothing()
         _, position = self._padded(pairs)
-        gradients = example_gradients(self._task, params, take(self._moment.batch, position), self._chunk)
-        return affected, self._mean(gradients, local, len(affected))
+        gradients = self._map.gradients(take(self._moment.batch, position))
+        return affected, self._path(self._mean(gradients, local, len(affected)))
 
-    def _left_out_curved(self, pairs: Pairs, vectors: Params) -> tuple[Int[Tensor, " affected"], Params, Params]:
-        """As ``_left_out``, and (1/|Z|) Σ H(z)·v with each row's own vector, in the same pass."""
+    def _left_out_curved(
+        self, pairs: Pairs, vectors: Params, *, towards: bool = True
+    ) -> tuple[Int[Tensor, " affected"], Params, Params]:
+        """As ``_left_out``, and (1/|Z|) Σ H(z)·v with each row's own vector; ``towards`` the step, on the path too."""
         affected, local = torch.unique(pairs[0], return_inverse=True)
-        params = self._moment.before[PARAM]
         if not len(affected):
-            nothing = {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
-            return affected, nothing, nothing
+            return affected, self._nothing(), self._nothing()
         row, position = self._padded(pairs)
-        examples = take(self._moment.batch, position)
-        gradients, curved = example_products(self._task, params, examples, rows(vectors, row), self._chunk)
+        gradients, curved = self._map.own(take(self._moment.batch, position), rows(vectors, row))
         count = len(affected)
-        return affected, self._mean(gradients, local, count), self._mean(curved, local, count)
+        bent = self._mean(curved, local, count)
+        return affected, self._path(self._mean(gradients, local, count)), self._path(bent) if towards else bent
+
+    def _nothing(self) -> Params:
+        params = self._moment.before[PARAM]
+        return {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
 
     def _padded(self, pairs: Pairs) -> tuple[Int[Tensor, " padded"], Int[Tensor, " padded"]]:
         """The pairs, the last one repeated up to one of a few lengths: few shapes to trace."""
@@ -240,3 +208,7 @@ def _plus(state: State, params: Params) -> State:
 def _subtract(stack: Params, index: Int[Tensor, " chosen"], terms: Params) -> Params:
     """The terms taken off the chosen rows, in place; zeros may come as one expanded row, and are written out first."""
     return {name: t.contiguous().index_add_(0, index, terms[name], alpha=-1) for name, t in stack.items()}
+
+
+def _where(pairs: Pairs, keep: Bool[Tensor, " pairs"]) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
+    return pairs[0][keep], pairs[1][keep]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -63,6 +64,7 @@ class Task:
         self.l2 = l2
         self.collate = collate
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
+        self.chosen = self.names
         self.tracer = Tracer()
         self.loss = loss
         self._loss = per_example(loss)
@@ -87,6 +89,26 @@ class Task:
     def parameters(self) -> Params:
         """The model's current trained parameters."""
         return {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+
+    def restricted(self, layers: str | Sequence[str] | None) -> Task:
+        """The same task with derivatives for chosen parameters only: names or patterns such as ``"head.*"``."""
+        if layers is None:
+            return self
+        patterns = [layers] if isinstance(layers, str) else list(layers)
+        unknown = [p for p in patterns if not any(fnmatchcase(name, p) for name in self.names)]
+        if unknown or not patterns:
+            raise InputError(
+                f"layers={layers!r} names no trained parameter{f' by {unknown[0]!r}' if unknown else ''}: use names or "
+                f"patterns such as 'head.*'; there are {', '.join(self.names)}."
+            )
+        task = copy.copy(self)
+        task.chosen = tuple(name for name in self.names if any(fnmatchcase(name, p) for p in patterns))
+        task.tracer = Tracer()
+        return task
+
+    def own(self, params: Params) -> Params:
+        """Those parameters that derivatives are taken for."""
+        return {name: params[name] for name in self.chosen}
 
     def read(self, ids: Sequence[int], dataset: Dataset | None = None) -> Batch:
         """The examples with these numbers, of the training set or another, as one batch on the model's device."""
@@ -121,7 +143,7 @@ class Task:
 
     def gradient(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Params:
         """ḡ(θ; w), the gradient of the weighted batch loss."""
-        return grad(self.weighted_loss)(params, weights, batch)
+        return grad(lambda own: self.weighted_loss({**params, **own}, weights, batch))(self.own(params))
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
         """ℓ(z, θ) of one example, without a batch dimension."""

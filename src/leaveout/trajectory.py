@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -18,7 +18,7 @@ from leaveout.products import gradient
 from leaveout.recorder import constants_of
 from leaveout.store import Record, Run
 from leaveout.task import Task
-from leaveout.vectors import PARAM, State, each, norm
+from leaveout.vectors import PARAM, Params, State, each, norm
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
@@ -28,39 +28,47 @@ TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 class Moment:
     """One recorded step with everything that it needs: its batch and the states around it.
 
-    ``exact`` is false where the states are interpolated, and the one does not lead to the other.
+    ``params`` are all parameters before the step, also where the states hold chosen ones only. ``exact`` is false
+    where the states are interpolated, and the one does not lead to the other.
     """
 
     record: Record
     before: State
     after: State
     batch: Batch
+    params: Params
     exact: bool = True
 
 
 class Trajectory:
-    """A run seen through the task that it was trained on.
+    """A run seen through the task that it was trained on; with ``layers``, through some of its parameters.
+
+    ``task`` and ``rule``, and the states that are given out, are then those of the chosen parameters alone.
 
     Raises:
         MismatchError: if the task's model or data are not those of the run, saying what differs.
     """
 
-    def __init__(self, run: Run, task: Task) -> None:
-        self.run = run
-        self.task = task
-        self.rule = run.rule
+    def __init__(self, run: Run, task: Task, layers: str | Sequence[str] | None = None) -> None:
         _check_model(run, task)
         _check_size(run, task)
+        self.run, self._whole = run, task
+        self.task = task.restricted(layers)
+        self.rule = run.rule.restricted(self.task.chosen)
 
     def __len__(self) -> int:
         return len(self.run)
 
     def initial(self) -> State:
         """The state before the first step."""
-        return self._place(self.run.state(0))
+        return self._own(self._place(self.run.state(0)))
 
     def final(self) -> State:
         """The state after the last step."""
+        return self._own(self.final_whole())
+
+    def final_whole(self) -> State:
+        """The state after the last step, of all parameters."""
         return self._place(self.run.final())
 
     def forward(self) -> Iterator[Moment]:
@@ -102,13 +110,13 @@ class Trajectory:
         """The states between two kept ones, by taking the recorded steps; they must lead to the second."""
         state, travelled = first, 0.0
         for index in range(start, stop):
-            moment = self._moment(index, state, last)
-            after = self.rule.step(state, gradient(self.task, state[PARAM], moment.batch), moment.record.hypers)
+            record, batch = self.run.record(index), self.batch(index)
+            after = self.run.rule.step(state, gradient(self._whole, state[PARAM], batch), record.hypers)
             travelled += norm({name: after[PARAM][name] - state[PARAM][name] for name in after[PARAM]})
             if index < stop - 1:
                 yield after
             else:
-                check_step(moment, after, travelled)
+                check_step(Moment(record, state, last, batch, state[PARAM]), after, travelled)
             state = after
 
     def _place(self, state: State) -> State:
@@ -138,7 +146,11 @@ class Trajectory:
         return batch
 
     def _moment(self, index: int, before: State, after: State) -> Moment:
-        return Moment(self.run.record(index), before, after, self.batch(index), not self.run.interpolate)
+        record, batch, exact = self.run.record(index), self.batch(index), not self.run.interpolate
+        return Moment(record, self._own(before), self._own(after), batch, before[PARAM], exact)
+
+    def _own(self, state: State) -> State:
+        return {slot: self.task.own(params) for slot, params in state.items()}
 
 
 def _mixed(first: State, last: State, share: float) -> State:

@@ -6,20 +6,23 @@ read off at every occurrence of every example; both give the same inner products
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from leaveout.curvature import Curvature, Flat, Hessian
 from leaveout.members import Members
+from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
-from leaveout.step import Flat, Hessian, LinearStep, Pulled
+from leaveout.step import Keep, LinearStep, Pairs, Pulled
 from leaveout.trajectory import Moment, Trajectory, check_projection, check_step
 from leaveout.vectors import PARAM, Params, State, each, embed, height, nbytes, zeros
 
 CHECK_EVERY = 16
+ALWAYS = Occasions()
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,24 @@ class Sweep:
         trajectory: the run and its task.
         resources: memory budget and progress.
         cost: where the products are counted.
-        curved: transport by the linearised step with the true Hessian; otherwise vectors stay where they are.
+        kind: the curvature that carries vectors through the linearised step; with ``Flat`` they stay where they are.
         corrected: linearise each row's counterfactual step instead of the recorded one.
+        occasions: where, if not everywhere.
+        path: a symmetric linear map that every change of a batch gradient goes through.
     """
 
     trajectory: Trajectory
     resources: Resources
     cost: Cost
-    curved: bool = True
+    kind: type[Curvature] = Hessian
     corrected: bool = False
+    occasions: Occasions = ALWAYS
+    path: Callable[[Params], Params] | None = None
+
+    @property
+    def curved(self) -> bool:
+        """Whether vectors move with the steps."""
+        return self.kind is not Flat
 
     def displacements(self, members: Members) -> State:
         """δ_N for every row: forward, one vector a row."""
@@ -54,12 +66,13 @@ class Sweep:
         for moment in self._track(self.trajectory.forward(), "forward"):
             step = self._step(moment, chunk)
             pairs = members.pairs(moment.record.ids)
-            self._count(moment, len(members), len(pairs[0]))
+            keep = self._keep(moment, members, pairs)
+            self._count(moment, len(members), len(pairs[0]) if keep is None else int(keep.sum()))
             if not self.curved:
                 jump = step.inject(pairs, len(members))
                 moved = {slot: each(torch.add, moved[slot], jump[slot]) for slot in moved}
             elif self.corrected:
-                moved = step.push_corrected(moved, pairs)
+                moved = step.push_corrected(moved, pairs, keep)
             else:
                 moved = step.push(moved, pairs)
             self._check(moment, step)
@@ -79,18 +92,23 @@ class Sweep:
     def pulled(self, queries: Params) -> Iterator[tuple[Moment, Pulled]]:
         """The query vectors on their way back: each step, from the last, with what reaches it."""
         vectors = embed(queries, self.trajectory.final())
-        count = height(queries)
-        chunk = self.chunk(count)
+        chunk = self.chunk(height(queries))
         for moment in self._track(self.trajectory.backward(), "backward"):
-            self._count(moment, count, 0)
-            step = self._step(moment, chunk)
-            pulled = step.pull(vectors)
-            self._check(moment, step)
-            if count == 1 and self.trajectory.rule.linear:
-                check_projection(moment, vectors, pulled.carried, float(pulled.weights.sum()))
+            pulled = self.pull(moment, vectors, chunk)
             if self.curved:
                 vectors = pulled.state
             yield moment, pulled
+
+    def pull(self, moment: Moment, vectors: State, chunk: int = 1) -> Pulled:
+        """One step back, counted and checked."""
+        count = height(vectors[PARAM])
+        self._count(moment, count, 0)
+        step = self._step(moment, chunk)
+        pulled = step.pull(vectors)
+        self._check(moment, step)
+        if count == 1 and self.trajectory.rule.linear and self.path is None:
+            check_projection(moment, vectors, pulled.carried, float(pulled.weights.sum()))
+        return pulled
 
     def _shared(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
         """One vector a query serves all rows: −(∂F/∂w_k)ᵀu is added to k's row at each of its occurrences."""
@@ -110,16 +128,20 @@ class Sweep:
         for moment in self._track(self.trajectory.backward(), "backward"):
             step = self._step(moment, chunk)
             pairs = members.pairs(moment.record.ids)
-            self._count(moment, count, len(pairs[0]))
-            vectors, read = step.pull_corrected(vectors, pairs)
+            keep = self._keep(moment, members, pairs)
+            self._count(moment, count, len(pairs[0]) if keep is None else int(keep.sum()))
+            vectors, read = step.pull_corrected(vectors, pairs, keep)
             total += read
             self._check(moment, step)
         return total
 
     def _step(self, moment: Moment, chunk: int) -> LinearStep:
-        kind = Hessian if self.curved else Flat
-        curvature = kind(self.trajectory.task, moment.before[PARAM], moment.batch, chunk)
-        return LinearStep(self.trajectory.rule, moment, curvature)
+        curvature = self.kind(self.trajectory.task, moment.params, moment.batch, chunk)
+        return LinearStep(self.trajectory.rule, moment, curvature, self.path)
+
+    def _keep(self, moment: Moment, members: Members, pairs: Pairs) -> Keep:
+        """Which pairs are corrected."""
+        return None if self.occasions.always else self.occasions.chosen(moment.record, members.keys(pairs[0]))
 
     def _check(self, moment: Moment, step: LinearStep) -> None:
         """Every step whose gradient is at hand is computed again; a single vector goes without, but not always."""
@@ -138,6 +160,5 @@ class Sweep:
 def vector_bytes(trajectory: Trajectory) -> int:
     """About what one vector needs on its way through a product: the batch's activations a few times, and itself."""
     task = trajectory.task
-    params = trajectory.initial()[PARAM]
-    held = task.footprint(params, trajectory.batch(0))
-    return 4 * held + 4 * nbytes({PARAM: params})
+    held = task.footprint(trajectory.final_whole()[PARAM], trajectory.batch(0))
+    return 4 * held + 4 * nbytes({PARAM: trajectory.initial()[PARAM]})

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, replace
 
-from jaxtyping import Float
 from torch import Tensor
 
 from leaveout.carriers import Subspace
-from leaveout.corrected import Correction, Products
-from leaveout.errors import InputError
-from leaveout.estimators.base import Estimator, Request, swept
-from leaveout.readout import Projected, readout_of
+from leaveout.curvature import Hessian
+from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.choice import Choice
+from leaveout.occasions import occasions
 from leaveout.store import Run
-from leaveout.vectors import Params, height
+from leaveout.vectors import Params
 
 
 @dataclass(frozen=True)
@@ -37,28 +35,40 @@ class ACC(Estimator):
             query); by default it is kept whole, on disk where memory does not hold it.
         direction: ``"forward"`` carries displacements (with a cheap transport: the corrected-gradient order),
             ``"backward"`` a remainder a row (the remainder order, one query at a time); ``"auto"`` takes the cheaper.
+        layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
+        probability: each occurrence is corrected with this probability, and otherwise taken as by SGD-IE.
+        epochs: only the first so many, a (start, stop) pair, or ``"first"`` are corrected: the first occurrence at
+            which there is something to correct.
+        seed: of the random choice.
     """
 
     transport: str | Subspace = "auto"
     readout: str = "linear"
     sketch: int | None = None
     direction: str = "auto"
+    _: KW_ONLY
+    layers: str | tuple[str, ...] | None = None
+    probability: float = 1.0
+    epochs: int | str | tuple[int, int] | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.transport == "subspace":
             object.__setattr__(self, "transport", Subspace())
-        if self.transport not in ("auto", "free", "exact") and not isinstance(self.transport, Subspace):
-            raise InputError(f"transport={self.transport!r} is unknown: use 'free', 'subspace' or 'exact'.")
-        free = self.transport in ("auto", "free") and self.direction != "forward"
-        if self.sketch is not None and not (free and self.sketch > 0):
-            raise InputError("sketch takes a positive width, with transport='free' and without direction='forward'.")
+        self.choice()
 
     @property
     def name(self) -> str:
         """The method's name."""
-        transport = f"subspace {self.transport.rank}" if isinstance(self.transport, Subspace) else self.transport
-        readout = "" if self.readout == "linear" else f", {self.readout} readout"
-        return f"ACC({transport}{readout}{'' if self.sketch is None else f', sketch {self.sketch}'})"
+        options = {
+            "transport": self.transport,
+            "readout": self.readout,
+            "sketch": None if self.sketch is None else f"sketch {self.sketch}",
+            "layers": self.layers,
+            "probability": None if self.probability == 1 else f"probability {self.probability}",
+            "epochs": None if self.epochs is None else f"epochs {self.epochs}",
+        }
+        return titled("ACC", options)
 
     def resolved(self, run: Run, *, displacements: bool = False) -> ACC:
         """With the transport that the run and the question call for."""
@@ -67,43 +77,10 @@ class ACC(Estimator):
         exact = not run.rule.linear or displacements or self.readout == "exact"
         return replace(self, transport="exact" if exact else "free")
 
+    def choice(self) -> Choice:
+        """The Hessian, and the corrected gradient."""
+        where = occasions(self.probability, self.epochs, self.seed)
+        return Choice(Hessian, self.readout, self.direction, self.transport, self.sketch, where)
+
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        if self.transport == "exact":
-            sweep = request.sweep(curved=True, corrected=True)
-            return swept(request, readout_of(self.readout), self.direction, sweep)
-        return self.read(request, self.products(request).corrected), None
-
-    def read(self, request: Request, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
-        """Scores from inner products."""
-        return self._readout(request).of_products(request.query, products)
-
-    def _readout(self, request: Request) -> Projected:
-        readout = readout_of(self.readout)
-        if request.displacements or not isinstance(readout, Projected):
-            raise InputError(
-                f"Displacements and the exact readout need each example's final displacement, which {self.name} does "
-                "not have: use transport='exact', or readout='outputs'."
-            )
-        return readout
-
-    def products(self, request: Request) -> Products:
-        """SGD-IE's and ACC's inner products from one cheap sweep, in the cheaper order."""
-        vectors = self._readout(request).vectors(request.query)
-        free = not isinstance(self.transport, Subspace)
-        if self.direction not in ("auto", "forward", "backward"):
-            raise InputError(f"direction={self.direction!r} is unknown: use 'auto', 'forward' or 'backward'.")
-        if self.direction == "backward" and not free:
-            raise InputError("Subspace transport goes forward: leave direction at 'auto'.")
-        alone = self.sketch is not None or height(vectors) == 1
-        backward = free and (self.direction == "backward" or (self.direction == "auto" and alone))
-        return Products(**request.columns(partial(_products, self, backward), vectors))
-
-
-def _products(estimator: ACC, backward: bool, request: Request, vectors: Params) -> dict[str, Tensor]:
-    correction = Correction(request.trajectory, request.members, request.resources, request.cost)
-    if backward:
-        found = correction.remainders(vectors, estimator.sketch)
-    else:
-        transport = estimator.transport
-        found = correction.corrected_gradient(vectors, transport if isinstance(transport, Subspace) else None)
-    return {"plain": found.plain, "corrected": found.corrected}
+        return self.choice().values(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -12,19 +12,18 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from leaveout.errors import InputError, MismatchError
 from leaveout.members import Groups, Members, members_of
 from leaveout.memory import kept_memory
-from leaveout.readout import Projected, Query, Readout
+from leaveout.readout import Query
 from leaveout.resources import VECTORS, Cost, Resources
-from leaveout.scores import Scores
+from leaveout.scores import UNIT, Scores
 from leaveout.shards import Shard, completed, run_identity, task_identity
 from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.trajectory import Trajectory
-from leaveout.transport import Sweep
 from leaveout.vectors import PARAM, Params, height, nbytes, split
 
 T = TypeVar("T")
@@ -81,10 +80,6 @@ class Request:
         done = self.shards(function, parts, words, "sweeping")
         return {name: torch.cat([one[name] for one in done], dim=1) for name in done[0]}
 
-    def sweep(self, *, curved: bool, corrected: bool) -> Sweep:
-        """A way through the run with these choices."""
-        return Sweep(self.trajectory, self.resources, self.cost, curved, corrected)
-
     def scores(self, method: str, values: Float[Tensor, "rows queries"], moved: Params | None = None) -> Scores:
         """The values with everything that they need to be understood."""
         if not bool(torch.isfinite(values).all()):
@@ -101,6 +96,14 @@ class Request:
 
 class Estimator(ABC):
     """Scores every training example of a recorded run; subclasses say how."""
+
+    layers: str | tuple[str, ...] | None = None
+    """The parameters whose displacements count, by name or pattern; None: all."""
+
+    @property
+    def unit(self) -> str:
+        """What the scores are counted in."""
+        return UNIT
 
     @property
     @abstractmethod
@@ -133,7 +136,38 @@ class Estimator(ABC):
         request = chosen.request(run, task, query, queries, groups, displacements, resources)
         with request.cost.metered(), kept_memory():
             values, moved = chosen._values(request)
-        return request.scores(chosen.name, values, moved)
+        return replace(request.scores(chosen.name, values, moved), unit=self.unit)
+
+    def self_influence(
+        self,
+        run: Run,
+        task: Task,
+        *,
+        ids: Sequence[int] | None = None,
+        resources: Resources | None = None,
+    ) -> Scores:
+        """How the loss of each training example would change without that example: high for what was memorised.
+
+        The diagonal of the scores of the training set for itself, taken a block at a time. Costs as much as a query
+        for each example.
+
+        Args:
+            run: the recorded run.
+            task: what was trained.
+            ids: the examples to score; all of them by default.
+            resources: memory budget and progress.
+        """
+        resources, chosen = resources or Resources(), self.resolved(run)
+        everyone = members_of(task.size, ids)
+        bytes_each = 12 * nbytes({PARAM: task.parameters()})
+        values, cost = [], Cost()
+        for part in everyone.chunks(resources.chunk(bytes_each, len(everyone))):
+            own = Subset(task.train_set, part.examples.tolist())
+            request = replace(chosen.request(run, task, own, "each", None, False, resources), members=part)
+            with request.cost.metered(), kept_memory():
+                values.append(chosen._values(request)[0].diagonal())
+            cost = cost + request.cost
+        return Scores(torch.cat(values)[:, None], everyone.names, ("self",), chosen.name, cost, unit=self.unit)
 
     def resolved(self, _run: Run, *, displacements: bool = False) -> Estimator:  # noqa: ARG002 - for those that choose
         """The same estimator with what it left open chosen for a run."""
@@ -154,11 +188,11 @@ class Estimator(ABC):
             raise InputError(f"A run is needed, not a {type(run).__name__}: open a directory with lo.open_run(path).")
         if queries not in ("mean", "each"):
             raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.")
-        trajectory = Trajectory(run, task)
+        trajectory = Trajectory(run, task, self.layers)
         return Request(
             trajectory,
             self._members(task, groups),
-            Query(task, trajectory.final()[PARAM], query, single=queries == "each"),
+            Query(trajectory.task, trajectory.final_whole()[PARAM], query, single=queries == "each"),
             resources or Resources(),
             Cost(),
             displacements,
@@ -171,37 +205,6 @@ class Estimator(ABC):
     @abstractmethod
     def _values(self, request: Request) -> tuple[Float[Tensor, "rows queries"], Params | None]:
         """The scores, and the displacements if they were asked for."""
-
-
-def swept(request: Request, readout: Readout, direction: str, sweep: Sweep) -> tuple[Tensor, Params | None]:
-    """Scores by a sweep, forward or backward: the cheaper one unless one is asked for."""
-    if direction not in ("auto", "forward", "backward"):
-        raise InputError(f"direction={direction!r} is unknown: use 'auto', 'forward' or 'backward'.")
-    if direction == "forward" or request.displacements or not isinstance(readout, Projected):
-        if direction == "backward":
-            raise InputError("Displacements and the exact readout go forward: leave direction at 'auto'.")
-        return _forward(request, readout, sweep)
-    vectors = readout.vectors(request.query)
-    # Backward takes a vector a query, forward one a row; the corrected step has one a row either way.
-    if direction == "auto" and (sweep.corrected or height(vectors) > len(request.members)):
-        return _forward(request, readout, sweep)
-    products = request.columns(partial(_pulled, sweep), vectors)["products"]
-    return readout.of_products(request.query, products), None
-
-
-def _forward(request: Request, readout: Readout, sweep: Sweep) -> tuple[Tensor, Params | None]:
-    bytes_each = 6 * nbytes(request.trajectory.initial())
-    return request.rows(partial(_pushed, readout, sweep), bytes_each, "forward")
-
-
-def _pushed(readout: Readout, sweep: Sweep, request: Request) -> tuple[Tensor, Params | None]:
-    moved = replace(sweep, resources=request.resources, cost=request.cost).displacements(request.members)[PARAM]
-    return readout.of_displacements(request.query, moved), moved if request.displacements else None
-
-
-def _pulled(sweep: Sweep, request: Request, vectors: Params) -> dict[str, Tensor]:
-    sweep = replace(sweep, resources=request.resources, cost=request.cost)
-    return {"products": sweep.inner_products(request.members, vectors)}
 
 
 def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], item: T) -> Shard:
@@ -226,3 +229,20 @@ def _rows(
 def joined(parts: list[Params]) -> Params:
     """Stacks one after the other."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def titled(name: str, options: Mapping[str, object]) -> str:
+    """A method's name with the options that are not the ordinary ones.
+
+    >>> titled("ACC", {"transport": "free", "readout": "linear"}), titled("SGD-IE", {"readout": "exact"})
+    ('ACC(free)', 'SGD-IE(exact readout)')
+    """
+    told = []
+    for option, value in options.items():
+        if option == "readout":
+            told += [] if value == "linear" else [f"{value} readout"]
+        elif option == "layers":
+            told += [] if value is None else [f"layers {value if isinstance(value, str) else ' '.join(value)}"]  # type: ignore[arg-type]
+        elif value is not None:
+            told.append(str(value))
+    return f"{name}({', '.join(told)})" if told else name

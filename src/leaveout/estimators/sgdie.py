@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from leaveout.estimators.base import Estimator, Request, swept
-from leaveout.readout import readout_of
+from leaveout.curvature import Hessian
+from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.choice import Choice
 from leaveout.vectors import Params
 
 
@@ -25,16 +26,23 @@ class SGDIE(Estimator):
     Args:
         readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
         direction: ``"forward"``, ``"backward"``, or the cheaper one.
+        layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
     """
 
     readout: str = "linear"
     direction: str = "auto"
+    layers: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self._choice()
 
     @property
     def name(self) -> str:
         """The method's name."""
-        return "SGD-IE" if self.readout == "linear" else f"SGD-IE({self.readout})"
+        return titled("SGD-IE", {"readout": self.readout, "layers": self.layers})
+
+    def _choice(self) -> Choice:
+        return Choice(Hessian, self.readout, self.direction)
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        sweep = request.sweep(curved=True, corrected=False)
-        return swept(request, readout_of(self.readout), self.direction, sweep)
+        return self._choice().values(request)

@@ -57,12 +57,14 @@ def one_by_one(
         if isinstance(chosen, ACC) and chosen.transport != "exact":
             request = chosen.request(run, task, query, queries, groups, False, resources)
             with request.cost.metered(), kept_memory():
-                products = chosen.products(request)
-                corrected = chosen.read(request, products.corrected)
-                plain = chosen.read(request, products.plain)
+                choice = chosen.choice()
+                choice.occasions.check(run)
+                products = choice.products(request)
+                corrected = choice.read(request, products.corrected)
+                plain = choice.read(request, products.plain)
             del waiting[estimator]
             yield estimator, request.scores(chosen.name, corrected)
-            beside = SGDIE(readout=chosen.readout)
+            beside = SGDIE(readout=chosen.readout, layers=chosen.layers)
             if beside in waiting:
                 del waiting[beside]
                 yield beside, request.scores(beside.name, plain)

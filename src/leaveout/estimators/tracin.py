@@ -4,31 +4,106 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxtyping import Float
 from torch import Tensor
 
-from leaveout.estimators.base import Estimator, Request, swept
-from leaveout.readout import readout_of
-from leaveout.vectors import Params
+from leaveout.curvature import Flat
+from leaveout.errors import InputError
+from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.checkpoints import checkpoints, example_blocks
+from leaveout.estimators.choice import Choice
+from leaveout.products import weight_products
+from leaveout.readout import Linear
+from leaveout.scores import UNIT
+from leaveout.vectors import Params, height
 
 
 @dataclass(frozen=True)
 class TracIn(Estimator):
     """δ ← δ + γ: no transport.
 
-    For plain SGD with the linear readout, ``score_k = Σ_{i: k∈Z_i} (α_i/|Z_i|) ⟨∇L(query, θ_N), g(z_k, θ_i)⟩``.
-    The query gradient is taken at the final parameters, the end at which every estimator here reads.
+    All steps, plain SGD, linear readout: ``score_k = Σ_{i: k∈Z_i} (α_i/|Z_i|) ⟨∇L(query, θ_N), g(z_k, θ_i)⟩``:
+    the query gradient is taken at the final parameters, the end at which every estimator here reads.
 
-    Cost: one gradient a step, whatever the number of examples.
+    With ``checkpoints="epochs"`` TracInCP (Pruthi et al. 2020), ``Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩`` over the
+    states at the ends of epochs, with both gradients at the checkpoint and the epoch's mean ``η_c = α/|Z|``.
+
+    Cost: one gradient a step, whatever the number of examples; for checkpoints, one gradient of every example each.
+
+    Args:
+        checkpoints: ``"all"`` steps at their own batches, or the ends of ``"epochs"`` at all examples.
+        learning_rate: whether the terms are weighted by α/|Z|; without, they are plain inner products of gradients.
+        readout: ``"linear"``; with all steps and the learning rate also ``"outputs"`` and ``"exact"``.
+        direction: ``"forward"``, ``"backward"``, or the cheaper one.
+        layers: only these parameters count: names or patterns such as ``"head.*"``.
     """
 
+    checkpoints: str = "all"
+    learning_rate: bool = True
     readout: str = "linear"
     direction: str = "auto"
+    layers: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self._choice()
+        if self.checkpoints not in ("all", "epochs"):
+            raise InputError(f"checkpoints={self.checkpoints!r} is unknown: use 'all' or 'epochs'.")
+        if not self._swept and self.readout != "linear":
+            raise InputError("TracIn of checkpoints, or without the learning rate, has the linear readout only.")
 
     @property
     def name(self) -> str:
         """The method's name."""
-        return "TracIn" if self.readout == "linear" else f"TracIn({self.readout})"
+        rate = None if self.learning_rate else "without learning rate"
+        told = None if self.checkpoints == "all" else self.checkpoints
+        return titled("TracIn", {"checkpoints": told, "rate": rate, "readout": self.readout, "layers": self.layers})
+
+    @property
+    def unit(self) -> str:
+        """What the scores are counted in."""
+        return UNIT if self.learning_rate else "inner product of gradients"
+
+    @property
+    def _swept(self) -> bool:
+        return self.checkpoints == "all" and self.learning_rate
+
+    def _choice(self) -> Choice:
+        return Choice(Flat, self.readout, self.direction)
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        sweep = request.sweep(curved=False, corrected=False)
-        return swept(request, readout_of(self.readout), self.direction, sweep)
+        if self._swept:
+            return self._choice().values(request)
+        if request.displacements:
+            raise InputError(f"{self.name} has no displacements: its terms are read one by one; use TracIn().")
+        values = self._of_checkpoints(request) if self.checkpoints == "epochs" else self._of_steps(request)
+        return values, None
+
+    def _of_checkpoints(self, request: Request) -> Float[Tensor, "rows queries"]:
+        """Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩."""
+        task = request.trajectory.task
+        total: Tensor | None = None
+        for checkpoint in checkpoints(request):
+            vectors = Linear().vectors(checkpoint.query)
+            if self.learning_rate:
+                vectors = {name: tensor * checkpoint.share[name] for name, tensor in vectors.items()}
+            if total is None:
+                total = next(iter(vectors.values())).new_zeros((len(request.members), height(vectors)))
+            for ids, block in example_blocks(request):
+                reads = weight_products(task, checkpoint.params, block, vectors)[1] * len(ids)
+                row, position = request.members.pairs(ids)
+                total.index_add_(0, row, reads[:, position].T)
+                request.cost.gradients += 1
+        assert total is not None  # noqa: S101 - a run has an epoch
+        return total
+
+    def _of_steps(self, request: Request) -> Float[Tensor, "rows queries"]:
+        """Σ_{i: k∈Z_i} ⟨∇L(query, θ_N), g(z_k, θ_i)⟩."""
+        trajectory = request.trajectory
+        vectors = Linear().vectors(request.query)
+        total = next(iter(vectors.values())).new_zeros((len(request.members), height(vectors)))
+        for moment in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
+            row, position = request.members.pairs(moment.record.ids)
+            reads = weight_products(trajectory.task, moment.params, moment.batch, vectors)[1]
+            total.index_add_(0, row, reads[:, position].T, alpha=len(moment.record.ids))
+            request.cost.gradients += 1
+        return total

@@ -18,7 +18,7 @@ from leaveout.vectors import PARAM, Params
 
 def displaced(problem: Problem, marks: Sequence[int], *, corrected: bool) -> Iterator[tuple[int, Params]]:
     """Every example's estimated displacement after each number of steps, from one sweep: SGD-IE's or exact ACC's."""
-    sweep = Sweep(Trajectory(problem.run, problem.task), QUIET, Cost(), curved=True, corrected=corrected)
+    sweep = Sweep(Trajectory(problem.run, problem.task), QUIET, Cost(), corrected=corrected)
     for moment, moved in sweep.course(members_of(problem.task.size)):
         if moment.record.index + 1 in marks:
             yield moment.record.index + 1, moved[PARAM]

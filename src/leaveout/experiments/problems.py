@@ -33,7 +33,7 @@ class Problem:
 
 @contextmanager
 def binary(settings: Settings) -> Iterator[Problem]:
-    """A two-class problem of the tables, trained by plain SGD; the run's files go when the block ends.
+    """A two-class problem of the tables; the run's files go when the block ends.
 
     The seed draws the split, the noise, the initial weights and the order of the batches.
     """
@@ -41,7 +41,9 @@ def binary(settings: Settings) -> Iterator[Problem]:
     found = data.load(settings["data"], n_train=settings["n"], n_val=settings["n"], seed=seed)
     noisy = corrupted(found.train, settings["data"], settings["noise"], settings["level"], seed)
     model = models.build(settings["model"], seed=seed, features=noisy.x.shape[1])
-    x, val_x, model = narrowed(noisy.x, found.val.x, model, settings["model"])
+    x, val_x = noisy.x, found.val.x
+    if settings.get("optimizer") != "adam":  # whose steps depend on the coordinates
+        x, val_x, model = narrowed(x, val_x, model, settings["model"])
     model.to(dtype)
     train_set, val = (
         Examples(part.to(dtype), known.y.to(dtype), known.ids) for part, known in ((x, noisy), (val_x, found.val))
@@ -54,9 +56,10 @@ def binary(settings: Settings) -> Iterator[Problem]:
 def trained(
     model: nn.Module, loss: nn.Module, train_set: Examples, val: Examples, settings: Settings
 ) -> Iterator[Problem]:
-    """A model trained by plain SGD at the settings' ``lr``, ``epochs``, ``batch``, ``l2`` and ``seed``."""
+    """A model trained by SGD, or by Adam if so named, with ``lr``, ``epochs``, ``batch``, ``l2`` and ``seed``."""
     task = Task(model, loss, train_set, l2=settings["l2"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings["lr"])
+    kind = torch.optim.Adam if settings.get("optimizer") == "adam" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=settings["lr"])
     with tempfile.TemporaryDirectory(prefix="leaveout-reproduce-") as folder:
         run = train(
             *(task, optimizer, settings["epochs"], settings["batch"], settings["seed"], Path(folder) / "run"),

@@ -1,0 +1,123 @@
+"""Adam-IE: LESS's cosine between the query gradient and what Adam would make of an example's gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from leaveout.coasting import Layout
+from leaveout.errors import InputError, UnsupportedError
+from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.checkpoints import Checkpoint, checkpoints
+from leaveout.optim import Hyper
+from leaveout.products import example_gradients, example_products
+from leaveout.readout import Linear
+from leaveout.vectors import PARAM, Params, nbytes
+
+
+@dataclass(frozen=True)
+class AdamIE(Estimator):
+    """Σ_c η_c cos(∇L(query, θ_c), Γ_c(g(z_k, θ_c))) with Γ(g) = m̂/(√v̂ + ε), m and v the moments after a step along g.
+
+    The formulation of LESS (Xia et al. 2024): over the states at the ends of epochs, with the epoch's mean learning
+    rate η_c and the recorded moments. A cosine, not a change of the loss: it ranks, and its size means little. The
+    linearisation of training with Adam is ``SGDIE`` or ``ACC`` on the same run.
+
+    ``acc=True`` reads Γ of the corrected gradient ``g(z_k) + H(z_k)·δ_k``; ``δ_k = Σ (α/|Z|) Γ_c(g(z_k))`` over the
+    earlier c is what the example's own part of the updates has been so far, carried without curvature.
+
+    Cost: one gradient of every example a checkpoint; with ``acc`` a Hessian product of every example as well.
+
+    Args:
+        acc: correct the gradients with the examples' own curvature.
+        layers: only these parameters count: names or patterns such as ``"head.*"``.
+    """
+
+    acc: bool = False
+    layers: str | tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return titled("ACC-Adam-IE" if self.acc else "Adam-IE", {"layers": self.layers})
+
+    @property
+    def unit(self) -> str:
+        """What the scores are counted in."""
+        return "learning rate times cosine"
+
+    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
+        self._check(request)
+        params = request.trajectory.initial()[PARAM]
+        points = list(checkpoints(request))
+        return request.rows(partial(self._of_rows, points), 12 * nbytes({PARAM: params}), "checkpoints")
+
+    def _of_rows(self, points: list[Checkpoint], request: Request) -> tuple[Float[Tensor, "rows queries"], None]:
+        task, part = request.trajectory.task, request.members
+        layout = Layout(request.trajectory.rule, request.trajectory.initial()[PARAM])
+        examples = task.read(part.examples.tolist())
+        batches = -(-len(part) // len(request.trajectory.run.record(0).ids))
+        moved = total = torch.zeros(())
+        for number, point in enumerate(points):
+            request.cost.gradients += batches
+            if self.acc and number:
+                plain, curved = example_products(task, point.params, examples, layout.unflatten(moved))
+                request.cost.hvps += batches
+                gradients = layout.flatten(plain)
+                read = gradients + layout.flatten(curved)
+            else:
+                read = gradients = layout.flatten(example_gradients(task, point.params, examples))
+            rate = spread(layout, point.rate, read)
+            query = layout.flatten(Linear().vectors(point.query))
+            total = total + rate.mean() * cosines(preconditioned(layout, point, read) * rate, query)
+            moved = moved + spread(layout, point.share, read) * preconditioned(layout, point, gradients)
+        return total, None
+
+    def _check(self, request: Request) -> None:
+        rule = request.trajectory.rule
+        if rule.linear:
+            raise UnsupportedError(
+                f"Adam-IE needs Adam's moments, which a run of {rule.kind} has not: use SGDIE() or ACC()."
+            )
+        if bool((request.members.lengths > 1).any()):
+            raise InputError("Cosines do not add up, so Adam-IE has no scores of groups: use SGDIE, ACC or Replay.")
+        if request.displacements:
+            raise InputError("Adam-IE has no displacements, only cosines: use SGDIE or ACC.")
+
+
+def preconditioned(
+    layout: Layout, point: Checkpoint, gradients: Float[Tensor, "rows width"]
+) -> Float[Tensor, "rows width"]:
+    """Γ(g) = m̂/(√v̂ + ε) with m = β₁m_c + (1−β₁)g and v = β₂v_c + (1−β₂)g², corrected for their start at zero."""
+    mean, square = (layout.flatten({n: t[None] for n, t in point.state[s].items()}) for s in ("exp_avg", "exp_avg_sq"))
+    of = {
+        key: spread(layout, _by_name(layout, point.hypers, key), gradients) for key in ("beta1", "beta2", "eps", "step")
+    }
+    t = of["step"] + 1
+    m = (of["beta1"] * mean + (1 - of["beta1"]) * gradients) / (1 - of["beta1"] ** t)
+    v = (of["beta2"] * square + (1 - of["beta2"]) * gradients.square()) / (1 - of["beta2"] ** t)
+    return m / (v.sqrt() + of["eps"])
+
+
+def cosines(left: Float[Tensor, "rows width"], right: Float[Tensor, "queries width"]) -> Float[Tensor, "rows queries"]:
+    """The cosine of every row with every query; zero where one of them vanishes.
+
+    >>> cosines(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[2.0, 0.0]])).tolist()
+    [[0.6000000238418579], [0.0]]
+    """
+    return torch.nn.functional.normalize(left, dim=1) @ torch.nn.functional.normalize(right, dim=1).T
+
+
+def spread(layout: Layout, values: dict[str, float], like: Tensor) -> Float[Tensor, " width"]:
+    """A number for each parameter tensor, at all of its coordinates."""
+    parts = [like.new_full((size,), values[name]) for name, size in zip(layout.names, layout.sizes, strict=True)]
+    return torch.cat(parts)
+
+
+def _by_name(layout: Layout, hypers: list[Hyper], key: str) -> dict[str, float]:
+    groups = layout.group[torch.tensor([0, *layout.sizes[:-1]]).cumsum(0)].tolist()
+    return {name: hypers[group][key] for name, group in zip(layout.names, groups, strict=True)}

@@ -1,0 +1,67 @@
+"""The states at the ends of epochs, for the estimators that look at those alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from leaveout.batches import Batch
+from leaveout.estimators.base import Request
+from leaveout.optim import Hyper
+from leaveout.readout import Query
+from leaveout.vectors import PARAM, Params, State
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The end of an epoch: all parameters, the chosen ones' state, and what the epoch's steps were like.
+
+    ``rate`` is the epoch's mean learning rate of each parameter, ``share`` the mean of α/|Z|, an example's own part of
+    it; ``hypers`` are those of the last step. ``query`` sees the query examples from here.
+    """
+
+    params: Params
+    state: State
+    query: Query
+    rate: dict[str, float]
+    share: dict[str, float]
+    hypers: list[Hyper]
+
+
+def checkpoints(request: Request) -> Iterator[Checkpoint]:
+    """The ends of all epochs; a run whose loop did not say where they begin has one."""
+    trajectory = request.trajectory
+    rates: list[list[float]] = []
+    shares: list[list[float]] = []
+    hypers: list[Hyper] = []
+    last: int | None = None
+
+    def ended(params: Params, state: State) -> Checkpoint:
+        def mean(rows: list[list[float]]) -> dict[str, float]:
+            values = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
+            return {name: values[group] for name, group in trajectory.rule.groups.items()}
+
+        seen = request.query
+        query = Query(seen.task, params, seen.dataset, single=seen.single)
+        return Checkpoint(params, state, query, mean(rates), mean(shares), hypers)
+
+    for moment in request.resources.track(trajectory.forward(), len(trajectory), "checkpoints"):
+        if last is not None and moment.record.epoch != last:
+            yield ended(moment.params, moment.before)
+            rates, shares = [], []
+        last, hypers = moment.record.epoch, list(moment.record.hypers)
+        rates.append([hyper["lr"] for hyper in hypers])
+        shares.append([hyper["lr"] / len(moment.record.ids) for hyper in hypers])
+    yield ended(trajectory.final_whole()[PARAM], trajectory.final())
+
+
+def example_blocks(request: Request) -> Iterator[tuple[Int[Tensor, " block"], Batch]]:
+    """All examples that some row leaves out, a batch of the run's size at a time."""
+    task, size = request.trajectory.task, len(request.trajectory.run.record(0).ids)
+    everyone = request.members.examples.unique()
+    for ids in everyone.split(size):
+        yield ids, task.read(ids.tolist())

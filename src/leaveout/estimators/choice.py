@@ -1,0 +1,149 @@
+"""The choices that make an estimator: curvature, gradient, readout; and how they become scores by the shared sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from jaxtyping import Float
+from torch import Tensor
+
+from leaveout.carriers import Subspace
+from leaveout.coasting import Layout, sketch
+from leaveout.corrected import Correction, Products
+from leaveout.curvature import Curvature
+from leaveout.errors import InputError
+from leaveout.estimators.base import Request
+from leaveout.occasions import Occasions
+from leaveout.readout import Projected, Readout, readout_of
+from leaveout.transport import ALWAYS, Sweep
+from leaveout.vectors import PARAM, Params, height, nbytes
+
+DIRECTIONS = ("auto", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an estimator computes.
+
+    Args:
+        kind: the curvature that carries vectors from step to step.
+        readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
+        direction: ``"forward"``, ``"backward"``, or the cheaper one.
+        transport: how the displacement travels that the gradient is corrected with; None: the plain gradient is read.
+        sketch: the width of the random projection that remainders are kept in, if any.
+        occasions: where the correction is applied.
+        project: the width of the random projection that gradients go through, if any.
+    """
+
+    kind: type[Curvature]
+    readout: str = "linear"
+    direction: str = "auto"
+    transport: str | Subspace | None = None
+    sketch: int | None = None
+    occasions: Occasions = ALWAYS
+    project: int | None = None
+
+    def __post_init__(self) -> None:
+        readout_of(self.readout)
+        if self.direction not in DIRECTIONS:
+            raise InputError(f"direction={self.direction!r} is unknown: use 'auto', 'forward' or 'backward'.")
+        if self.transport not in (None, "auto", "free", "exact") and not isinstance(self.transport, Subspace):
+            raise InputError(f"transport={self.transport!r} is unknown: use 'free', 'subspace' or 'exact'.")
+        free = self.transport in ("auto", "free") and self.direction != "forward"
+        if self.sketch is not None and not (free and self.sketch > 0):
+            raise InputError("sketch takes a positive width, with transport='free' and without direction='forward'.")
+        if self.project is not None and self.project < 1:
+            raise InputError(f"project={self.project} is no width: give how many numbers a gradient is kept in.")
+        if self.project is not None and self.transport not in (None, "exact"):
+            raise InputError("project= goes with the exact transport only: add transport='exact', or leave it out.")
+
+    def values(self, request: Request) -> tuple[Tensor, Params | None]:
+        """The scores, and the displacements if they were asked for."""
+        self.occasions.check(request.trajectory.run)
+        if self.transport in (None, "exact"):
+            return self._swept(request)
+        return self.read(request, self.products(request).corrected), None
+
+    def read(self, request: Request, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
+        """Scores from inner products."""
+        return self._projected(request).of_products(request.query, products)
+
+    def products(self, request: Request) -> Products:
+        """The plain and the corrected inner products from one cheap sweep, in the cheaper order."""
+        vectors = self._projected(request).vectors(request.query)
+        free = not isinstance(self.transport, Subspace)
+        if self.direction == "backward" and not free:
+            raise InputError("Subspace transport goes forward: leave direction at 'auto'.")
+        alone = self.sketch is not None or height(vectors) == 1
+        backward = free and (self.direction == "backward" or (self.direction == "auto" and alone))
+        return Products(**request.columns(partial(_products, self, backward), vectors))
+
+    def _projected(self, request: Request) -> Projected:
+        readout = readout_of(self.readout)
+        if request.displacements or not isinstance(readout, Projected):
+            raise InputError(
+                "Displacements and the exact readout need each example's final displacement, which cheap transports do "
+                "not have: use transport='exact', or readout='outputs'."
+            )
+        return readout
+
+    def _swept(self, request: Request) -> tuple[Tensor, Params | None]:
+        """Scores by a sweep with the whole step, forward or backward: the cheaper one unless one is asked for."""
+        readout, corrected = readout_of(self.readout), self.transport is not None
+        sweep = Sweep(
+            request.trajectory,
+            request.resources,
+            request.cost,
+            self.kind,
+            corrected,
+            self.occasions,
+            self._path(request),
+        )
+        if self.direction == "forward" or request.displacements or not isinstance(readout, Projected):
+            if self.direction == "backward":
+                raise InputError("Displacements and the exact readout go forward: leave direction at 'auto'.")
+            return _forward(request, readout, sweep)
+        vectors = readout.vectors(request.query)
+        # Backward takes a vector a query, forward one a row; the corrected step has one a row either way.
+        if self.direction == "auto" and (corrected or height(vectors) > len(request.members)):
+            return _forward(request, readout, sweep)
+        products = request.columns(partial(_pulled, sweep), vectors)["products"]
+        return readout.of_products(request.query, products), None
+
+    def _path(self, request: Request) -> Callable[[Params], Params] | None:
+        """The map g ↦ ΦᵀΦg: whatever depends on gradients then depends on their projections Φg alone."""
+        if self.project is None:
+            return None
+        params = request.trajectory.final()[PARAM]
+        layout = Layout(request.trajectory.rule, params)
+        project = sketch(layout, self.project, next(iter(params.values())))
+        return lambda stack: layout.unflatten(project.back(project(layout.flatten(stack))))
+
+
+def _products(choice: Choice, backward: bool, request: Request, vectors: Params) -> dict[str, Tensor]:
+    correction = Correction(
+        request.trajectory, request.members, request.resources, request.cost, choice.kind, choice.occasions
+    )
+    if backward:
+        found = correction.remainders(vectors, choice.sketch)
+    else:
+        transport = choice.transport
+        found = correction.corrected_gradient(vectors, transport if isinstance(transport, Subspace) else None)
+    return {"plain": found.plain, "corrected": found.corrected}
+
+
+def _forward(request: Request, readout: Readout, sweep: Sweep) -> tuple[Tensor, Params | None]:
+    bytes_each = 6 * nbytes(request.trajectory.initial())
+    return request.rows(partial(_pushed, readout, sweep), bytes_each, "forward")
+
+
+def _pushed(readout: Readout, sweep: Sweep, request: Request) -> tuple[Tensor, Params | None]:
+    moved = replace(sweep, resources=request.resources, cost=request.cost).displacements(request.members)[PARAM]
+    return readout.of_displacements(request.query, moved), moved if request.displacements else None
+
+
+def _pulled(sweep: Sweep, request: Request, vectors: Params) -> dict[str, Tensor]:
+    sweep = replace(sweep, resources=request.resources, cost=request.cost)
+    return {"products": sweep.inner_products(request.members, vectors)}

@@ -1,0 +1,83 @@
+"""DVEmb: trajectory embeddings with a curvature made of first derivatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from leaveout.carriers import Subspace
+from leaveout.curvature import Curvature, Fisher, GaussNewton, Hessian
+from leaveout.errors import InputError
+from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.choice import Choice
+from leaveout.store import Run
+from leaveout.vectors import Params
+
+KINDS: dict[str, type[Curvature]] = {"ggn": GaussNewton, "fisher": Fisher, "hessian": Hessian}
+
+
+@dataclass(frozen=True)
+class DVEmb(Estimator):
+    """δ ← (I − α_i C(Z_i))·δ + (α_i/|Z_i|) g(z_k, θ_i), with C in place of SGD-IE's Hessian.
+
+    The data value embedding of Wang et al. (2025), "Capturing the Temporal Dependence of Training Data Influence",
+    summed over an example's occurrences. They name the Gauss-Newton matrix and compute with the examples' gradient
+    outer products, ``C = (1/|Z|) Σ g gᵀ``, in a random projection: that is ``curvature="fisher", project=...``. The
+    default is the Gauss-Newton matrix itself, ``C = (1/|Z|) Σ Jᵀ(∂²ℓ)J``, which is the Hessian wherever the outputs are
+    linear in the parameters. For other optimizers the same C stands for the Hessian in their linearised step.
+
+    ``acc=True`` is ACC-DVEmb, ``δ ← (I − α_i C(Z_i) + (α_i/|Z_i|) C(z_k))·δ + ...``: the example's own curvature leaves
+    with it. With ``curvature="hessian"`` it is ACC.
+
+    Cost: as SGD-IE, and as ACC, with a Gauss-Newton product (forward mode, then backward) for each Hessian product.
+
+    Args:
+        curvature: ``"ggn"``, ``"fisher"`` (gradient outer products) or ``"hessian"``.
+        project: the gradients go through a seeded random projection of this width for each parameter group.
+        acc: correct with the example's own curvature.
+        transport: how the correction's displacement travels, as for ``ACC``.
+        readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
+        layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
+    """
+
+    curvature: str = "ggn"
+    project: int | None = None
+    acc: bool = False
+    transport: str | Subspace = "auto"
+    readout: str = "linear"
+    layers: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.curvature not in KINDS:
+            raise InputError(f"curvature={self.curvature!r} is unknown: use one of {', '.join(map(repr, KINDS))}.")
+        if self.transport == "subspace":
+            object.__setattr__(self, "transport", Subspace())
+        if self.transport != "auto":
+            self._choice()
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        options = {
+            "curvature": self.curvature,
+            "project": None if self.project is None else f"project {self.project}",
+            "transport": self.transport if self.acc else None,
+            "readout": self.readout,
+            "layers": self.layers,
+        }
+        return titled("ACC-DVEmb" if self.acc else "DVEmb", options)
+
+    def resolved(self, run: Run, *, displacements: bool = False) -> DVEmb:
+        """With the transport that the run and the question call for."""
+        if self.transport != "auto" or not self.acc:
+            return self
+        exact = not run.rule.linear or displacements or self.readout == "exact" or self.project is not None
+        return replace(self, transport="exact" if exact else "free")
+
+    def _choice(self) -> Choice:
+        transport = self.transport if self.acc else None
+        return Choice(KINDS[self.curvature], self.readout, transport=transport, project=self.project)
+
+    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
+        return self._choice().values(request)

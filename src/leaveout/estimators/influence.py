@@ -1,0 +1,173 @@
+"""Influence functions: the final point as if it were the minimum, and nothing of the way there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from leaveout.coasting import Layout
+from leaveout.errors import InputError
+from leaveout.estimators.adamie import spread
+from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.checkpoints import example_blocks
+from leaveout.members import Members
+from leaveout.products import example_gradients, hessian_products, weight_products
+from leaveout.readout import Projected, readout_of
+from leaveout.solvers import Apply, conjugate_gradients, direct, lissa
+from leaveout.transport import vector_bytes
+from leaveout.vectors import PARAM, Params, each, gather_sums, nbytes
+
+SOLVERS = ("cg", "direct", "lissa")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class InfluenceFunction(Estimator):
+    """δ_k = (1/n) (H + λI)⁻¹ g(z_k, θ_N), with H the mean Hessian of all n training examples at the final parameters.
+
+    Koh and Liang (2017). It answers for the minimum of the training loss, from which the example leaves without the
+    others being reweighted; exact to first order there, whatever the optimizer. A run that stopped before, or found
+    one of many minima, is not asked. Weight decay of SGD and Adam is part of H; AdamW's has no place in a minimum.
+
+    Cost: ``"cg"`` as many products with H, of n examples each, as it needs for a query vector; ``"direct"`` as many as
+    there are parameters, once; ``"lissa"`` ``steps`` products with a batch.
+
+    Args:
+        solver: ``"cg"`` (conjugate gradients), ``"direct"`` (the whole matrix: small models) or ``"lissa"``
+            (the stochastic recursion of Agarwal et al. 2017, with a scale found by power iteration).
+        damping: λ, added to the Hessian; needed where it is not positive definite, as for most networks.
+        steps: the most products of cg and the number of lissa's.
+        readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
+        layers: only these parameters move: names or patterns such as ``"head.*"``.
+        seed: of lissa's samples.
+    """
+
+    solver: str = "cg"
+    damping: float = 0.0
+    steps: int = 1000
+    readout: str = "linear"
+    layers: str | tuple[str, ...] | None = None
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        readout_of(self.readout)
+        if self.solver not in SOLVERS:
+            raise InputError(f"solver={self.solver!r} is unknown: use 'cg', 'direct' or 'lissa'.")
+        if self.damping < 0 or self.steps < 2:
+            raise InputError(f"damping={self.damping} must not be negative, and steps={self.steps} at least 2.")
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        damping = f"damping {self.damping:g}" if self.damping else None
+        return titled(
+            "Influence function",
+            {"solver": self.solver, "damping": damping, "readout": self.readout, "layers": self.layers},
+        )
+
+    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
+        minimum, readout = _Minimum(request, self), readout_of(self.readout)
+        if isinstance(readout, Projected) and not request.displacements:
+            solved = minimum.solve(readout.vectors(request.query))
+            return readout.of_products(request.query, minimum.products(solved)), None
+        bytes_each = 8 * nbytes({PARAM: request.trajectory.final()[PARAM]})
+        return request.rows(partial(_moved, self), bytes_each, "solving")
+
+
+def _moved(method: InfluenceFunction, request: Request) -> tuple[Tensor, Params | None]:
+    minimum = _Minimum(request, method)
+    moved = minimum.solve(minimum.gradients(request.members))
+    values = readout_of(method.readout).of_displacements(request.query, moved)
+    return values, moved if request.displacements else None
+
+
+class _Minimum:
+    """The training loss around the final parameters."""
+
+    def __init__(self, request: Request, method: InfluenceFunction) -> None:
+        self.request, self.method = request, method
+        trajectory = request.trajectory
+        self.task, self.params = trajectory.task, trajectory.final_whole()[PARAM]
+        self.layout = Layout(trajectory.rule, trajectory.final()[PARAM])
+        self.batch_size = len(trajectory.run.record(0).ids)
+        self.chunk = vector_bytes(trajectory)
+        hypers = trajectory.run.record(len(trajectory) - 1).hypers
+        coupled = trajectory.rule.kind in ("SGD", "Adam")
+        decay = {n: hypers[g]["weight_decay"] if coupled else 0.0 for n, g in trajectory.rule.groups.items()}
+        like = next(iter(self.params.values()))
+        self.known = spread(self.layout, decay, like) + method.damping
+
+    def solve(self, stack: Params) -> Params:
+        """(H + λI)⁻¹ applied to every vector of a stack."""
+        right = self.layout.flatten(stack)
+        if self.method.solver == "direct":
+            chunk = self.request.resources.chunk(self.chunk, right.shape[1])
+            solved = direct(self._whole, right, chunk)
+        elif self.method.solver == "cg":
+            tolerance = TOLERANCE.get(right.dtype, 1e-4)
+            solved = conjugate_gradients(self._whole, right, self.method.steps, tolerance)
+        else:
+            solved = lissa(self._samples(self.method.seed), right, self.method.steps, self._scale(right))
+        return self.layout.unflatten(solved)
+
+    def products(self, vectors: Params) -> Float[Tensor, "rows vectors"]:
+        """⟨v, g(z)⟩/n for every row and vector."""
+        members = self.request.members
+        total = next(iter(vectors.values())).new_zeros((len(members), len(next(iter(vectors.values())))))
+        for ids, block in example_blocks(self.request):
+            self.request.cost.gradients += 1
+            reads = weight_products(self.task, self.params, block, vectors)[1]
+            row, position = members.pairs(ids)
+            total.index_add_(0, row, reads[:, position].T, alpha=len(ids) / self.task.size)
+        return total
+
+    def gradients(self, members: Members) -> Params:
+        """(1/n) Σ g(z) over each row's examples."""
+        owner = torch.arange(len(members)).repeat_interleave(members.lengths)
+        total = each(lambda t: t.new_zeros((len(members), *t.shape)), self.task.own(self.params))
+        for ids, rows in zip(members.examples.split(self.batch_size), owner.split(self.batch_size), strict=True):
+            self.request.cost.gradients += 1
+            found = example_gradients(self.task, self.params, self.task.read(ids.tolist()))
+            total = each(torch.add, total, gather_sums(found, rows, len(members)))
+        return each(lambda t: t / self.task.size, total)
+
+    def _whole(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """(H + λI)·x over all training examples."""
+        total = self.known * rows
+        for start in range(0, self.task.size, self.batch_size):
+            ids = range(start, min(start + self.batch_size, self.task.size))
+            total = total + self._product(list(ids), rows) * (len(ids) / self.task.size)
+        return total
+
+    def _product(self, ids: list[int], rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        chunk = self.request.resources.chunk(self.chunk, len(rows))
+        batch, vectors = self.task.read(ids), self.layout.unflatten(rows)
+        self.request.cost.hvps += len(rows)
+        return self.layout.flatten(hessian_products(self.task, self.params, batch, vectors, chunk)[1])
+
+    def _damped(self, ids: list[int], rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        return self._product(ids, rows) + self.known * rows
+
+    def _samples(self, seed: int) -> Iterator[Apply]:
+        """(H(Z) + λI)· of seeded random batches Z."""
+        order = torch.Generator().manual_seed(seed)
+        while True:
+            ids = torch.randint(self.task.size, (self.batch_size,), generator=order).tolist()
+            yield partial(self._damped, ids)
+
+    def _scale(self, like: Tensor, batches: int = 8, rounds: int = 10) -> float:
+        """More than the largest eigenvalue of some random batches, by power iteration."""
+        start = torch.randn(like.shape[1], generator=torch.Generator().manual_seed(self.method.seed)).to(like)
+        largest = 0.0
+        samples = self._samples(self.method.seed + 1)
+        for _ in range(batches):
+            sample, x = next(samples), start[None]
+            for _ in range(rounds):
+                x = sample(x / x.norm())
+            largest = max(largest, float(x.norm()))
+        return 1.5 * largest

@@ -1,0 +1,393 @@
+"""The other estimators, and the options of all, against dense matrices and the limits that theory gives; float64."""
+
+import pytest
+import torch
+
+import leaveout as lo
+from leaveout.coasting import Layout, sketch
+from leaveout.occasions import occasions
+from oracle import Oracle
+from problems import OPTIMIZERS, flat, recorded
+from test_estimators import BATCHES, close
+
+CASES = [("mlp", "nesterov"), ("conv", "sgd"), ("mlp", "adam")]
+
+
+def score(problem, estimator, **more):
+    return estimator.score(problem.run, problem.task, problem.query, **more)
+
+
+def query_gradients(problem):
+    oracle = problem.oracle
+    theta = oracle.flat(problem.run.final())[: oracle.p].requires_grad_()
+    losses = oracle.query_losses(theta, *problem.query.tensors)
+    return torch.stack([torch.autograd.grad(loss, theta, retain_graph=True)[0] for loss in losses])
+
+
+def rows_of(problem):
+    return [[k] for k in range(problem.n)]
+
+
+def everywhere(_step, _row):
+    return True
+
+
+@pytest.mark.parametrize(("model", "optimizer"), CASES)
+@pytest.mark.parametrize("curvature", ["ggn", "fisher"])
+def test_dvemb_equals_dense_products(tmp_path, model, optimizer, curvature):
+    problem = recorded(tmp_path / "run", model, optimizer, batches=BATCHES)
+    gradients = query_gradients(problem)
+    for acc, where in ((False, None), (True, everywhere)):
+        method = lo.DVEmb(curvature, acc=acc, transport="exact")
+        moved = problem.oracle.family(rows_of(problem), curvature, where)
+        close(flat(score(problem, method, displacements=True), problem.oracle.names), moved)
+        close(score(problem, method, queries="each").values, moved @ gradients.T)
+        close(score(problem, method).values[:, 0], moved @ gradients.mean(0))
+    other = problem.oracle.family(rows_of(problem), "hessian")
+    assert (other - problem.oracle.family(rows_of(problem), curvature)).norm() > 1e-4 * other.norm()
+
+
+def test_dvemb_of_groups(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "momentum", batches=BATCHES)
+    groups = {"ann": [0, 2], "bob": [1, 3, 5]}
+    moved = problem.oracle.family(list(groups.values()), "ggn", everywhere)
+    scores = score(problem, lo.DVEmb(acc=True, transport="exact"), groups=groups)
+    close(scores.values[:, 0], moved @ query_gradients(problem).mean(0))
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov", "adam"])
+def test_projected_dvemb_equals_dense_products(tmp_path, optimizer):
+    problem = recorded(tmp_path / "run", "mlp", optimizer, batches=BATCHES)
+    oracle = problem.oracle
+    layout = Layout(problem.run.rule, problem.run.final()["param"])
+    unit = torch.eye(oracle.p, dtype=torch.float64)
+    named = {n: t.unflatten(1, s) for n, t, s in zip(oracle.names, _columns(oracle, unit), oracle.shapes, strict=True)}
+    phi = sketch(layout, 3, unit)(layout.flatten(named)).T  # a column each for the unit vectors, in the oracle's order
+    for acc, where in ((False, None), (True, everywhere)):
+        moved = oracle.family(rows_of(problem), "fisher", where, phi.T @ phi)
+        scores = score(problem, lo.DVEmb("fisher", project=3, acc=acc))
+        close(scores.values[:, 0], moved @ query_gradients(problem).mean(0))
+    plain = oracle.family(rows_of(problem), "fisher")
+    assert (plain - oracle.family(rows_of(problem), "fisher", None, phi.T @ phi)).norm() > 0.1 * plain.norm()
+
+
+def _columns(oracle, matrix):
+    return matrix.split([int(torch.tensor(shape).prod()) for shape in oracle.shapes], dim=1)
+
+
+@pytest.mark.parametrize(("model", "optimizer"), CASES)
+def test_layers_equal_a_dense_restriction(tmp_path, model, optimizer):
+    problem = recorded(tmp_path / "run", model, optimizer, batches=BATCHES)
+    oracle, gradient = problem.oracle, query_gradients(problem).mean(0)
+    kept = [name for name in oracle.names if name.startswith("0.")]
+    mask = torch.cat([torch.full((len(t.T),), float(n in kept)).double()
+                      for n, t in zip(oracle.names, _columns(oracle, torch.eye(oracle.p)), strict=True)])  # fmt: skip
+    path = torch.diag(mask)
+    sgdie = oracle.family(rows_of(problem), path=path)
+    close(score(problem, lo.SGDIE(layers="0.*")).values[:, 0], sgdie @ gradient)
+    close(score(problem, lo.SGDIE(layers="0.*", direction="forward", readout="linear")).values[:, 0], sgdie @ gradient)
+    acc = oracle.family(rows_of(problem), where=everywhere, path=path)
+    close(score(problem, lo.ACC("exact", layers="0.*")).values[:, 0], acc @ gradient)
+    dvemb = oracle.family(rows_of(problem), "ggn", path=path)
+    close(score(problem, lo.DVEmb(layers=("0.weight", "0.bias"))).values[:, 0], dvemb @ gradient)
+    theta = oracle.flat(problem.run.final())[: oracle.p]
+    here = oracle.query_losses(theta, *problem.query.tensors)
+    exact = torch.stack([oracle.query_losses(theta + d, *problem.query.tensors) - here for d in acc]).mean(1)
+    scores = score(problem, lo.ACC("exact", readout="exact", layers="0.*"), displacements=True)
+    close(scores.values[:, 0], exact)
+    assert set(scores.displacements) == set(kept)
+    whole = score(problem, lo.SGDIE()).values[:, 0]
+    assert (whole - sgdie @ gradient).norm() > 1e-3 * whole.norm()
+
+
+def test_cheap_transports_of_layers_are_that_of_the_restricted_model(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "momentum", batches=BATCHES)
+    orders = [
+        score(problem, lo.ACC("free", layers="2.*", direction=direction), queries="each").values
+        for direction in ("forward", "backward")
+    ]
+    close(orders[0], orders[1])
+    everything = score(problem, lo.ACC("free", layers="*"), queries="each").values
+    close(everything, score(problem, lo.ACC("free"), queries="each").values)
+    assert (orders[0] - everything).norm() > 1e-3 * everything.norm()
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("options", [{"probability": 0.5, "seed": 3}, {"epochs": (1, 2)}, {"epochs": "first"}])
+def test_corrections_where_they_are_asked_for(tmp_path, optimizer, options):
+    problem = recorded(tmp_path / "run", "mlp", optimizer, batches=BATCHES)
+    chosen = occasions(options.get("probability", 1.0), options.get("epochs"), options.get("seed", 0))
+
+    def where(step, row):
+        return bool(chosen.chosen(problem.run.record(step), torch.tensor(row[:1]))[0])
+
+    rows, gradient = rows_of(problem), query_gradients(problem).mean(0)
+    hits = [where(i, row) for i in range(len(problem.run)) for row in rows]
+    assert any(hits)
+    assert not all(hits)
+    moved = problem.oracle.family(rows, where=where)
+    for direction in ("forward", "backward"):
+        scores = score(problem, lo.ACC("exact", direction=direction, **options))
+        close(scores.values[:, 0], moved @ gradient)
+    close(
+        score(problem, lo.ACC("exact", **options), resources=lo.Resources(memory="1kB")).values[:, 0], moved @ gradient
+    )
+    if optimizer == "momentum":
+        free = problem.oracle.freely_corrected(gradient, rows, where)
+        for direction in ("forward", "backward"):
+            close(score(problem, lo.ACC("free", direction=direction, **options)).values[:, 0], free)
+        full = lo.Subspace(problem.oracle.p)
+        with_subspace = [
+            score(recorded(tmp_path / "one", "mlp", _one_group, batches=BATCHES), method).values
+            for method in (lo.ACC(full, **options),)
+        ]
+        again = recorded(tmp_path / "two", "mlp", _one_group, batches=BATCHES)
+        close(with_subspace[0], score(again, lo.ACC("exact", **options)).values)
+
+
+def _one_group(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_options_at_their_ends(tmp_path):
+    problem = recorded(tmp_path / "run", "conv", "nesterov", batches=BATCHES)
+    sgdie, acc = score(problem, lo.SGDIE()), score(problem, lo.ACC("exact"))
+    assert (sgdie.values - acc.values).norm() > 1e-3 * acc.values.norm()
+    close(score(problem, lo.ACC("exact", probability=0.0)).values, sgdie.values)
+    close(score(problem, lo.ACC("free", probability=0.0)).values, sgdie.values)
+    close(score(problem, lo.ACC("exact", probability=1.0)).values, acc.values)
+    close(score(problem, lo.ACC("exact", epochs=3)).values, acc.values)
+    close(score(problem, lo.ACC("free", epochs=(0, 3))).values, score(problem, lo.ACC("free")).values)
+    close(score(problem, lo.DVEmb("hessian", acc=True, transport="exact")).values, acc.values)
+    close(score(problem, lo.DVEmb("hessian", acc=True)).values, score(problem, lo.ACC("free")).values)
+    close(score(problem, lo.DVEmb("hessian")).values, sgdie.values)
+
+
+def test_options_cost_what_they_should(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
+    whole, half, early = (
+        score(problem, lo.ACC("exact", **options)).cost.hvps
+        for options in ({}, {"probability": 0.0}, {"epochs": (1, 2)})
+    )
+    steps = len(problem.run)
+    assert whole == steps * (problem.n + 1)
+    assert half == steps * problem.n
+    assert early == steps * problem.n + 2
+    free = score(problem, lo.ACC("free", direction="forward")).cost
+    first = score(problem, lo.ACC("free", direction="forward", epochs=(0, 2))).cost
+    assert free.hvps == 2 * steps
+    assert first.hvps == steps + 4
+    assert first.gradients == steps + 4
+    assert score(problem, lo.ACC("free", direction="forward", probability=0.0)).cost.hvps == steps
+
+
+def test_dvemb_is_sgdie_where_the_model_is_linear(tmp_path):
+    x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    train = torch.utils.data.TensorDataset(x, x.sum(1).square())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0)).double()
+    task = lo.Task(model, torch.nn.MSELoss(), train, l2=0.1)
+    run = lo.train(task, OPTIMIZERS["nesterov"](model), epochs=4, batch_size=3, seed=0, out=tmp_path / "run")
+    close(lo.DVEmb().score(run, task, train).values, lo.SGDIE().score(run, task, train).values)
+    close(lo.DVEmb(acc=True).score(run, task, train).values, lo.ACC().score(run, task, train).values)
+
+
+def ridge(tmp_path, epochs, l2=0.3):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 4, dtype=torch.float64, generator=generator)
+    y = x.sum(1) + torch.randn(12, dtype=torch.float64, generator=generator)
+    train, query = torch.utils.data.TensorDataset(x, y), torch.utils.data.TensorDataset(x[:5] + 1, y[:5])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1, bias=False), torch.nn.Flatten(0)).double()
+    task = lo.Task(model, torch.nn.MSELoss(), train, l2=l2)
+    made = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.2)
+    run = lo.train(task, made, epochs=epochs, batch_size=12, seed=0, out=tmp_path / f"run{epochs}")
+    theta = run.final()["param"]["0.weight"][0]
+    hessian = 2 * x.T @ x / 12 + (l2 + 0.2) * torch.eye(4, dtype=torch.float64)
+    gradients = 2 * (x @ theta - y)[:, None] * x + l2 * theta
+    moved = torch.linalg.solve(hessian, gradients.T).T / 12
+    slope = (2 * (query.tensors[0] @ theta - query.tensors[1])[:, None] * query.tensors[0]).mean(0)
+    return run, task, query, moved, moved @ slope
+
+
+def test_influence_functions_on_ridge_regression(tmp_path):
+    run, task, query, moved, expected = ridge(tmp_path, 20)
+    for solver in ("cg", "direct"):
+        method = lo.InfluenceFunction(solver)
+        close(method.score(run, task, query).values[:, 0], expected)
+        scores = method.score(run, task, query, displacements=True)
+        close(scores.displacements["0.weight"][:, 0], moved)
+        close(scores.values[:, 0], expected)
+        groups = method.score(run, task, query, groups=[[0, 3], [5]]).values[:, 0]
+        close(groups, torch.stack([expected[0] + expected[3], expected[5]]))
+    loose = lo.InfluenceFunction("lissa", steps=4000).score(run, task, query).values[:, 0]
+    close(loose, expected, 0.1)
+    damped = lo.InfluenceFunction("direct", damping=0.5).score(run, task, query).values[:, 0]
+    assert (damped - expected).norm() > 0.05 * expected.norm()
+
+
+def test_long_training_leads_to_influence_functions(tmp_path):
+    errors = []
+    for epochs in (20, 400):
+        run, task, query, _, expected = ridge(tmp_path, epochs)
+        errors.append(float((lo.SGDIE().score(run, task, query).values[:, 0] - expected).norm() / expected.norm()))
+    assert errors[1] < 1e-8 < 0.05 < errors[0]
+
+
+def test_influence_functions_of_a_network(tmp_path):
+    problem = recorded(tmp_path / "run", "conv", "adam", batches=BATCHES)
+    oracle = problem.oracle
+    theta = oracle.flat(problem.run.final())[: oracle.p]
+    decay = oracle.per_parameter(problem.run.record(len(problem.run) - 1).hypers, "weight_decay")
+    mean = sum(oracle.curvature("hessian", theta, k) for k in range(problem.n)) / problem.n
+    jacobian = torch.autograd.functional.jacobian
+    slopes = torch.stack([jacobian(lambda t, k=k: oracle.example_loss(t, k), theta) for k in range(problem.n)])
+    expected = torch.linalg.solve(mean + torch.diag(decay + 2.0), slopes.T).T / problem.n @ query_gradients(problem).T
+    for solver in ("cg", "direct"):
+        close(score(problem, lo.InfluenceFunction(solver, damping=2.0), queries="each").values, expected)
+        with pytest.raises(lo.UnsupportedError, match=r"not positive definite.*damping"):
+            score(problem, lo.InfluenceFunction(solver, damping=0.0))
+    with pytest.raises(lo.MismatchError, match="steps="):
+        score(problem, lo.InfluenceFunction(damping=2.0, steps=2))
+
+
+def example_gradients(oracle, theta):
+    jacobian = torch.autograd.functional.jacobian
+    return torch.stack([jacobian(lambda t, k=k: oracle.example_loss(t, k), theta) for k in range(len(oracle.inputs))])
+
+
+def checkpoints(problem):
+    """θ and the record of the last step at the end of every epoch."""
+    run = problem.run
+    ends = [i for i in range(len(run)) if i == len(run) - 1 or run.record(i + 1).epoch != run.record(i).epoch]
+    for i in ends:
+        steps = [run.record(j) for j in range(len(run)) if run.record(j).epoch == run.record(i).epoch]
+        yield problem.oracle.flat(run.state(i + 1) if i + 1 < len(run) else run.final()), steps
+
+
+def at(problem, state):
+    theta = state[: problem.oracle.p].clone().requires_grad_()
+    loss = problem.oracle.query_losses(theta, *problem.query.tensors).mean()
+    return theta.detach(), torch.autograd.grad(loss, theta)[0]
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_tracin_of_checkpoints(tmp_path, optimizer):
+    problem = recorded(tmp_path / "run", "mlp", optimizer, batches=BATCHES)
+    oracle = problem.oracle
+    expected, bare = 0, 0
+    for state, steps in checkpoints(problem):
+        theta, gradient = at(problem, state)
+        share = sum(oracle.per_parameter(step.hypers, "lr") / len(step.ids) for step in steps) / len(steps)
+        expected = expected + example_gradients(oracle, theta) @ (share * gradient)
+        bare = bare + example_gradients(oracle, theta) @ gradient
+    close(score(problem, lo.TracIn("epochs")).values[:, 0], expected)
+    without = score(problem, lo.TracIn("epochs", learning_rate=False))
+    close(without.values[:, 0], bare)
+    assert without.unit != lo.Scores(torch.zeros(1, 1), (0,), (0,), "").unit
+    groups = score(problem, lo.TracIn("epochs"), groups=[[0, 1], [4]]).values[:, 0]
+    close(groups, torch.stack([expected[0] + expected[1], expected[4]]))
+
+
+def test_tracin_without_the_learning_rate(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
+    expected = torch.zeros(problem.n, dtype=torch.float64)
+    gradient = query_gradients(problem).mean(0)
+    for i in range(len(problem.run)):
+        slopes = example_gradients(problem.oracle, problem.oracle.flat(problem.run.state(i)))
+        for k in problem.run.record(i).ids.tolist():
+            expected[k] += slopes[k] @ gradient
+    close(score(problem, lo.TracIn(learning_rate=False)).values[:, 0], expected)
+
+
+@pytest.mark.parametrize("acc", [False, True])
+def test_adamie_equals_its_formula(tmp_path, acc):
+    problem = recorded(tmp_path / "run", "mlp", lambda m: torch.optim.Adam(m.parameters(), lr=0.05), batches=BATCHES)
+    oracle, p = problem.oracle, problem.oracle.p
+    expected = torch.zeros(problem.n, dtype=torch.float64)
+    moved = torch.zeros(problem.n, p, dtype=torch.float64)
+    for state, steps in checkpoints(problem):
+        theta, query = at(problem, state)
+        t = steps[-1].hypers[0]["step"] + 1
+        rate = sum(step.hypers[0]["lr"] for step in steps) / len(steps)
+        share = sum(step.hypers[0]["lr"] / len(step.ids) for step in steps) / len(steps)
+        for k, plain in enumerate(example_gradients(oracle, theta)):
+
+            def direction(g, state=state, t=t):
+                m = (0.9 * state[p : 2 * p] + 0.1 * g) / (1 - 0.9**t)
+                v = (0.999 * state[2 * p :] + 0.001 * g * g) / (1 - 0.999**t)
+                return m / (v.sqrt() + 1e-8)
+
+            read = direction(plain + oracle.curvature("hessian", theta, k) @ moved[k] if acc else plain)
+            expected[k] += rate * torch.nn.functional.cosine_similarity(read, query, dim=0)
+            moved[k] += share * direction(plain)
+    close(score(problem, lo.AdamIE(acc)).values[:, 0], expected)
+    tight = score(problem, lo.AdamIE(acc), resources=lo.Resources(memory="1kB"))
+    close(tight.values[:, 0], expected)
+
+
+ALL = [
+    lo.TracIn(), lo.TracIn("epochs"), lo.TracIn(learning_rate=False), lo.SGDIE(), lo.ACC("exact"), lo.ACC("free"),
+    lo.ACC("free", readout="outputs"), lo.DVEmb(), lo.DVEmb(acc=True), lo.InfluenceFunction(damping=3.0), lo.Replay(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ALL, ids=lambda method: method.name)
+def test_self_influence_is_the_diagonal(tmp_path, method):
+    problem = recorded(tmp_path / "run", "mlp", "momentum", batches=BATCHES)
+    whole = method.score(problem.run, problem.task, problem.train, queries="each").values.diagonal()
+    own = method.self_influence(problem.run, problem.task)
+    close(own.values[:, 0], whole)
+    assert own.query_ids == ("self",)
+    some = method.self_influence(problem.run, problem.task, ids=[4, 1], resources=lo.Resources(memory="1kB"))
+    assert some.train_ids == (4, 1)
+    close(some.values[:, 0], whole[[4, 1]])
+
+
+def test_self_influence_of_adamie(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "adamw", batches=BATCHES)
+    whole = lo.AdamIE(True).score(problem.run, problem.task, problem.train, queries="each").values.diagonal()
+    close(lo.AdamIE(True).self_influence(problem.run, problem.task).values[:, 0], whole)
+
+
+def test_interpolated_checkpoints_serve_everyone(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "adam", batches=BATCHES)
+    oracle = Oracle(problem.run, problem.oracle.model, problem.oracle.loss, *problem.train.tensors)
+    assert oracle.p == problem.oracle.p
+    for method in (lo.SGDIE(), lo.ACC("exact"), lo.DVEmb(), lo.TracIn("epochs"), lo.AdamIE()):
+        # Every state of this run is kept, so that there is nothing to interpolate.
+        exact = method.score(problem.run, problem.task, problem.query).values
+        close(method.score(problem.run.interpolated(), problem.task, problem.query).values, exact)
+
+
+REFUSED = {
+    "layers='9.*' names no trained parameter": lambda p: score(p, lo.SGDIE(layers="9.*")),
+    "give a number between 0 and 1": lambda p: lo.ACC(probability=1.5),
+    "no choice of epochs": lambda p: lo.ACC(epochs=(2, 1)),
+    "curvature='kfac' is unknown": lambda p: lo.DVEmb("kfac"),
+    "goes with the exact transport only": lambda p: lo.DVEmb(project=4, acc=True, transport="free"),
+    "is no width": lambda p: score(p, lo.DVEmb(project=0)),
+    "solver='lu' is unknown": lambda p: lo.InfluenceFunction("lu"),
+    "must not be negative": lambda p: lo.InfluenceFunction(damping=-1.0),
+    "checkpoints='some' is unknown": lambda p: lo.TracIn("some"),
+    "has the linear readout only": lambda p: lo.TracIn("epochs", readout="exact"),
+    "has no displacements: its terms": lambda p: score(p, lo.TracIn("epochs"), displacements=True),
+    "needs Adam's moments": lambda p: score(p, lo.AdamIE()),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_refusals(tmp_path, sentence):
+    problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
+    with pytest.raises(lo.LeaveoutError, match=sentence):
+        REFUSED[sentence](problem)
+
+
+def test_refusals_of_adamie_and_of_unknown_epochs(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "adam", batches=BATCHES)
+    with pytest.raises(lo.InputError, match=r"Cosines do not add up.*use SGDIE"):
+        score(problem, lo.AdamIE(), groups=[[0, 1]])
+    with pytest.raises(lo.InputError, match="has no displacements, only cosines"):
+        score(problem, lo.AdamIE(), displacements=True)
+    short = recorded(tmp_path / "short", "mlp", "sgd", batches=BATCHES[:2])
+    with pytest.raises(lo.InputError, match="one epoch only"):
+        score(short, lo.ACC("exact", epochs=1))
