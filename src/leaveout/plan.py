@@ -6,6 +6,7 @@ import copy
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -60,9 +61,10 @@ def plan(
         batch_size: of the planned run.
         resources: the memory budget that scoring would have.
     """
-    budget = Resources((resources or Resources()).memory, progress=False)
+    shown = resources or Resources()
+    budget = Resources(shown.memory, progress=False)  # a bar for every few steps would only flicker
     if run is not None:
-        return _table(task, query, run, len(run), budget, [])
+        return _table(task, query, run, len(run), budget, shown, [])
     if optimizer is None:
         raise InputError("There is nothing to plan: give a run, or an optimizer, epochs and batch_size.")
     steps = epochs * -(-task.size // batch_size)
@@ -75,15 +77,17 @@ def plan(
             short = train(trial, made, few, batch_size, 0, Path(folder) / "run", resources=budget)
         disk = nbytes(short.state(0)) * (steps + 1)
         training = Plan("training, recorded", cost.seconds / len(short) * steps, cost.peak_memory, disk)
-        return _table(trial, query, short, steps, budget, [training])
+        return _table(trial, query, short, steps, budget, shown, [training])
 
 
-def _table(task: Task, query: Dataset, run: Run, steps: int, resources: Resources, rows: list[Plan]) -> pd.DataFrame:
+def _table(
+    task: Task, query: Dataset, run: Run, steps: int, budget: Resources, shown: Resources, plans: list[Plan]
+) -> pd.DataFrame:
     cheap: list[Estimator] = [TracIn(), SGDIE()]
     if run.rule.linear:
         cheap += [ACC()]
-    plans = rows + [_measured(estimator, task, query, run, steps, resources) for estimator in cheap]
-    plans += [_by_rows(kind, task, query, run, steps, resources) for kind in ("exact", "replay")]
+    jobs = [partial(_measured, estimator) for estimator in cheap] + [partial(_by_rows, k) for k in ("exact", "replay")]
+    plans += [job(task, query, run, steps, budget) for job in shown.track(jobs, len(jobs), "measuring")]
     frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")
     return frame.astype({"memory": "int64", "disk": "int64"})
 

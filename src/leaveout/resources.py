@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,17 @@ from typing import TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from leaveout.engine import Engine, Local, engine_of
 from leaveout.errors import InputError
@@ -24,6 +35,9 @@ R = TypeVar("R")
 
 ROWS, VECTORS, SHARD_BYTES = 64, 16, 500_000_000
 """What makes a shard that goes to another process or is kept: the same wherever it is done."""
+
+MOMENT = 1.0
+"""Seconds that work may take without a bar."""
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -124,19 +138,48 @@ class Resources:
     def track(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
         """The items, with a bar that shows rate and remaining time."""
         console = Console(stderr=True)
-        if not (console.is_terminal if self.progress is None else self.progress):
-            yield from items
-            return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as progress:
-            yield from progress.track(items, total=total, description=what)
+        wanted = console.is_terminal if self.progress is None else self.progress
+        return _shown(items, total, what, console) if wanted and not _SHOWING else iter(items)
+
+
+_SHOWING: list[str] = []
+"""What the bar on the screen is about: work within other work shows none of its own."""
+
+
+class _Rate(ProgressColumn):
+    """Steps a second, or seconds a step."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if not speed else f"{speed:,.0f}/s" if speed >= 10 else f"{1 / speed:,.2g} s each")
+
+
+def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Iterator[T]:
+    """The items, with a bar as soon as they have taken longer than a moment; it goes away when they are done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=console.is_terminal)
+    task = bar.add_task(what, total=total)
+    timer = threading.Timer(MOMENT, bar.start)
+    timer.daemon = True
+    _SHOWING.append(what)
+    timer.start()
+    try:
+        for item in items:
+            yield item
+            bar.advance(task)
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()
+        _SHOWING.remove(what)
 
 
 @dataclass
