@@ -3,36 +3,41 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+TOOLS = $(VENV)/.tools
 
 .PHONY: demo test lint format docs bench screenshots clean
 
 demo: $(READY)  ## the main job, offline, in about a minute
 	$(BIN)/leaveout demo
 
-test: $(READY) lint  ## lint, types, doctests and tests
+test: $(TOOLS) lint  ## lint, types, doctests and tests
 	$(BIN)/pytest -n 2
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY)  ## the documents as a site in site/, without network
+docs: $(TOOLS)  ## the documents as a site in site/, without network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 bench: $(READY)
 	$(BIN)/leaveout bench
 
-screenshots: $(READY)  ## the documents' pictures of the report; needs chromium
+screenshots: $(TOOLS)  ## the documents' pictures of the report; needs chromium
 	$(BIN)/python tests/screenshots.py docs/report
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(TOOLS): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 

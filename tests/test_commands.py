@@ -333,6 +333,7 @@ def test_a_task_that_cannot_be_made_is_refused(own, where, code, said):
         ("acc", lo.ACC()),
         ("ACC", lo.ACC()),
         ("sgd-ie", lo.SGDIE()),
+        ("influence(damping=0.5)", lo.InfluenceFunction(damping=0.5)),
         (" SGD-IE ( readout = outputs ) ", lo.SGDIE(readout="outputs")),
         ("acc(exact, readout='exact')", lo.ACC("exact", readout="exact")),
         ("acc(transport=subspace(16))", lo.ACC(lo.Subspace(16))),

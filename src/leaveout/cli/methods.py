@@ -39,6 +39,9 @@ def parse(text: str) -> Estimator:
     if not found:
         raise InputError(f"{text!r} is not a method: {HOW}.")
     name = _plain(found[1])
+    begun = [known for known in METHODS if known.startswith(name)]
+    if name not in METHODS and len(begun) == 1:
+        name = begun[0]  # influence, adam
     if name not in METHODS:
         known = [kind.__name__.lower() for kind in METHODS.values()]
         raise InputError(f"there is no method {found[1]!r}{closest(name, known)}; choose one of {', '.join(known)}.")
