@@ -413,7 +413,7 @@ def test_verify_of_chosen_methods(shell, run):
     shell("score", "runs/x", "--method", "acc(exact)", "--groups", "halves.json")
     told = shell("verify", "runs/x", "--method", "acc", "--method", "sgd-ie", "--replays", "8", "--json").told
     assert [check["method"] for check in told["checks"]] == ["ACC(free)", "SGD-IE"]
-    wrong = shell("verify", "runs/x", "--method", "sgd-i")
+    wrong = shell("verify", "runs/x", "--method", "sgd-ei")
     assert (wrong.code, "did you mean sgd-ie?" in wrong.refusal) == (1, True)
     groups = shell("verify", "runs/x", "--method", "acc-exact-by-halves")
     assert (groups.code, "scores of groups" in groups.refusal) == (1, True)
