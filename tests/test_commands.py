@@ -493,7 +493,25 @@ def test_ctrl_c_while_training_keeps_the_steps(tmp_path):
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "Interrupted" in err
+    assert "the same command goes on" in " ".join(err.split())
     assert len(lo.open_run(tmp_path / "run", partial=True)) > 0
+
+
+def test_training_that_was_killed_goes_on_with_the_same_command(tmp_path, shell):
+    small = (*SMALL[:-2], "--epochs", "3000")
+    whole = tmp_path / "whole"
+    assert shell("train", *small, "--out", str(whole)).code == 0
+    process = started("train", *small, "--out", "run", cwd=tmp_path)
+    until((tmp_path / "run/shard-00000.safetensors").exists, process)
+    process.kill()
+    process.wait()
+    done = lo.open_run(tmp_path / "run", partial=True)
+    assert 0 < len(done) < len(lo.open_run(whole))
+    assert shell("train", *small[:-1], "3001", "--out", str(tmp_path / "run")).code == 1
+    assert shell("train", *small, "--out", str(tmp_path / "run")).code == 0
+    one, two = lo.open_run(tmp_path / "run"), lo.open_run(whole)
+    assert (len(one), one.kept) == (len(two), two.kept)
+    assert all(torch.equal(tensor, two.final()["param"][n]) for n, tensor in one.final()["param"].items())
 
 
 def test_ctrl_c_while_scoring_keeps_what_was_finished(tmp_path):
@@ -508,3 +526,29 @@ def test_ctrl_c_while_scoring_keeps_what_was_finished(tmp_path):
     assert "the same command goes on from there" in " ".join(err.split())
     assert lo.Scores.load(first).method == "ACC(free)"
     assert [file.name for file in first.parent.iterdir()] == [first.name]
+
+
+def test_show_says_what_a_run_holds(run, shell):
+    shell("score", "runs/x", "--method", "sgd-ie")
+    told = shell("show", "runs/x", "--json").json
+    opened = lo.open_run(run)
+    assert told["parameters"] == sum(t.numel() for t in opened.final()["param"].values())
+    assert (told["steps"], told["epochs"], told["batch_size"]) == (len(opened), 3, 20)
+    assert (told["optimizer"], told["first_step"][0]["lr"]) == ("SGD", 0.5)
+    assert told["disk"] == sum(file.stat().st_size for file in run.glob("*.safetensors")) + (
+        (run / "manifest.json").stat().st_size
+    )
+    assert [found["method"] for found in told["scores"]] == ["SGD-IE"]
+    words = shell("show", "runs/x", "--check").words
+    assert all(word in words for word in ("9, finished", "SGD-IE, 60 x 1", "lr 0.5", "Every file is as it was written"))
+
+
+def test_show_names_damaged_files(run, shell):
+    file = run / "shard-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    done = shell("show", "runs/x", "--check")
+    assert done.code == 1
+    assert f"{file.name} is not the file that was written" in done.err.replace("\n", " ")
+    done = shell("show", "runs/x", "--check", "--json")
+    assert (done.code, len(done.json["damage"])) == (1, 1)
+    assert shell("show", "runs/y").code == 1

@@ -10,6 +10,7 @@ ROOT = Path(leaveout.__file__).parent
 FLOORS = [
     "errors",
     "pictures",
+    "disk",
     "memory",
     "vectors",
     "batches",
@@ -28,6 +29,10 @@ FLOORS = [
     "beside",
     "store",
     "shards",
+    "writer",
+    "loaders",
+    "matching",
+    "resume",
     "recorder",
     "trajectory",
     "train",

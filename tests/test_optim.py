@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
-from leaveout.optim import Rule, rule_of
-from leaveout.recorder import hypers_of
+from leaveout.optim import Rule, hypers_of, rule_of
 from leaveout.vectors import PARAM, State, expand
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW

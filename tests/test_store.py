@@ -14,9 +14,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.disk import checksum, unsealed, write_json, write_tensors
 from leaveout.optim import Rule
-from leaveout.store import INITIAL, MANIFEST, Manifest, Record, Writer, shard_name, write_manifest, write_tensors
+from leaveout.store import INITIAL, MANIFEST, Manifest, Record, shard_name, write_manifest
 from leaveout.vectors import PARAM, State
+from leaveout.writer import Writer
 
 
 def contents(path: Path) -> dict[str, bytes | None]:
@@ -57,7 +59,7 @@ def rewritten(run: lo.Run, path: Path, shard_bytes: int) -> lo.Run:
 
 def test_the_size_of_the_shards_changes_neither_states_nor_scores(tmp_path: Path) -> None:
     run, task = trained(tmp_path / "run")
-    assert run.manifest.shards == (12,)
+    assert [shard.steps for shard in run.manifest.shards] == [12]
     step = sum(3 * tensor.numel() * 4 for tensor in run.state(0)[PARAM].values())
     cuts = {"ones": (1, [1] * 12), "twos": (step + 1, [2] * 6), "uneven": (5 * step, [5, 5, 2]), "all": (10**9, [12])}
     expected = {
@@ -66,7 +68,7 @@ def test_the_size_of_the_shards_changes_neither_states_nor_scores(tmp_path: Path
     }
     for name, (size, shards) in cuts.items():
         other = rewritten(run, tmp_path / name, size)
-        assert list(other.manifest.shards) == shards
+        assert [shard.steps for shard in other.manifest.shards] == shards
         assert sorted(file.name for file in (tmp_path / name).iterdir()) == sorted(
             [MANIFEST, INITIAL, *(shard_name(i) for i in range(len(shards)))]
         )
@@ -100,7 +102,7 @@ HYPER = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nes
 
 
 def state(value: float) -> State:
-    return {PARAM: {"w": torch.full((3,), value)}}
+    return {PARAM: {"w": torch.full((3,), float(value))}}
 
 
 def manifest() -> Manifest:
@@ -185,7 +187,7 @@ def test_every_moment_of_writing_is_a_run_that_can_be_read(tmp_path: Path) -> No
         run = lo.open_run(tmp_path / "run", partial=True)
         assert len(run) == index + 1
         assert float(run.final()[PARAM]["w"][0]) == index + 1
-        assert not any(file.name.startswith(".") for file in run.path.iterdir())
+        assert [file.name for file in run.path.iterdir() if file.name.startswith(".")] == [".lock"]
     writer.finish()
     assert len(lo.open_run(tmp_path / "run")) == 3
 
@@ -269,12 +271,12 @@ def damage(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
     file, shard, initial = path / MANIFEST, path / shard_name(0), path / INITIAL
 
     def told(**changes: object) -> None:
-        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+        write_json(file, {**unsealed(json.loads(file.read_text())), **changes})
 
     def without(key: str) -> None:
-        raw = json.loads(file.read_text())
+        raw = unsealed(json.loads(file.read_text()))
         del raw[key]
-        file.write_text(json.dumps(raw))
+        write_json(file, raw)
 
     def cut(what: Path) -> None:
         what.write_bytes(what.read_bytes()[:-40])
@@ -291,7 +293,7 @@ def damage(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
         "an unknown key": (lambda: told(colour="red"), rf"{MANIFEST} is not a manifest.*colour.*{again}"),
         "no shards": (lambda: told(shards=None), rf"{MANIFEST} is not a manifest.*{again}"),
         "shards in words": (lambda: told(shards=["four"]), rf"{MANIFEST} is not a manifest.*{again}"),
-        "an unknown format": (lambda: told(format=99), "format 99, this version reads 1: use the version that wrote"),
+        "an unknown format": (lambda: told(format=99), "format 99, this version reads 2: use the version that wrote"),
         "an unknown optimizer": (
             lambda: told(rule={**json.loads(file.read_text())["rule"], "kind": "Sorcery"}),
             rf"{MANIFEST} is not a manifest.*Sorcery.*{again}",
@@ -305,7 +307,7 @@ def damage(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "a shorter shard": (lambda: shutil.copy(path.parent / "shorter" / shard.name, shard), f"{shard.name}.*{again}"),
         "no initial state": (initial.unlink, f"{INITIAL} cannot be read.*{again}"),
-        "a truncated initial state": (lambda: cut(initial), f"{INITIAL} cannot be read.*{again}"),
+        "a truncated initial state": (lambda: cut(initial), f"{INITIAL} is not the file that was written.*{again}"),
         "an initial state of something else": (
             lambda: write_tensors(initial, {"a": torch.ones(2)}),
             f"{INITIAL}.*{again}",
@@ -337,6 +339,11 @@ def test_a_shard_of_another_run_is_noticed(tmp_path: Path) -> None:
         out=tmp_path / "other",
     )
     shutil.copy(other.path / shard_name(0), run.path / shard_name(0))
+    with pytest.raises(lo.RunError, match=r"shard-00000.safetensors is not the file that was written"):
+        lo.open_run(run.path).record(0)
+    shard = run.manifest.shards[0]
+    claims = replace(shard, crc32=checksum(run.path / shard.name))  # even where somebody mended the checksum
+    write_manifest(run.path, replace(run.manifest, shards=(claims,)))
     for method in (lo.ACC(transport="exact"), lo.SGDIE(), lo.TracIn(), lo.Replay()):
         with pytest.raises(lo.MismatchError, match="Step 0 does not follow"):
             method.score(lo.open_run(run.path), task, data())

@@ -4,7 +4,15 @@ from leaveout import data, metrics, models
 from leaveout.carriers import Subspace
 from leaveout.cleanse import Curve, cleanse
 from leaveout.engine import Local, Ray
-from leaveout.errors import EngineError, InputError, LeaveoutError, MismatchError, RunError, UnsupportedError
+from leaveout.errors import (
+    EngineError,
+    InputError,
+    LeaveoutError,
+    LeaveoutWarning,
+    MismatchError,
+    RunError,
+    UnsupportedError,
+)
 from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn, score
 from leaveout.plan import plan
 from leaveout.recorder import Recorder
@@ -12,7 +20,7 @@ from leaveout.refine import refine
 from leaveout.report import Show, report
 from leaveout.resources import Cost, Resources
 from leaveout.scores import Scores
-from leaveout.store import Run, open_run
+from leaveout.store import Run, check_run, open_run
 from leaveout.task import Task
 from leaveout.timeline import Timeline, timeline
 from leaveout.train import train
@@ -31,6 +39,7 @@ __all__ = [
     "InfluenceFunction",
     "InputError",
     "LeaveoutError",
+    "LeaveoutWarning",
     "Local",
     "MismatchError",
     "Ray",
@@ -46,6 +55,7 @@ __all__ = [
     "Timeline",
     "TracIn",
     "UnsupportedError",
+    "check_run",
     "cleanse",
     "data",
     "metrics",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from leaveout.batches import Batch
+from leaveout.disk import read_json, save_json
 from leaveout.errors import InputError, RunError
 from leaveout.members import Members, rows_of
 from leaveout.readout import Query
 from leaveout.resources import Cost, Resources
 from leaveout.scores import Scores
-from leaveout.store import Run, write_text
+from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.train import counterfactuals, shuffled
 from leaveout.trajectory import Trajectory
@@ -93,15 +93,14 @@ class Curve:
             raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
         columns = {name: [_or_none(value) for value in self.table[name].tolist()] for name in COLUMNS}
         told = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(told, indent=1, allow_nan=False))
+        save_json(path, told)
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Curve:
         """Reads what ``save`` wrote."""
         try:
-            told = json.loads(Path(path).read_text())
+            told = read_json(Path(path))
             table = pd.DataFrame({name: told["table"][name] for name in COLUMNS})
             measured = [name for name in COLUMNS if name.startswith(MEASURES)]
             table[measured] = table[measured].astype(float)

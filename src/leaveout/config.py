@@ -14,11 +14,13 @@ from torch import nn
 
 from leaveout import data, models
 from leaveout.beside import Beside
+from leaveout.disk import write_text
 from leaveout.errors import InputError, closest
 from leaveout.resources import Resources
-from leaveout.store import Run, claim, write_text
+from leaveout.store import Run, cut_short
 from leaveout.task import Task
 from leaveout.train import train
+from leaveout.writer import check_free
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "sgd": (torch.optim.SGD, ("lr", "momentum", "dampening", "nesterov", "weight_decay")),
@@ -166,23 +168,30 @@ def prepare(config: Config) -> Subject:
 
 
 def run_config(config: Config, out: Path, resources: Resources | None = None) -> tuple[Run, Subject]:
-    """Trains and records what a config describes; the config lies beside the run from the first step on."""
+    """Trains and records what a config describes; the config lies beside the run from the first step on.
+
+    A run of the same config that was cut short is gone on with.
+    """
     subject = prepare(config)
     optimizer = _optimizer(config.optimizer, subject.task.model)
-    _leave(config, out)
+    resume = _leave(config, out)
     how = config.train
-    run = train(subject.task, optimizer, how.epochs, how.batch_size, how.seed, out, keep=how.keep, resources=resources)
+    size, seed = how.batch_size, how.seed
+    run = train(subject.task, optimizer, how.epochs, size, seed, out, keep=how.keep, resume=resume, resources=resources)
     return run, subject
 
 
-def _leave(config: Config, out: Path) -> None:
-    """Writes the config into the new directory; one that is there and says the same is left as it is."""
-    claim(out)
+def _leave(config: Config, out: Path) -> bool:
+    """Writes the config into the new directory; says whether a run that it describes was cut short there."""
     file = Beside(out).config
+    begun = cut_short(out) and file.exists()
+    check_free(out, resume=begun)
+    out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         write_text(file, to_toml(config))
     elif read(file) != config:
         raise InputError(f"{file} describes another run: choose another directory, or give this file as the config.")
+    return begun
 
 
 def _model(part: ModelPart, found: data.Data) -> nn.Module:

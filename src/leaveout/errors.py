@@ -28,6 +28,10 @@ class EngineError(LeaveoutError):
     """Work that was given to other processes did not come back."""
 
 
+class LeaveoutWarning(UserWarning):
+    """Something that does not stop the work, but that its user should know."""
+
+
 def closest(word: str, among: Iterable[str]) -> str:
     """A suggestion in brackets for a name that does not exist, or nothing.
 

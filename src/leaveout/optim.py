@@ -224,3 +224,38 @@ def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
     # torch's AdamW is its Adam with this flag.
     kind = "AdamW" if kind == "Adam" and decoupled == {True} else kind
     return Rule(kind, {name: groups[name] for name in order}, slots)
+
+
+def hypers_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor]) -> list[Hyper]:
+    """Every group's hyperparameters as the coming step will use them."""
+    return [
+        _group_hypers(optimizer, rule, number, [params[name] for name, g in rule.groups.items() if g == number])
+        for number in range(len(optimizer.param_groups))
+    ]
+
+
+def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, params: list[Tensor]) -> Hyper:
+    group = optimizer.param_groups[number]
+    if group.get("maximize"):
+        raise UnsupportedError(f"Parameter group {number} has maximize=True: minimise the negative loss instead.")
+    if group.get("amsgrad"):
+        raise UnsupportedError(f"Parameter group {number} has amsgrad=True: set amsgrad=False.")
+    states = [optimizer.state.get(param, {}) for param in params]
+    if rule.kind == "SGD":
+        if group["momentum"] != 0 and "momentum_buffer" not in rule.slots:
+            raise UnsupportedError(f"Parameter group {number} turned momentum on while training: start with it on.")
+        started = {state.get("momentum_buffer") is not None for state in states}
+        if len(started) > 1:
+            raise UnsupportedError(
+                f"Only some parameters of group {number} have momentum yet: put new ones in a group."
+            )
+        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+        return {**{name: float(group[name]) for name in names}, "started": float(started.pop() if started else 0)}
+    counts = {int(state["step"]) if "step" in state else 0 for state in states}
+    if len(counts) > 1:
+        raise UnsupportedError(
+            f"The parameters of group {number} have taken different numbers of steps: split the group."
+        )
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    hyper = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+    return {**hyper, "beta1": beta1, "beta2": beta2, "step": float(counts.pop() + 1 if counts else 1)}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import warnings
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,15 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from leaveout import batches
-from leaveout.errors import InputError, RunError, UnsupportedError
-from leaveout.optim import Hyper, Rule, rule_of
+from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError
+from leaveout.loaders import Noted
+from leaveout.matching import constants_of
+from leaveout.optim import Hyper, hypers_of, rule_of
 from leaveout.resources import parse_bytes
-from leaveout.store import Manifest, Record, Run, Writer, open_run
+from leaveout.resume import Past, restore
+from leaveout.store import Manifest, Record, Run, open_run
 from leaveout.validate import module_problems
 from leaveout.vectors import PARAM, State, nbytes, sum_of
+from leaveout.writer import Writer
 
 _RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -36,6 +39,12 @@ class Recorder:
             fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
             again when they are needed, from the recorded batches.
         disk: the budget of ``"auto"``.
+        resume: go on with the run if the directory holds one that was cut short. Model and optimizer are put back to
+            its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
+            the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
+            every batch ``done`` times.
+        on_full: what happens when the disk is full: ``"stop"`` raises at the next step; ``"continue"`` warns, stops
+            recording and lets the training go on. Either way the run up to then can be read and resumed.
 
     Every ``optimizer.step()`` is one step of the run; its batch is the last one that ``watch`` gave, or the ids that
     ``step`` was told.
@@ -49,7 +58,11 @@ class Recorder:
         *,
         keep: str | int = "auto",
         disk: str | int = "2GB",
+        resume: bool = False,
+        on_full: str = "stop",
     ) -> None:
+        if on_full not in ("stop", "continue"):
+            raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.")
         if optimizer in _RECORDED:
             raise RunError("This optimizer is being recorded already: call finish() on its recorder first.")
         rule = rule_of(optimizer, model)
@@ -58,31 +71,52 @@ class Recorder:
         self._rule = rule
         self._model = model
         self._optimizer = optimizer
-        self._params = {name: p for name, p in model.named_parameters() if name in rule.groups}
-        self._writer = Writer(path)
+        self._params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name in rule.groups}
+        self._stop_when_full = on_full == "stop"
+        self._writer = Writer(path, resume=resume)
         self._pending: list[tuple[Tensor, list[tuple[int, int]]]] = []
         self._hypers: list[Hyper] = []
         self._steps = 0
         self._cut = False
+        self._full = False
         self._epoch = -1
         self._train_size: int | None = None
-        self._twins: dict[int, tuple[DataLoader, DataLoader, deque[list[int]]]] = {}
+        self._loaders: dict[int, Noted] = {}
+        self._past = Past(self._writer.before)
+        self._go_on()
         _RECORDED.add(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
+    @property
+    def done(self) -> int:
+        """How many steps are recorded; right after ``resume=True``, those that need not be taken again."""
+        return self._steps
+
+    @property
+    def before(self) -> Run | None:
+        """The run that was there and is gone on with."""
+        return self._writer.before
+
+    def hypers(self) -> list[Hyper]:
+        """Every parameter group's hyperparameters, as the coming step will use them."""
+        return hypers_of(self._optimizer, self._rule, self._params)
+
     def watch(self, loader: DataLoader) -> Iterator[Any]:
         """One epoch of the loader, batch for batch as it would give them, noting which examples each holds."""
-        twin, drawn = self._twin(loader)
+        noted = self._noted(loader)
         self._epoch += 1
-        drawn.clear()
         finished = False
         try:
-            for batch in twin:
-                ids = torch.tensor(drawn.popleft())
-                self._pending.append((ids, batches.fingerprint(batch)))
+            for ids, batch in noted:
+                if self._past.covers(ids, batch):
+                    if self._past.left_early(self._epoch):
+                        break  # before another batch is drawn, as the loop did
+                    continue
+                if self._hooks:
+                    self._pending.append((ids, batches.fingerprint(batch)))
                 yield batch
             finished = True
         finally:
@@ -105,20 +139,25 @@ class Recorder:
         if int(ids.min()) < 0:
             raise InputError(f"Example number {int(ids.min())} is negative: ids count from 0 in the data set's order.")
         self._epoch = epoch
+        if not self._hooks:
+            return  # the disk is full, or the run is finished
         self._pending.append((ids, [] if batch is None else batches.fingerprint(batch)))
 
     def finish(self) -> Run:
         """Writes what is left, lets go of the optimizer, and returns the run."""
+        recording = bool(self._hooks)
         self._release()
         if self._cut:
             raise RunError(
-                f"The run was cut short after step {self._steps - 1}: record it again, or use open_run(path, "
-                "partial=True) for the steps that are there."
+                f"The run was cut short after step {self._steps - 1}: continue it with resume=True, record it again, "
+                "or use open_run(path, partial=True) for the steps that are there."
             )
         if self._steps == 0:
+            self._writer.abandon()
             raise RunError("Nothing was recorded: optimizer.step() was never called between Recorder() and finish().")
-        self._writer.finish(self._state())
-        return open_run(self._writer.path)
+        if recording:
+            self._close(complete=True)
+        return open_run(self._writer.path, partial=self._full)
 
     def __enter__(self) -> Recorder:
         return self
@@ -130,8 +169,47 @@ class Recorder:
             return
         self._release()
         self._cut = kind is not None
-        complete = not self._cut and self._steps > 0
-        self._writer.finish(self._state() if complete else None, complete=complete)
+        self._close(complete=not self._cut and self._steps > 0)
+
+    def _go_on(self) -> None:
+        """Puts everything back to where a run was cut short."""
+        run = self._writer.before
+        if run is None:
+            return
+        try:
+            restore(run, self._model, self._optimizer, self._params, self._rule)
+        except BaseException:
+            self._writer.abandon()
+            raise
+        size = nbytes(run.final())
+        for index in run.kept[1:]:
+            self._keep.note(index, size)
+        self._steps = len(run)
+        self._train_size = run.manifest.train_size
+
+    def _close(self, *, complete: bool) -> None:
+        if self._past.finished:
+            self._writer.abandon()
+            return
+        try:
+            self._writer.finish(self._state() if complete else None, complete=complete)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """The disk takes no more: what is there stays."""
+        self._release()
+        self._pending.clear()
+        self._writer.abandon()
+        self._full = True
+        told = (
+            f"The run in {self._writer.path} could not be written on ({error}): the steps that are on disk can be read "
+            "with open_run(path, partial=True); make room and go on with resume=True"
+        )
+        if self._stop_when_full:
+            self._cut = True
+            raise RunError(f"{told}, or train on without recording by on_full='continue'.") from error
+        warnings.warn(f"{told}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
 
     def _release(self) -> None:
         for hook in self._hooks:
@@ -139,28 +217,22 @@ class Recorder:
         _RECORDED.discard(self._optimizer)
         self._hooks = []
 
-    def _twin(self, loader: DataLoader) -> tuple[DataLoader, deque[list[int]]]:
-        """The loader again, with a sampler that notes what it draws; kept, so that its workers may persist."""
-        if id(loader) not in self._twins:
-            _check_loader(loader)
-            size = batches.size(loader.dataset)
-            if self._train_size not in (None, size):
+    def _noted(self, loader: DataLoader) -> Noted:
+        if id(loader) not in self._loaders:
+            noted = Noted(loader)
+            if self._train_size not in (None, noted.size):
                 raise UnsupportedError(
-                    f"This loader reads another data set ({size} examples, not {self._train_size}), so the numbers of "
-                    "examples would be mixed up: put both into one ConcatDataset."
+                    f"This loader reads another data set ({noted.size} examples, not {self._train_size}), so the "
+                    "numbers of examples would be mixed up: put both into one ConcatDataset."
                 )
-            drawn: deque[list[int]] = deque()
-            twin = copy.copy(loader)
-            # DataLoader forbids setting these after construction; the copy has no iterator yet, so it is safe.
-            attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            twin.__dict__[attribute] = _NotingSampler(getattr(loader, attribute), drawn)
-            twin.__dict__["_iterator"] = None
-            self._twins[id(loader)] = (loader, twin, drawn)
-            self._train_size = size
-        return self._twins[id(loader)][1:]
+            self._loaders[id(loader)] = noted
+            self._train_size = noted.size
+        return self._loaders[id(loader)]
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         where = f"At step {self._steps}"
+        if self._past.finished:
+            raise RunError(f"The run in {self._writer.path} is finished: record further steps into another directory.")
         if any(callable(argument) for argument in (*args, *kwargs.values())):
             raise UnsupportedError(
                 f"{where}, optimizer.step() was given a closure: compute the loss before and call step()."
@@ -188,7 +260,7 @@ class Recorder:
                 raise UnsupportedError(
                     f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False."
                 )
-        self._hypers = hypers_of(optimizer, self._rule, self._params)
+        self._hypers = self.hypers()
         if self._steps == 0:
             _check_modules(self._model)
             manifest = Manifest(
@@ -198,7 +270,10 @@ class Recorder:
                 constants=constants_of(self._model, self._rule),
                 train_size=self._train_size,
             )
-            self._writer.begin(manifest, self._state())
+            try:
+                self._writer.begin(manifest, self._state())
+            except OSError as error:
+                raise RunError(f"{self._writer.path} cannot be written ({error}): make room for the run.") from error
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         # One question a step: a sum is finite only if all its terms are.
@@ -209,7 +284,10 @@ class Recorder:
         state = self._state() if self._keep.wants(self._steps) else None
         if state is not None:
             self._keep.note(self._steps, nbytes(state))
-        self._writer.append(Record(self._steps - 1, self._epoch, ids, self._hypers, fingerprint), state)
+        try:
+            self._writer.append(Record(self._steps - 1, self._epoch, ids, self._hypers, fingerprint), state)
+        except OSError as error:
+            self._give_up(error)
 
     def _stop_at_nan(self) -> None:
         broken = [name for name, param in self._params.items() if not torch.isfinite(param).all()]
@@ -217,7 +295,7 @@ class Recorder:
             return  # large finite values whose sum overflows
         self._release()
         self._cut = True
-        self._writer.finish(complete=False)
+        self._close(complete=False)
         raise RunError(
             f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: lower the learning rate or look at "
             "the loss of its batch; the steps before it are kept."
@@ -263,23 +341,6 @@ class Keep:
         self._next = index + 1 if self._used < self._budget else index + max(1, round(2 * index**0.5))
 
 
-class _NotingSampler:
-    """A sampler that appends what it draws to a queue; loaders hand batches out in the order they were drawn."""
-
-    def __init__(self, sampler: Any, drawn: deque[list[int]]) -> None:
-        self.sampler = sampler
-        self.drawn = drawn
-
-    def __iter__(self) -> Iterator[Any]:
-        for indices in self.sampler:
-            noted = torch.as_tensor(indices).reshape(-1)  # a number, or any sequence or array of them
-            self.drawn.append(noted.tolist())
-            yield indices
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
 def _copy(tensor: Tensor) -> Tensor:
     # Always a copy: the optimizer changes its tensors in place.
     return tensor.detach().to("cpu", copy=True).contiguous()
@@ -289,58 +350,3 @@ def _check_modules(model: nn.Module) -> None:
     if problems := module_problems(model):
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise UnsupportedError(f"This model cannot be recorded exactly:\n{listed}")
-
-
-def _check_loader(loader: Any) -> None:
-    if not isinstance(loader, DataLoader):
-        raise InputError(
-            f"watch() takes a torch DataLoader, not a {type(loader).__name__}: use recorder.step(ids) in other loops."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise UnsupportedError(
-            "The loader reads an IterableDataset, whose examples have no numbers: use a map-style Dataset, or call "
-            "recorder.step(ids) before each optimizer.step()."
-        )
-    if not getattr(loader, "in_order", True):
-        raise UnsupportedError("The loader hands batches out of order: build it with in_order=True.")
-
-
-def hypers_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Any]) -> list[Hyper]:
-    """Every group's hyperparameters as the coming step will use them."""
-    return [
-        _group_hypers(optimizer, rule, number, [params[name] for name, g in rule.groups.items() if g == number])
-        for number in range(len(optimizer.param_groups))
-    ]
-
-
-def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, params: list[Any]) -> Hyper:
-    group = optimizer.param_groups[number]
-    if group.get("maximize"):
-        raise UnsupportedError(f"Parameter group {number} has maximize=True: minimise the negative loss instead.")
-    if group.get("amsgrad"):
-        raise UnsupportedError(f"Parameter group {number} has amsgrad=True: set amsgrad=False.")
-    states = [optimizer.state.get(param, {}) for param in params]
-    if rule.kind == "SGD":
-        if group["momentum"] != 0 and "momentum_buffer" not in rule.slots:
-            raise UnsupportedError(f"Parameter group {number} turned momentum on while training: start with it on.")
-        started = {state.get("momentum_buffer") is not None for state in states}
-        if len(started) > 1:
-            raise UnsupportedError(
-                f"Only some parameters of group {number} have momentum yet: put new ones in a group."
-            )
-        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-        return {**{name: float(group[name]) for name in names}, "started": float(started.pop() if started else 0)}
-    counts = {int(state["step"]) if "step" in state else 0 for state in states}
-    if len(counts) > 1:
-        raise UnsupportedError(
-            f"The parameters of group {number} have taken different numbers of steps: split the group."
-        )
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    hyper = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
-    return {**hyper, "beta1": beta1, "beta2": beta2, "step": float(counts.pop() + 1 if counts else 1)}
-
-
-def constants_of(model: nn.Module, rule: Rule) -> dict[str, int]:
-    """A checksum of each tensor in the model that is not trained: frozen parameters and buffers."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: batches.fingerprint(tensor)[0][0] for name, tensor in named if name not in rule.groups}

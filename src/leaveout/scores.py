@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from leaveout.disk import read_sealed, save_sealed
 from leaveout.errors import InputError, RunError
 from leaveout.resources import Cost
-from leaveout.store import write_tensors
 
 SIGN = "positive: the query loss would rise without this example; it helped"
 UNIT = "change of the query loss"
@@ -113,17 +111,14 @@ class Scores:
         if self.exact is not None:
             tensors["exact"] = self.exact
         tensors |= {f"displacements/{name}": tensor for name, tensor in (self.displacements or {}).items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, tensors, {"leaveout": json.dumps(told)})
+        save_sealed(path, tensors, told)
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Scores:
         """Reads what ``save`` wrote."""
         try:
-            with safe_open(str(path), framework="pt") as file:
-                told = json.loads((file.metadata() or {})["leaveout"])
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+            tensors, told = read_sealed(Path(path))
             moved = {key.removeprefix("displacements/"): t for key, t in tensors.items() if "/" in key}
             return cls(
                 tensors["values"],
@@ -137,5 +132,5 @@ class Scores:
                 told["sign"],
                 told["unit"],
             )
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(f"{path} holds no scores ({error}): give a file that Scores.save wrote.") from None

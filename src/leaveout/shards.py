@@ -17,9 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from leaveout.disk import write_tensors
 from leaveout.errors import InputError
 from leaveout.resources import Cost, Resources
-from leaveout.store import Run, write_tensors
+from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.vectors import PARAM, State
 

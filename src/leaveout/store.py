@@ -1,6 +1,6 @@
-"""The run directory: a manifest and shards of steps and states, each written aside and then renamed.
+"""The run directory as it is read: a manifest and shards of steps and states, each held against its checksum.
 
-``manifest.json``          what was trained and how, how many steps are on disk, whether the run is finished
+``manifest.json``          what was trained and how, which shards there are, whether the run is finished
 ``initial.safetensors``    the state before step 0
 ``shard-00000.safetensors`` for a range of steps: ids, epochs, hyperparameters, fingerprints, and the states kept
 """
@@ -8,34 +8,35 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from leaveout.beside import CONFIG
+from leaveout.disk import LOCK, checksum, tensor_checksum, unsealed, write_json
 from leaveout.errors import RunError
 from leaveout.optim import HYPERS, Hyper, Rule
 from leaveout.remote import local, source
-from leaveout.vectors import State, nbytes
+from leaveout.vectors import PARAM, State
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
-SHARD_BYTES = 64_000_000
-SHARD_STEPS = 4096
-SHARD_SECONDS = 10.0
-LOG = {"lengths", "epochs", "hypers", "fingerprints"}
+LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
+"""The tensors with a row for each step, and how many dimensions they have."""
+SLOTS = {
+    "SGD": ((PARAM,), (PARAM, "momentum_buffer")),
+    "Adam": ((PARAM, "exp_avg", "exp_avg_sq"),),
+    "AdamW": ((PARAM, "exp_avg", "exp_avg_sq"),),
+}
+AGAIN = "the run is damaged; restore it or record it again."
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,21 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """One shard as the manifest knows it: number, steps, and checksums of its file and of its list of states."""
+
+    number: int
+    steps: int
+    crc32: int
+    kept_crc32: int
+
+    @property
+    def name(self) -> str:
+        """Shards are found by number, never by a name that a manifest gives."""
+        return shard_name(self.number)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a run directory says of itself."""
 
@@ -58,148 +74,67 @@ class Manifest:
     dtypes: dict[str, str]
     constants: dict[str, int]
     train_size: int | None
-    shards: tuple[int, ...] = ()
+    initial_crc32: int = 0
+    shards: tuple[Shard, ...] = ()
     finished: bool = False
     format: int = FORMAT
 
     @property
     def steps(self) -> int:
         """How many steps are on disk."""
-        return sum(self.shards)
+        return sum(shard.steps for shard in self.shards)
 
 
 def shard_name(number: int) -> str:
-    """Shards are found by number, never by a name that a manifest gives."""
+    """The file of a shard."""
     return f"shard-{number:05d}.safetensors"
-
-
-class Writer:
-    """Appends steps to a new run directory; shards are written by a thread of their own.
-
-    Raises:
-        RunError: if the directory holds anything already.
-    """
-
-    def __init__(self, path: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self.path = Path(path)
-        claim(self.path)
-        self._shard_bytes = shard_bytes
-        self._manifest: Manifest | None = None
-        self._records: list[Record] = []
-        self._states: dict[int, State] = {}
-        self._held = 0
-        self._flushed = time.monotonic()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leaveout-writer")
-        self._writing: Future[Any] | None = None
-
-    def begin(self, manifest: Manifest, initial: State) -> None:
-        """Writes the state before the first step."""
-        self._manifest = manifest
-        write_tensors(self.path / INITIAL, _flatten(initial))
-        write_manifest(self.path, manifest)
-
-    def append(self, record: Record, state: State | None) -> None:
-        """Takes one step, and the state after it if it is to be kept; its tensors must not change afterwards."""
-        self._records.append(record)
-        if state is not None:
-            self._states[record.index + 1] = state
-            self._held += nbytes(state)
-        late = time.monotonic() - self._flushed > SHARD_SECONDS
-        if self._held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late:
-            self._flush()
-
-    def finish(self, final: State | None = None, *, complete: bool = True) -> None:
-        """Waits until everything is on disk; ``complete=False`` leaves the run marked as cut short.
-
-        The last state is always kept: ``final`` gives it where the last step's was not.
-        """
-        if self._records:
-            if final is not None:
-                self._states[self._records[-1].index + 1] = final
-            self._flush()
-        self._wait()
-        self._thread.shutdown()
-        if complete and self._manifest is not None:
-            self._manifest = _but(self._manifest, finished=True)
-            write_manifest(self.path, self._manifest)
-
-    def _flush(self) -> None:
-        self._wait()  # one shard under way at a time bounds what is held in memory
-        assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
-        number = len(self._manifest.shards)
-        self._manifest = _but(self._manifest, shards=(*self._manifest.shards, len(self._records)))
-        self._writing = self._thread.submit(
-            _write_shard, self.path, number, self._records, self._states, self._manifest
-        )
-        self._records, self._states, self._held, self._flushed = [], {}, 0, time.monotonic()
-
-    def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
-
-
-def claim(path: Path) -> None:
-    """Makes the directory, or refuses if something other than a config is there."""
-    if (path / MANIFEST).exists():
-        raise RunError(f"{path} already holds a run: choose another directory, or delete it first.")
-    if path.exists() and (not path.is_dir() or any(file.name != CONFIG for file in path.iterdir())):
-        raise RunError(f"{path} is there already and not an empty directory: choose another one for the run.")
-    path.mkdir(parents=True, exist_ok=True)
-
-
-def _but(manifest: Manifest, **changes: Any) -> Manifest:
-    return Manifest(**{**manifest.__dict__, **changes})
-
-
-def _write_shard(
-    path: Path, number: int, records: Sequence[Record], states: dict[int, State], manifest: Manifest
-) -> None:
-    names = HYPERS[manifest.rule.kind]
-    leaves = max(len(record.fingerprint) for record in records)
-    prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
-    tensors = {
-        "ids": torch.cat([record.ids for record in records]),
-        "lengths": torch.tensor([len(record.ids) for record in records]),
-        "epochs": torch.tensor([record.epoch for record in records]),
-        "hypers": torch.tensor([[[h[name] for name in names] for h in r.hypers] for r in records], dtype=torch.float64),
-        "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
-    }
-    tensors["kept"] = torch.tensor(list(states), dtype=torch.int64)
-    flat = [_flatten(state) for state in states.values()]
-    if flat:
-        tensors |= {key: torch.stack([state[key] for state in flat]) for key in flat[0]}
-    write_tensors(path / shard_name(number), tensors)
-    write_manifest(path, manifest)
-
-
-def _flatten(state: State) -> dict[str, Tensor]:
-    return {f"state/{slot}/{name}": tensor for slot, params in state.items() for name, tensor in params.items()}
-
-
-def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file that is there whole or not at all."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside, metadata)
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def write_text(file: Path, text: str) -> None:
-    """A text file that is there whole or not at all."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """The manifest, replaced in one move."""
-    write_text(path / MANIFEST, json.dumps(asdict(manifest), indent=1))
+    write_json(path / MANIFEST, asdict(manifest))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a run directory, held against its checksum."""
+    file = path / MANIFEST
+    if not file.exists():
+        raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT:
+            raise RunError(
+                f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it, or "
+                "record the run again."
+            )
+        return _manifest(unsealed(raw))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(f"{file} is not a manifest of a run ({error!r}): {AGAIN}") from None
+
+
+def cut_short(path: Path) -> bool:
+    """Whether a directory holds a run that is not finished."""
+    return (path / MANIFEST).exists() and not read_manifest(path).finished
+
+
+def _manifest(raw: dict[str, Any]) -> Manifest:
+    """The manifest, if every part of it is of its kind: it may come from a stranger."""
+    rule = Rule(raw["rule"]["kind"], dict(raw["rule"]["groups"]), tuple(raw["rule"]["slots"]))
+    shards = tuple(Shard(**shard) for shard in raw["shards"])
+    manifest = Manifest(**{**raw, "rule": rule, "shards": shards})
+    counts = [*rule.groups.values(), *manifest.constants.values(), manifest.initial_crc32, manifest.train_size or 0]
+    counts += [number for part in (*map(astuple, shards), *manifest.shapes.values()) for number in part]
+    if rule.kind not in HYPERS:
+        raise ValueError(f"unknown optimizer {rule.kind!r}")
+    if rule.slots not in SLOTS[rule.kind]:
+        raise ValueError(f"unknown slots {rule.slots}")
+    if not rule.groups or not set(rule.groups) == set(manifest.shapes) == set(manifest.dtypes):
+        raise ValueError("groups, shapes and dtypes name different parameters")
+    if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):
+        raise ValueError("a count that is none")
+    if type(manifest.finished) is not bool:
+        raise ValueError(f"finished is {manifest.finished!r}")
+    return manifest
 
 
 class Run:
@@ -209,11 +144,9 @@ class Run:
         self.path = path
         self.manifest = manifest
         self.interpolate = interpolate
-        starts = [0]
-        for count in manifest.shards:
-            starts.append(starts[-1] + count)
-        self._starts = torch.tensor(starts)
+        self._starts = torch.tensor([0, *accumulate(shard.steps for shard in manifest.shards)])
         self._shard = lru_cache(maxsize=2)(self._load_shard)
+        self._checked: dict[str, tuple[int, int, int]] = {}
 
     def __reduce__(self) -> tuple:
         """Travels to other processes as its path: they open it themselves."""
@@ -227,8 +160,18 @@ class Run:
     def kept(self) -> list[int]:
         """Which states are on disk: ``state(i)`` is the one before step i."""
         found = [0]
-        for number in range(len(self.manifest.shards)):
-            found += _load(self.path / shard_name(number), {"kept"}, only=True)["kept"].tolist()
+        for place, shard in enumerate(self.manifest.shards):
+            file = self.path / shard.name
+            kept = _load(file, {"kept"}, only=True)["kept"]
+            if tensor_checksum(kept) != shard.kept_crc32:
+                raise RunError(f"{file} is not the file that was written (checksum of 'kept'): {AGAIN}")
+            listed = kept.flatten().tolist()
+            inside = [int(self._starts[place]) < index <= int(self._starts[place + 1]) for index in listed]
+            if kept.dtype != torch.int64 or not all(inside) or listed != sorted(set(listed)):
+                raise RunError(f"{file} keeps states of other steps than its own: {AGAIN}")
+            found += listed
+        if self.manifest.finished and found[-1] != self.manifest.steps:
+            raise RunError(f"{self.path} is marked as finished but its last state is not there: {AGAIN}")
         return found
 
     def __repr__(self) -> str:
@@ -273,7 +216,7 @@ class Run:
     def state(self, index: int) -> State:
         """A kept state: the one before step ``index``; ``state(len(run))`` is the final one."""
         if index == 0:
-            return self._unflatten(_load(self.path / INITIAL, self._keys))
+            return self._unflatten(self._initial())
         number, _ = self._find(index - 1)
         shard = self._shard(number)
         place = int(torch.searchsorted(shard["kept"], index))
@@ -287,6 +230,12 @@ class Run:
         """The state after the last step."""
         return self.state(len(self))
 
+    def damage(self) -> list[str]:
+        """What is wrong with the files, each of which is read in full; nothing where all is well."""
+        checks: list[Any] = [lambda: self.kept, self._initial]
+        checks += [lambda number=number: self._load_shard(number) for number in range(len(self.manifest.shards))]
+        return [told for check in checks if (told := _refusal(check)) is not None]
+
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.manifest.steps:
             raise RunError(f"{self.path} has {self.manifest.steps} steps and no step {index}: ask for one from 0 on.")
@@ -297,16 +246,55 @@ class Run:
     def _keys(self) -> set[str]:
         return {f"state/{slot}/{name}" for slot in self.rule.slots for name in self.rule.groups}
 
+    def _initial(self) -> dict[str, Tensor]:
+        file = self.path / INITIAL
+        self._hold_against(file, self.manifest.initial_crc32)
+        tensors = _load(file, self._keys)
+        self._check_states(file, {key: tensors[key].unsqueeze(0) for key in self._keys}, 1)
+        return tensors
+
     def _load_shard(self, number: int) -> dict[str, Tensor]:
-        file = self.path / shard_name(number)
-        shard = _load(file, LOG | {"ids", "kept"})
-        states = self._keys if len(shard["kept"]) else set()
-        count = self.manifest.shards[number]
-        if any(len(shard[key]) != count for key in LOG) or len(shard["ids"]) != int(shard["lengths"].sum()):
-            raise RunError(f"{file} does not hold {count} steps: the run is damaged; restore it or record it again.")
-        if not states <= set(shard) or any(len(shard[key]) != len(shard["kept"]) for key in states):
-            raise RunError(f"{file} does not hold the states of this run: restore it or record it again.")
+        entry = self.manifest.shards[number]
+        file = self.path / entry.name
+        self._hold_against(file, entry.crc32)
+        shard = _load(file, {*LOG, "ids", "kept"})
+        rows, groups = entry.steps, max(self.rule.groups.values()) + 1
+        if (
+            any(shard[key].ndim != LOG[key] or len(shard[key]) != rows for key in LOG)
+            or any(shard[key].dtype != torch.int64 for key in ("ids", *LOG) if key != "hypers")
+            or shard["hypers"].shape[1] < groups
+            or shard["hypers"].shape[2] != len(HYPERS[self.rule.kind])
+            or shard["fingerprints"].shape[2] != 2
+            or int(shard["lengths"].min()) < 1
+            or shard["ids"].shape != (int(shard["lengths"].sum()),)
+            or int(shard["ids"].min()) < 0
+        ):
+            raise RunError(f"{file} does not hold {rows} steps of this run: {AGAIN}")
+        if len(shard["kept"]):
+            self._check_states(file, shard, len(shard["kept"]))
         return shard
+
+    def _hold_against(self, file: Path, crc32: int) -> None:
+        """Reads a file through and compares its checksum, unless that was done and the file is still the same one."""
+        try:
+            told = file.stat()
+            seen = (told.st_ino, told.st_size, told.st_mtime_ns)
+            if self._checked.get(file.name) == seen:
+                return
+            found = checksum(file)
+        except OSError as error:
+            raise RunError(f"{file} cannot be read ({error.strerror}): {AGAIN}") from None
+        if found != crc32:
+            raise RunError(f"{file} is not the file that was written (checksum): {AGAIN}")
+        self._checked[file.name] = seen
+
+    def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
+        for slot in self.rule.slots:
+            for name in self.rule.groups:
+                tensor, shape = tensors.get(f"state/{slot}/{name}"), self.manifest.shapes[name]
+                dtype = self.manifest.dtypes[name]
+                if tensor is None or list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
+                    raise RunError(f"{file} does not hold the states of this run ({slot} of {name!r}): {AGAIN}")
 
     def _unflatten(self, tensors: dict[str, Tensor]) -> State:
         return {slot: {name: tensors[f"state/{slot}/{name}"] for name in self.rule.groups} for slot in self.rule.slots}
@@ -326,7 +314,15 @@ def _load(file: Path, needed: set[str], *, only: bool = False) -> dict[str, Tens
                 raise OSError(f"it has no {missing[0]!r}")
             return {key: opened.get_tensor(key) for key in (needed if only else present)}
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{file} cannot be read ({error}): the run is damaged; restore it or record it again.") from None
+        raise RunError(f"{file} cannot be read ({error}): {AGAIN}") from None
+
+
+def _refusal(check: Callable[[], object]) -> str | None:
+    try:
+        check()
+    except RunError as error:
+        return str(error)
+    return None
 
 
 def open_run(path: str | Path, *, partial: bool = False) -> Run:
@@ -338,27 +334,30 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
         partial: accept a run that was cut short, as the run of the steps that are on disk.
     """
     path = local(path)
-    file = path / MANIFEST
-    if not file.exists():
-        raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
-    try:
-        raw = json.loads(file.read_text())
-        if raw["format"] != FORMAT:
-            raise RunError(
-                f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it."
-            )
-        rule = Rule(raw["rule"]["kind"], raw["rule"]["groups"], tuple(raw["rule"]["slots"]))
-        if rule.kind not in HYPERS:
-            raise ValueError(f"unknown optimizer {rule.kind!r}")
-        manifest = Manifest(**{**raw, "rule": rule, "shards": tuple(int(count) for count in raw["shards"])})
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{file} is not a manifest of a run ({error!r}): restore it or record the run again.") from None
-    run = Run(path, manifest)
+    run = Run(path, read_manifest(path))
     if len(run) == 0:
         raise RunError(f"The run in {path} has no complete step on disk: record it again.")
-    if not manifest.finished and not partial:
+    if not run.manifest.finished and not partial:
         raise RunError(
-            f"The run in {path} was cut short after step {len(run) - 1}: record it again, or use "
-            "open_run(path, partial=True) for the steps that are there."
+            f"The run in {path} was cut short after step {len(run) - 1}: continue it with resume=True, record it "
+            "again, or use open_run(path, partial=True) for the steps that are there."
         )
     return run
+
+
+def check_run(path: str | Path) -> list[str]:
+    """Reads every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
+
+    A run that was cut short is well; files that were not written by a recorder are named.
+    """
+    path = local(path)
+    try:
+        run = Run(path, read_manifest(path))
+    except RunError as error:
+        return [str(error)]
+    known = {MANIFEST, INITIAL, LOCK, *(shard.name for shard in run.manifest.shards)}
+    strangers = sorted(file.name for file in path.glob("shard-*") if file.name not in known)
+    return [
+        *run.damage(),
+        *(f"{path / name} belongs to no recorded step: delete it, or continue the run." for name in strangers),
+    ]

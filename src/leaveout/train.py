@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from leaveout.batches import Batch
-from leaveout.errors import InputError
+from leaveout.errors import InputError, MismatchError
 from leaveout.members import Members
+from leaveout.optim import Hyper
 from leaveout.products import stacked_gradients
 from leaveout.recorder import Recorder
 from leaveout.resources import Cost, Resources
@@ -33,6 +34,7 @@ def train(
     out: str | Path,
     *,
     keep: str | int = "auto",
+    resume: bool = False,
     resources: Resources | None = None,
 ) -> Run:
     """Trains the task's model with shuffled batches and records it.
@@ -45,6 +47,8 @@ def train(
         seed: of the shuffling.
         out: a new directory for the run.
         keep: which states go to disk, as for ``Recorder``.
+        resume: go on where a run in ``out`` was cut short, with the same batches; the run that is finished then is
+            the one that would have been recorded undisturbed. A finished one is returned as it is.
         resources: whether to show progress.
     """
     if epochs < 1 or batch_size < 1:
@@ -54,14 +58,34 @@ def train(
         (epoch, ids) for epoch in range(epochs) for ids in torch.randperm(task.size, generator=order).split(batch_size)
     )
     steps = epochs * -(-task.size // batch_size)
-    with Recorder(out, task.model, optimizer, keep=keep) as recorder:
-        for epoch, ids in (resources or Resources()).track(plan, steps, "training"):
+    with Recorder(out, task.model, optimizer, keep=keep, resume=resume) as recorder:
+        if recorder.before is not None:
+            _pass_over(recorder.before, plan, steps, recorder.hypers())
+        for epoch, ids in (resources or Resources()).track(plan, steps - recorder.done, "training"):
             batch = task.read(ids.tolist())
             optimizer.zero_grad()
             task.losses(task.parameters(), batch).mean().backward()
             recorder.step(ids, batch, epoch=epoch)
             optimizer.step()
         return recorder.finish()
+
+
+def _pass_over(run: Run, plan: Iterator[tuple[int, Tensor]], steps: int, hypers: list[Hyper]) -> None:
+    """Takes the batches that are done from the plan; refuses to go on in another way than the run was begun."""
+    done = (run.record(index) for index in range(len(run)))
+    same = len(run) == steps if run.manifest.finished else len(run) <= steps
+    if not same or not all(torch.equal(record.ids, ids) for record, (_, ids) in zip(done, plan, strict=False)):
+        raise MismatchError(
+            f"The run in {run.path} was begun with other batches: give the epochs, batch_size, seed and training set "
+            "that it was begun with, or another directory."
+        )
+    counted = ("started", "step")
+    for now, then in zip(hypers, run.record(len(run) - 1).hypers, strict=True):
+        if changed := [name for name in then if name not in counted and now[name] != then[name]]:
+            raise MismatchError(
+                f"The run in {run.path} was begun with {changed[0]}={then[changed[0]]:g}, not {now[changed[0]]:g}: "
+                "give the optimizer that it was begun with, or another directory."
+            )
 
 
 def counterfactuals(

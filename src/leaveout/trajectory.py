@@ -14,8 +14,8 @@ from torch import Tensor
 from leaveout import batches
 from leaveout.batches import Batch
 from leaveout.errors import MismatchError
+from leaveout.matching import check_model
 from leaveout.products import gradient
-from leaveout.recorder import constants_of
 from leaveout.store import Record, Run
 from leaveout.task import Task
 from leaveout.vectors import PARAM, Params, State, each, norm
@@ -50,7 +50,7 @@ class Trajectory:
     """
 
     def __init__(self, run: Run, task: Task, layers: str | Sequence[str] | None = None) -> None:
-        _check_model(run, task)
+        check_model(run.manifest, task.model, task.parameters())
         _check_size(run, task)
         self.run, self._whole = run, task
         self.task = task.restricted(layers)
@@ -208,34 +208,6 @@ def _does_not_follow(moment: Moment, missed: float) -> str:
         "step lengths away from the recorded state; give the Task the loss, l2 and model that were trained, and train "
         "without gradient clipping, accumulation, mixed precision or randomness."
     )
-
-
-def _check_model(run: Run, task: Task) -> None:
-    manifest, params = run.manifest, task.parameters()
-    shapes = {name: list(param.shape) for name, param in params.items()}
-    if set(shapes) != set(manifest.shapes):
-        name = sorted(set(shapes) ^ set(manifest.shapes))[0]
-        where = "the task's model but not in the run" if name in shapes else "the run but not in the task's model"
-        raise MismatchError(f"Parameter {name!r} is trained in {where}: give the model that was recorded.")
-    for name, shape in shapes.items():
-        if shape != manifest.shapes[name]:
-            raise MismatchError(
-                f"Parameter {name!r} has shape {shape} in the task's model and {manifest.shapes[name]} "
-                "in the run: give the model that was recorded."
-            )
-        dtype = str(params[name].dtype).removeprefix("torch.")
-        if dtype != manifest.dtypes[name]:
-            raise MismatchError(
-                f"Parameter {name!r} is {dtype} in the task's model and {manifest.dtypes[name]} in the "
-                "run: convert the model to the run's type."
-            )
-    constants = constants_of(task.model, run.rule)
-    changed = [n for n in sorted({*constants, *manifest.constants}) if constants.get(n) != manifest.constants.get(n)]
-    if changed:
-        raise MismatchError(
-            f"Frozen values of the task's model differ from those that were recorded ({', '.join(map(repr, changed))}):"
-            " give the model that was recorded, with the same frozen values."
-        )
 
 
 def _check_size(run: Run, task: Task) -> None:

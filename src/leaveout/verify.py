@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +11,13 @@ import pandas as pd
 import torch
 from torch.utils.data import Dataset
 
+from leaveout.disk import read_json, save_json
 from leaveout.errors import InputError, RunError
 from leaveout.estimators import Replay
 from leaveout.metrics import Agreement, Interval, compare
 from leaveout.resources import Cost, Resources
 from leaveout.scores import Scores
-from leaveout.store import Run, write_text
+from leaveout.store import Run
 from leaveout.task import Task
 
 MINIMUM = 4
@@ -64,15 +64,14 @@ class Check:
             "cost": asdict(self.cost),
             "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(told, indent=1, allow_nan=False))
+        save_json(path, told)
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Check:
         """Reads what ``save`` wrote."""
         try:
-            told = json.loads(Path(path).read_text())
+            told = read_json(Path(path))
             rows = told["table"]
             return cls(
                 _agreement(told["extreme"]),

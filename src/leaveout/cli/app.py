@@ -62,13 +62,13 @@ def main(told: Annotated[bool, typer.Option("--version", help="Say which version
         raise typer.Exit
 
 
-def opened(path: Path) -> Run:
+def opened(path: Path, *, partial: bool = False) -> Run:
     """The run in a directory; where there is none, one with a similar name is suggested."""
     if not (path / MANIFEST).exists() and path.parent.is_dir():
         near = [str(folder) for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
         if suggestion := closest(str(path), near):
             raise RunError(f"{path} holds no run{suggestion}.")
-    return open_run(path)
+    return open_run(path, partial=partial)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def train(
     }
     plan = _with(lo_config.read(config) if config else Config(), given)
     path = out or Path("runs") / f"{plan.data.name}-{plan.model.name}"
-    with resumable(f"The steps up to here are kept in {path}; delete it to train again."):
+    with resumable(f"The steps up to here are kept in {path}; the same command goes on from there."):
         run, subject = lo_config.run_config(plan, path)
     params = run.final()[PARAM]
     query = Query(subject.task, params, subject.query, single=False)

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from leaveout.disk import write_text
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.experiments.plots import interactive, png
 from leaveout.experiments.runner import finished, folder_of
 from leaveout.experiments.spec import Spec
-from leaveout.store import write_text
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>leaveout: results</title>

@@ -10,10 +10,10 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from leaveout.disk import write_text
 from leaveout.errors import InputError, RunError
 from leaveout.experiments.spec import Row, Settings, Spec
 from leaveout.resources import Resources
-from leaveout.store import write_text
 
 
 def folder_of(spec: Spec, out: Path, *, quick: bool) -> Path:

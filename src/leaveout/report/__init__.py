@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from leaveout.cleanse import Curve
+from leaveout.disk import write_text
 from leaveout.errors import InputError
 from leaveout.report.cleansing import cleansing
 from leaveout.report.gather import gather
@@ -21,7 +22,7 @@ from leaveout.report.show import Show, show_of
 from leaveout.report.topic import Topic
 from leaveout.resources import Resources
 from leaveout.scores import Scores
-from leaveout.store import Run, write_text
+from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.verify import Check
 

@@ -1,0 +1,120 @@
+"""leaveout show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from leaveout.beside import Beside
+from leaveout.cli.app import AsJson, app, complaints, console, opened, print_json
+from leaveout.errors import LeaveoutError
+from leaveout.scores import Scores
+from leaveout.store import INITIAL, MANIFEST, Run, check_run
+from leaveout.verify import Check
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="The directory of a run, also of one that was cut short.")],
+    check: Annotated[bool, typer.Option("--check", help="Read every byte and name every damaged file.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a run holds: what was trained, how long, how many states are kept, and which scores lie beside it.
+
+    [dim]$[/dim] leaveout show runs/digits
+
+    [dim]$[/dim] leaveout show runs/digits --check
+
+    With --check the exit code is 1 if a file is damaged.
+    """
+    damage = check_run(run) if check else []
+    told = {} if damage else _facts(opened(run, partial=True))
+    if as_json:
+        print_json({"run": str(run), **told, **({"damage": damage} if check else {})})
+    else:
+        _print(told, run)
+        for sentence in damage:
+            complaints.print(sentence, style="red", markup=False, soft_wrap=True)
+        if check and not damage:
+            console.print("Every file is as it was written.")
+    if damage:
+        raise typer.Exit(1)
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    manifest, rule = run.manifest, run.rule
+    first, last = run.record(0), run.record(len(run) - 1)
+    sizes = dict.fromkeys(manifest.shapes, 1)
+    for name, shape in manifest.shapes.items():
+        for width in shape:
+            sizes[name] *= width
+    files = [run.path / name for name in (MANIFEST, INITIAL, *(shard.name for shard in manifest.shards))]
+    return {
+        "finished": manifest.finished,
+        "parameters": sum(sizes.values()),
+        "tensors": {name: manifest.shapes[name] for name in rule.groups},
+        "dtypes": sorted(set(manifest.dtypes.values())),
+        "optimizer": rule.kind,
+        "first_step": first.hypers,
+        "last_step": last.hypers,
+        "steps": len(run),
+        "epochs": last.epoch + 1,
+        "batch_size": len(first.ids),
+        "train_size": manifest.train_size,
+        "states_kept": len(run.kept),
+        "disk": sum(file.stat().st_size for file in files),
+        "scores": [_scores(file) for file in Beside(run.path).scored()],
+        "checks": [_check(file) for file in Beside(run.path).checked()],
+    }
+
+
+def _scores(file: Path) -> dict[str, Any]:
+    try:
+        scores = Scores.load(file)
+    except LeaveoutError as error:
+        return {"file": str(file), "problem": str(error)}
+    return {"file": str(file), "method": scores.method, "rows": len(scores.train_ids), "queries": len(scores.query_ids)}
+
+
+def _check(file: Path) -> dict[str, Any]:
+    try:
+        return {"file": str(file), "sentence": Check.load(file).sentence}
+    except LeaveoutError as error:
+        return {"file": str(file), "problem": str(error)}
+
+
+def _print(told: dict[str, Any], run: Path) -> None:
+    if not told:
+        return
+    table = Table(title=str(run), show_header=False)
+    steps = f"{told['steps']}, {'finished' if told['finished'] else 'cut short: the rest was not recorded'}"
+    rows = {
+        "model": f"{told['parameters']:,} parameters in {len(told['tensors'])} tensors, {', '.join(told['dtypes'])}",
+        "optimizer": f"{told['optimizer']}; first step {_hypers(told['first_step'])}",
+        "last step": _hypers(told["last_step"]),
+        "steps": steps,
+        "epochs": str(told["epochs"]),
+        "batches": f"of {told['batch_size']}" + (f" from {told['train_size']} examples" if told["train_size"] else ""),
+        "states kept": f"{told['states_kept']} of {told['steps'] + 1}",
+        "disk": f"{told['disk'] / 1e6:.2f} MB",
+    }
+    for name, words in rows.items():
+        table.add_row(name, words)
+    for found in told["scores"]:
+        kind = f"{found['method']}, {found['rows']} x {found['queries']}" if "method" in found else found["problem"]
+        table.add_row("scores", kind)
+    for found in told["checks"]:
+        table.add_row("check", found.get("sentence") or found["problem"])
+    console.print(table)
+
+
+def _hypers(groups: list[dict[str, float]]) -> str:
+    """The hyperparameters that are not zero, a group after the other."""
+    told = [
+        ", ".join(f"{name} {value:g}" for name, value in group.items() if value and name not in ("started", "step"))
+        for group in groups
+    ]
+    return " | ".join(dict.fromkeys(told))

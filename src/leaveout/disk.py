@@ -1,0 +1,218 @@
+"""Files that are there whole or not at all and that notice when they were changed; directories with one writer."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch import uint8 as byte
+
+from leaveout.errors import RunError
+
+LOCK = ".lock"
+BLOCK = 1 << 20
+
+
+def write_text(file: Path, text: str) -> None:
+    """A text file that is there whole or not at all."""
+    _write(file, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def write_json(file: Path, told: dict[str, Any]) -> None:
+    """A JSON file that is there whole or not at all, with a checksum of what it says."""
+    write_text(file, json.dumps({"crc32": _json_checksum(told), **told}, indent=1, allow_nan=False))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """What ``write_json`` wrote.
+
+    Raises:
+        ValueError: if it says something else now.
+    """
+    return unsealed(json.loads(file.read_text(encoding="utf-8")))
+
+
+def unsealed(told: Any) -> dict[str, Any]:
+    """What a JSON object says beside its checksum, which must be right."""
+    if not isinstance(told, dict):
+        raise ValueError("it is no object")
+    told = dict(told)
+    if told.pop("crc32", None) != _json_checksum(told):
+        raise ValueError("its checksum is not that of what it says")
+    return told
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that is there whole or not at all."""
+
+    def save(aside: Path) -> None:
+        try:
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside, metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None  # the library's word for a full disk as well
+
+    _write(file, save)
+
+
+def save_json(file: Path, told: dict[str, Any]) -> None:
+    """A result in a JSON file of the user's choice."""
+    with _told(file):
+        write_json(file, told)
+
+
+def save_sealed(file: Path, tensors: dict[str, Tensor], told: dict[str, Any]) -> None:
+    """A result in a safetensors file of the user's choice: tensors, what is to be said of them, a checksum of both."""
+    words = json.dumps(told)
+    with _told(file):
+        write_tensors(file, tensors, {"leaveout": words, "crc32": str(_seal(words, tensors))})
+
+
+@contextmanager
+def _told(file: Path) -> Iterator[None]:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise RunError(f"{file} cannot be written ({error}): make room, or choose another place.") from error
+
+
+def read_sealed(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What ``save_sealed`` wrote.
+
+    Raises:
+        ValueError: if it is something else, or was changed.
+    """
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+    if "leaveout" not in metadata or "crc32" not in metadata:
+        raise ValueError("it has no 'leaveout' or no 'crc32' in its metadata")
+    if str(_seal(metadata["leaveout"], tensors)) != metadata["crc32"]:
+        raise ValueError("its checksum is not that of what it holds")
+    told = json.loads(metadata["leaveout"])
+    if not isinstance(told, dict):
+        raise ValueError("its metadata are no object")
+    return tensors, told
+
+
+def checksum(file: Path) -> int:
+    """CRC-32 of a file."""
+    found = 0
+    with file.open("rb") as opened:
+        while block := opened.read(BLOCK):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def tensor_checksum(tensor: Tensor, start: int = 0) -> int:
+    """CRC-32 of a tensor's type, shape and values."""
+    found = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), start)
+    data = tensor.detach().cpu().contiguous().flatten()
+    return zlib.crc32(data.view(byte).numpy().data, found) if data.numel() else found
+
+
+def _seal(words: str, tensors: dict[str, Tensor]) -> int:
+    found = zlib.crc32(words.encode())
+    for key in sorted(tensors):
+        found = tensor_checksum(tensors[key], zlib.crc32(key.encode(), found))
+    return found
+
+
+def _json_checksum(told: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _write(file: Path, write: Callable[[Path], object]) -> None:
+    """Writes aside, waits for the disk, and renames: after a crash there is either the old file or the new one."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        write(aside)
+        _sync(aside)
+        os.replace(aside, file)
+        _sync(file.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Lock:
+    """One writer for a directory; the system lets go of it when the process ends, however it ends.
+
+    Raises:
+        RunError: if there is another writer, in this process or another.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / LOCK
+        self._descriptor = _locked(self._file)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        _HELD.add(self)
+
+    def release(self) -> None:
+        """Lets another writer in."""
+        if self._close.alive:
+            self._file.unlink(missing_ok=True)  # before it is let go: afterwards it could be another's
+            self._close()
+
+    def forget(self) -> None:
+        """Lets go without a word, in a child process: the lock is its parent's."""
+        self._close()
+
+
+_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_HELD):
+        lock.forget()
+
+
+# A forked child, such as a loader's worker, would hold on to the lock when its parent has died.
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _locked(file: Path) -> int:
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise RunError(
+                f"{file.parent} is being written by process {holder or 'of another writer'}: wait until it has ended, "
+                "call finish() on its recorder, or choose another directory."
+            ) from None
+        if _is_still(file, descriptor):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
+            return descriptor
+        os.close(descriptor)
+
+
+def _is_still(file: Path, descriptor: int) -> bool:
+    """Whether the last writer did not take its lock file away between opening and locking."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False

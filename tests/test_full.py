@@ -1,0 +1,116 @@
+"""A disk that is full while a run is recorded: training stops or goes on, as asked, and what is there can be read."""
+
+import json
+import resource
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import leaveout as lo
+from leaveout.store import shard_name
+from test_store import contents
+
+# A process that may not write files beyond this size meets the same refusal as one on a full disk, without a mount.
+LIMIT = 30_000
+STEPS = 60
+
+
+def train(path: Path, on_full: str, *, resume: bool = False, small: bool = True) -> dict:
+    """Records steps in shards that grow; beyond the limit the disk takes no more."""
+    from leaveout import writer
+
+    writer.SHARD_STEPS = 10 if small else 4096
+    torch.manual_seed(0)
+    model = nn.Linear(20, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    told: dict = {"taken": 0, "warnings": [], "error": None, "finish": None}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with lo.Recorder(path, model, optimizer, keep=5, on_full=on_full, resume=resume) as recorder:
+                for step in range(recorder.done, STEPS):
+                    x = torch.randn(4, 20, generator=torch.Generator().manual_seed(step))
+                    optimizer.zero_grad()
+                    model(x).square().mean().backward()
+                    # Batches grow and take room in their shard.
+                    recorder.step(list(range(4 if step < 30 else 1000)))
+                    optimizer.step()
+                    told["taken"] += 1
+                told["finish"] = len(recorder.finish())
+        except lo.LeaveoutError as error:
+            told["error"] = str(error)
+    told["warnings"] = [str(w.message) for w in caught if issubclass(w.category, lo.LeaveoutWarning)]
+    told["weights"] = model.weight.detach().flatten().tolist()
+    return told
+
+
+def limited(path: Path, on_full: str, limit: int = LIMIT, *, small: bool = True) -> dict:
+    """The same in a process of its own with a limit on the size of files."""
+    code = (
+        f"import json, resource, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import test_full, torch; from pathlib import Path; torch.set_num_threads(1)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        f"print(json.dumps(test_full.train(Path({str(path)!r}), {on_full!r}, small={small})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on the size of files")
+@pytest.mark.parametrize("on_full", ["stop", "continue"])
+def test_a_full_disk_stops_the_training_or_not_as_asked(on_full: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", "stop")
+    assert whole["taken"] == STEPS
+    told = limited(tmp_path / "run", on_full)
+    run = lo.open_run(tmp_path / "run", partial=True)
+    assert len(run) == 30
+    assert lo.check_run(tmp_path / "run") == []
+    assert sorted(contents(run.path)) == sorted(
+        ["manifest.json", "initial.safetensors", *(shard_name(i) for i in range(3))]
+    )
+    if on_full == "stop":
+        assert 40 <= told["taken"] < STEPS
+        assert "too large" in told["error"]
+        assert "resume=True, or train on without recording by on_full='continue'" in told["error"]
+        assert told["warnings"] == []
+    else:
+        assert told["error"] is None
+        assert told["taken"] == STEPS
+        assert told["weights"] == whole["weights"]  # the training is not disturbed
+        assert told["finish"] == 30
+        assert len(told["warnings"]) == 1
+        assert "the training goes on without being recorded" in told["warnings"][0]
+    again = train(tmp_path / "run", "stop", resume=True)  # there is room again
+    assert again["taken"] == 30
+    assert again["weights"] == whole["weights"]
+    assert len(lo.open_run(tmp_path / "run")) == STEPS
+
+
+@pytest.mark.parametrize("on_full", ["stop", "continue"])
+def test_a_disk_that_is_full_at_the_end_or_from_the_beginning(on_full: str, tmp_path: Path) -> None:
+    told = limited(tmp_path / "end", on_full, small=False)  # one shard, written by finish()
+    assert told["taken"] == STEPS
+    assert "no complete step on disk" in told["error"] if on_full == "continue" else "too large" in told["error"]
+    told = limited(tmp_path / "begin", on_full, 100)
+    assert told["taken"] == 0
+    assert "make room for the run" in told["error"]
+
+
+def test_another_word_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(lo.InputError, match="on_full='explode' is unknown: use 'stop' or 'continue'"):
+        lo.Recorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1), on_full="explode")
+    assert not (tmp_path / "run").exists()
+
+
+def test_scores_that_cannot_be_written_say_so(tmp_path: Path) -> None:
+    scores = lo.Scores(torch.ones(2, 1), (0, 1), ("mean",), "ACC")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(lo.RunError, match=r"cannot be written .*: make room, or choose another place"):
+        scores.save(tmp_path / "file" / "scores")
