@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout import writer as writing
 from leaveout.disk import checksum, unsealed, write_json, write_tensors
 from leaveout.optim import Rule
 from leaveout.store import INITIAL, MANIFEST, Manifest, Record, shard_name, write_manifest
@@ -179,8 +180,9 @@ def test_every_moment_of_writing_is_a_run_that_can_be_read(tmp_path: Path) -> No
     writer.begin(manifest(), state(0))
     with pytest.raises(lo.RunError, match=r"no complete step.*record it again"):
         lo.open_run(tmp_path / "run", partial=True)
-    for index in range(3):
-        writer.append(record(index, [index], []), state(index + 1))
+    writer.append(record(0, [0], []), state(1))
+    for index in range(2):
+        writer.append(record(index + 1, [index + 1], []), state(index + 2))  # the step before it is written now
         writer._wait()
         with pytest.raises(lo.RunError, match=rf"cut short after step {index}: .*partial=True"):
             lo.open_run(tmp_path / "run")
@@ -190,6 +192,19 @@ def test_every_moment_of_writing_is_a_run_that_can_be_read(tmp_path: Path) -> No
         assert [file.name for file in run.path.iterdir() if file.name.startswith(".")] == [".lock"]
     writer.finish()
     assert len(lo.open_run(tmp_path / "run")) == 3
+
+
+def test_the_last_state_is_kept_wherever_the_last_shard_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "SHARD_STEPS", 2)
+    for steps in range(1, 6):
+        writer = Writer(tmp_path / str(steps))
+        writer.begin(manifest(), state(0))
+        for index in range(steps):
+            writer.append(record(index, [index], []), None)
+        writer.finish(state(steps))
+        run = lo.open_run(tmp_path / str(steps))
+        assert len(run) == steps
+        assert float(run.final()[PARAM]["w"][0]) == steps
 
 
 def test_a_run_left_unfinished_is_scored_only_on_request(tmp_path: Path) -> None:

@@ -71,16 +71,19 @@ class Writer:
         write_manifest(self.path, self._manifest)
 
     def append(self, record: Record, state: State | None) -> None:
-        """Takes one step, and the state after it if it is to be kept; its tensors must not change afterwards."""
+        """Takes one step, and the state after it if it is to be kept; its tensors must not change afterwards.
+
+        The newest step is never written before the next one comes: ``finish`` may still give it its state.
+        """
+        if self._writing is not None and self._writing.done():
+            self._wait()
+        late = time.monotonic() - self._flushed > SHARD_SECONDS
+        if self._records and (self._held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late):
+            self._flush()
         self._records.append(record)
         if state is not None:
             self._states[record.index + 1] = state
             self._held += nbytes(state)
-        if self._writing is not None and self._writing.done():
-            self._wait()
-        late = time.monotonic() - self._flushed > SHARD_SECONDS
-        if self._held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late:
-            self._flush()
 
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
         """Waits until everything is on disk; ``complete=False`` leaves the run marked as cut short.
