@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.experiments import runner
+from leaveout.experiments.spec import Spec
 from problems import recorded, shuffled
 
 PARTS = 3
@@ -134,6 +136,31 @@ def test_a_worker_that_always_dies_is_given_up(tmp_path, engine):
     with pytest.raises(lo.EngineError, match="died 4 times on the same work"):
         dict(lo.Resources(engine=engine).map(Deadly(tmp_path, deaths=99), [2], "squares"))
     assert len(list(tmp_path.glob("death-*"))) == 4
+
+
+@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+def test_cells_of_an_experiment_are_shared_out(tmp_path, engine):
+    """Each is a file as soon as it is done, and done once."""
+    resources = lo.Resources(engine=engine)
+    count = runner.compute(SPEC, tmp_path, 3, resources=resources)
+    files = sorted((tmp_path / "squares/cells").iterdir())
+    assert count == len(files) == 3
+    assert runner.compute(SPEC, tmp_path, 4, resources=resources) == 1
+    rows = runner.finished(SPEC, tmp_path, 4)
+    assert rows["square"].tolist() == [0, 1, 4, 9]
+    assert os.getpid() not in rows["process"].tolist()
+
+
+SPEC = Spec(
+    "squares",
+    "Squares of seeds",
+    1,
+    lambda seeds, _quick: [{"seed": seed} for seed in range(seeds)],
+    lambda settings: [{"square": settings["seed"] ** 2, "process": os.getpid()}],
+    lambda _rows: "",
+    lambda _rows: [],
+    ("seed",),
+)
 
 
 def test_errors_come_back_as_they_are(tmp_path, engine):

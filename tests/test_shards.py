@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import leaveout as lo
+from commands import Shell, started
+from leaveout import config
 from leaveout.shards import _files
 from problems import recorded, shuffled
 
@@ -176,3 +178,29 @@ def test_a_place_that_is_none_is_refused(tmp_path):
     (tmp_path / "file").write_text("here")
     with pytest.raises(lo.InputError, match="give a directory"):
         _files(lo.Resources(work=tmp_path / "file"), ["a"])
+
+
+def test_a_killed_command_goes_on(tmp_path, monkeypatch, capsys):
+    """And takes its shards away when the scores are saved; on two processes the scores are the same."""
+    model = config.Config(config.DataPart("digits", 320, 20), train=config.TrainPart(epochs=20, batch_size=20))
+    for name in ("run", "undisturbed"):
+        config.run_config(model, tmp_path / name)
+    process = started("score", "run", "--method", "replay", cwd=tmp_path)
+    work = tmp_path / "run/.work"
+    while len(list(work.glob("*/[!.]*"))) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    shards = {file: file.stat().st_mtime_ns for file in work.glob("*/[!.]*")}
+    assert not list((tmp_path / "run").glob("scores/*"))
+    process = started("score", "run", "--method", "replay", cwd=tmp_path)
+    while process.poll() is None and len(list(work.glob("*/[!.]*"))) < len(shards) + 1:
+        time.sleep(0.01)
+    assert all(file.stat().st_mtime_ns == then for file, then in shards.items() if file.exists()), "done again"
+    assert process.wait(timeout=120) == 0
+    assert not (tmp_path / "run/.work").exists()
+    done = Shell(tmp_path, monkeypatch, capsys)("score", "undisturbed", "--method", "replay", "--processes", "2")
+    assert done.code == 0, done.err
+    one, other = (lo.Scores.load(tmp_path / name / "scores/replay.safetensors") for name in ("run", "undisturbed"))
+    assert one.values.equal(other.values)

@@ -130,10 +130,8 @@ class Resources:
         return replace(self, progress=quiet, engine=Local(), work=None, shard=None)
 
     def map(self, function: Callable[[T], R], items: Sequence[T], what: str) -> Iterator[tuple[int, R]]:
-        """(position, result) of every item as it is done, by the engine, with a bar for the work of all workers."""
-        done = self._engine.run(function, items)
-        # Work in this process shows bars of its own.
-        return self.track(done, len(items), what) if self.elsewhere else done
+        """(position, result) of every item as it is done, by the engine, with one bar for the work of all workers."""
+        return self.track(self._engine.run(function, items), len(items), what)
 
     def track(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
         """The items, with a bar that shows rate and remaining time."""

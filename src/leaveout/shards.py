@@ -53,7 +53,10 @@ def completed(
     files = _files(resources, keys)
     found = {place: shard for place, file in enumerate(files) if (shard := _read(file)) is not None}
     missing = [place for place in range(len(items)) if place not in found]
-    for number, shard in resources.map(function, [items[place] for place in missing], what):
+    todo = [items[place] for place in missing]
+    # In this process, a shard shows a bar of its own.
+    done = resources.map(function, todo, what) if resources.elsewhere else enumerate(map(function, todo))
+    for number, shard in done:
         place = missing[number]
         found[place] = shard
         if files:
@@ -90,6 +93,7 @@ def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
 
 def _write(file: Path, shard: Shard) -> None:
     cost = json.dumps(asdict(shard.cost))
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(file, {**shard.tensors, "checksum": _checksum(file.name, cost, shard.tensors)}, {"cost": cost})
 
 

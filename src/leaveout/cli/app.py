@@ -71,15 +71,20 @@ def opened(path: Path, *, partial: bool = False) -> Run:
     return open_run(path, partial=partial)
 
 
+def engine_of(processes: int, ray: str | None) -> Engine:
+    """The engine that the options name."""
+    if ray is not None and processes != 1:
+        raise typer.BadParameter("--processes are on this machine, --ray is a cluster: give one of them.")
+    return Local(processes) if ray is None else Ray(None if ray == "auto" else ray)
+
+
 @contextmanager
 def working(work: Path, memory: str, processes: int = 1, ray: str | None = None) -> Iterator[Resources]:
     """Resources that keep finished shards in ``work`` until all is done, so that a crash loses only what is under way.
 
     Ctrl-C within ends in a sentence that says how to go on.
     """
-    if ray is not None and processes != 1:
-        raise typer.BadParameter("--processes are on this machine, --ray is a cluster: give one of them.")
-    engine: Engine = Local(processes) if ray is None else Ray(None if ray == "auto" else ray)
+    engine = engine_of(processes, ray)
     with resumable("What was finished is kept; the same command goes on from there."):
         yield Resources(memory, engine=engine, work=work, shard=SHARD)
     shutil.rmtree(work, ignore_errors=True)

@@ -61,7 +61,7 @@ def named(where: str, option: str) -> Any:
     """What the user calls package.module:name; the module is looked for in the working directory as well."""
     module, _, name = where.partition(":")
     if not module or not name:
-        raise typer.BadParameter(f"{where} must be written as package.module:name.", param_hint=option)
+        raise typer.BadParameter(f"{where} must be written as package.module:function.", param_hint=option)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from leaveout.cli.app import app, console
+from leaveout.cli.app import ProcessesOption, RayOption, app, console, engine_of
+from leaveout.resources import Resources
 
 
 @app.command()
@@ -19,6 +20,8 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="The directory of all results.")] = Path("docs/results"),
     report_only: Annotated[bool, typer.Option("--report-only", help="Tables and plots of the finished cells.")] = False,
     part: Annotated[str, typer.Option(help="Share the cells between processes: 1/2 here, 2/2 there.")] = "1/1",
+    processes: ProcessesOption = 1,
+    ray: RayOption = None,
 ) -> None:
     """Reproduce the published tables and curves. Stop it at any time: finished cells are not computed again."""
     from leaveout.experiments import SPECS, report, runner
@@ -33,10 +36,11 @@ def reproduce(
     if not shared:
         raise typer.BadParameter(f"--part {part!r} is not like 1/2")
     report.check_extras()
+    resources = Resources(engine=engine_of(processes, ray))
     for spec in SPECS.values() if what == "all" else [SPECS[what]]:
         if not report_only:
             share = (int(shared[1]), int(shared[2]))
-            count = runner.compute(spec, out, seeds, quick=quick, part=share)
+            count = runner.compute(spec, out, seeds, quick=quick, part=share, resources=resources)
             console.print(f"{spec.name}: {count} cells computed")
         console.print(f"{spec.name}: {report.write(spec, out, quick=quick)}")
     console.print(f"plots: {report.page(SPECS.values(), out, quick=quick)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -38,7 +39,7 @@ def compute(
         seeds: how many seeds; the experiment's own number by default.
         quick: the small version.
         part: ``(1, 2)`` and ``(2, 2)`` share the cells between two processes.
-        resources: whether to show progress.
+        resources: whether to show progress, and the engine that cells are computed by.
     """
     if seeds is not None and seeds < 1:
         raise InputError(f"seeds={seeds} leaves nothing to do: give at least 1.")
@@ -49,18 +50,21 @@ def compute(
     folder = folder_of(spec, out, quick=quick) / "cells"
     folder.mkdir(parents=True, exist_ok=True)
     missing = [settings for settings in cells if not (folder / spec.file(settings)).exists()]
-    for settings in (resources or Resources()).track(missing, len(missing), spec.name):
-        start = time.perf_counter()
-        rows = spec.compute(settings)
-        told = {
-            "experiment": spec.name,
-            "settings": dict(settings),
-            "seconds": round(time.perf_counter() - start, 2),
-            "torch": torch.__version__,
-            "rows": [_plain(row) for row in rows],
-        }
-        write_text(folder / spec.file(settings), json.dumps(told, allow_nan=False) + "\n")
+    for place, told in (resources or Resources()).map(partial(_computed, spec), missing, spec.name):
+        write_text(folder / spec.file(missing[place]), json.dumps(told, allow_nan=False) + "\n")
     return len(missing)
+
+
+def _computed(spec: Spec, settings: Settings) -> Row:
+    start = time.perf_counter()
+    rows = spec.compute(settings)
+    return {
+        "experiment": spec.name,
+        "settings": dict(settings),
+        "seconds": round(time.perf_counter() - start, 2),
+        "torch": torch.__version__,
+        "rows": [_plain(row) for row in rows],
+    }
 
 
 def finished(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = False) -> pd.DataFrame:
