@@ -57,11 +57,36 @@ def test_the_most_extreme_are_replaced_by_replays(tmp_path, queries):
     assert torch.equal(loaded.exact, again.exact)
 
 
+def test_groups_are_replayed_too(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "sgd", n=12, batches=None)
+    args = (problem.run, problem.task, problem.query)
+    groups = {f"source {i}": [i, (i + 1) % 12, (i + 5) % 12] for i in range(9)}
+    rough, truth = (method.score(*args, groups=groups) for method in (lo.SGDIE(), lo.Replay()))
+    loaded = lo.Scores.load(rough.save(tmp_path / "scores.safetensors"))
+    assert loaded.groups == {name: sorted(ids) for name, ids in groups.items()}
+    refined = lo.refine(loaded, *args, top=4)
+    close(refined.values[refined.exact], truth.values[refined.exact])
+    assert int(refined.exact.sum()) == 4
+    check = lo.verify(loaded, *args, replays=8)
+    expected = [float(truth.to_frame()["mean"][name]) for name in check.table.index]
+    assert check.table["truth"].tolist() == pytest.approx(expected, rel=1e-9)
+    assert set(check.table.index) <= set(groups)
+
+
+def test_scores_of_another_unit_are_checked_by_their_order(tmp_path):
+    problem = recorded(tmp_path / "run", "mlp", "adam", n=12, batches=None)
+    args = (problem.run, problem.task, problem.query)
+    check = lo.verify(lo.AdamIE().score(*args), *args, replays=8)
+    assert "tau" in check.sentence
+    assert "error" not in check.sentence
+    assert lo.Check.load(check.save(tmp_path / "check.json")).sentence == check.sentence
+
+
 def test_refinements_that_cannot_be_are_refused(tmp_path):
     problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
     args = (problem.run, problem.task, problem.query)
-    with pytest.raises(lo.InputError, match="groups"):
-        lo.refine(lo.SGDIE().score(*args, groups=[[0, 1]]), *args)
+    with pytest.raises(lo.InputError, match="counted in inner product of gradients"):
+        lo.refine(lo.TracIn(learning_rate=False).score(*args), *args)
     with pytest.raises(lo.InputError, match="top=0"):
         lo.refine(lo.SGDIE().score(*args), *args, top=0)
     with pytest.raises(lo.InputError, match="query set that was scored"):

@@ -416,7 +416,7 @@ def test_verify_of_chosen_methods(shell, run):
     wrong = shell("verify", "runs/x", "--method", "sgd-ei")
     assert (wrong.code, "did you mean sgd-ie?" in wrong.refusal) == (1, True)
     groups = shell("verify", "runs/x", "--method", "acc-exact-by-halves")
-    assert (groups.code, "scores of groups" in groups.refusal) == (1, True)
+    assert (groups.code, "at least 8 scored examples or groups" in groups.refusal) == (1, True)
     assert len(shell("verify", "runs/x", "--replays", "8", "--json").told["checks"]) == 3  # groups are passed over
 
 

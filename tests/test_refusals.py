@@ -926,7 +926,7 @@ def test_words_that_mean_nothing(ask: Callable, words: list[str], scored: tuple[
 def test_verification_of_what_cannot_be_verified(scored: tuple[lo.Run, lo.Task]) -> None:
     query = examples(3, 5)
     grouped = lo.SGDIE().score(*scored, query, groups=[[0, 1], [2]])
-    with refused(lo.InputError, "scores of groups", "Replay().score(..., groups=...)"):
+    with refused(lo.InputError, "at least 8 scored examples or groups"):
         lo.verify(grouped, *scored, query)
     scores = lo.SGDIE().score(*scored, query, queries="each")
     with refused(lo.InputError, "at least 8"):

@@ -53,6 +53,13 @@ class Members:
         within = torch.arange(len(positions)) - (count.cumsum(0) - count).repeat_interleave(count)
         return owner[first.repeat_interleave(count) + within], positions
 
+    def named(self) -> dict[str, list[int]] | None:
+        """The groups' members by their names; None where rows are single examples."""
+        if not isinstance(self.names[0], str):
+            return None
+        parts = self.examples.split(self.lengths.tolist())
+        return {str(name): part.tolist() for name, part in zip(self.names, parts, strict=True)}
+
     def keys(self, row: Int[Tensor, " pairs"]) -> Int[Tensor, " pairs"]:
         """What tells rows apart, also in a chunk of them: the first of each row's examples."""
         return self.examples[self.__dict__["_starts"][row]]

@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import Dataset
 
 from leaveout.errors import InputError
-from leaveout.estimators import Replay
+from leaveout.estimators.replay import replayed
 from leaveout.resources import Resources
-from leaveout.scores import Scores
+from leaveout.scores import UNIT, Scores
 from leaveout.store import Run
 from leaveout.task import Task
 
@@ -24,19 +24,18 @@ def refine(
     top: int = 32,
     resources: Resources | None = None,
 ) -> Scores:
-    """The scores with the ``top`` most extreme examples replaced by exact leave-one-out replays.
+    """The scores with the ``top`` most extreme examples (or groups) replaced by exact leave-one-out replays.
 
     Half of them are the most harmful, half the most helpful; ``scores.exact`` says which.
     """
-    if any(isinstance(i, str) for i in scores.train_ids):
-        raise InputError("These are scores of groups: replay them with Replay().score(..., groups=...) instead.")
+    if scores.unit != UNIT:
+        raise InputError(
+            f"{scores.method} is counted in {scores.unit}, and a replay in {UNIT}: refine scores of another method."
+        )
     if top < 1:
         raise InputError(f"top={top} leaves nothing to replay: give at least 1.")
     rows = scores.extreme(top)
-    ids = tuple(int(scores.train_ids[i]) for i in rows)
-    queries = "mean" if scores.query_ids == ("mean",) else "each"
-    truth = Replay(ids).score(run, task, query, queries=queries, resources=resources)
-    scores.check_same_queries(truth)
+    truth = replayed(scores, rows, run, task, query, resources)
     values = scores.values.clone()
     values[rows] = truth.values.to(values)
     exact = torch.zeros(len(values), dtype=torch.bool) if scores.exact is None else scores.exact.clone()

@@ -25,7 +25,7 @@ class Scores:
     ``values`` has a row for each of ``train_ids`` and a column for each of ``query_ids``. Positive: the loss would
     rise without the example, so it helped. ``exact`` marks the rows that are exact replays rather than estimates, where
     there are such; ``displacements`` are kept where they were asked for; ``query_fingerprint`` tells whether other
-    scores are of the same queries.
+    scores are of the same queries; ``groups`` says which examples the rows leave out, where they are groups.
 
     >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
     >>> scores.harmful(1), scores.helpful(2)
@@ -42,6 +42,7 @@ class Scores:
     query_fingerprint: int | None = None
     sign: str = SIGN
     unit: str = UNIT
+    groups: dict[str, list[int]] | None = None
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.train_ids), len(self.query_ids)):
@@ -106,6 +107,7 @@ class Scores:
             "query_fingerprint": self.query_fingerprint,
             "train_ids": self.train_ids,
             "query_ids": self.query_ids,
+            "groups": self.groups,
         }
         tensors = {"values": self.values}
         if self.exact is not None:
@@ -131,6 +133,7 @@ class Scores:
                 told["query_fingerprint"],
                 told["sign"],
                 told["unit"],
+                told.get("groups"),
             )
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(f"{path} holds no scores ({error}): give a file that Scores.save wrote.") from None

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 
 from leaveout.disk import read_json, save_json
 from leaveout.errors import InputError, RunError
-from leaveout.estimators import Replay
+from leaveout.estimators.replay import replayed
 from leaveout.metrics import Agreement, Interval, compare
 from leaveout.resources import Cost, Resources
-from leaveout.scores import Scores
+from leaveout.scores import UNIT, Scores
 from leaveout.store import Run
 from leaveout.task import Task
 
@@ -29,7 +29,8 @@ class Check:
     """How far scores can be trusted, for the most extreme examples and for a random sample of the others.
 
     ``table`` has a row for each replayed example: its score, the true change of the loss, and the sample it is in.
-    ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is a good one.
+    ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is a good one. It is
+    NaN for scores that are no changes of the loss, which are compared by their order alone.
     """
 
     extreme: Agreement
@@ -86,11 +87,10 @@ class Check:
 
     def _part(self, sample: str, agreement: Agreement) -> str:
         where = f"the {agreement.count} most extreme" if sample == "extreme" else f"{agreement.count} drawn at random"
-        error = agreement.rmse.value / self.spread[sample] if self.spread[sample] > 0 else float("nan")
-        return (
-            f"among {where} {trust(agreement.kendall)} (tau {agreement.kendall}, typical error {error:.0%} of the "
-            "scores' spread)"
-        )
+        told = f"tau {agreement.kendall}"
+        if self.spread[sample] > 0:
+            told += f", typical error {agreement.rmse.value / self.spread[sample]:.0%} of the scores' spread"
+        return f"among {where} {trust(agreement.kendall)} ({told})"
 
 
 def trust(tau: Interval) -> str:
@@ -123,7 +123,7 @@ def verify(
     Half of the replays go to each. Scores for several queries are compared by their mean over the queries.
 
     Args:
-        scores: scores of single examples.
+        scores: scores of single examples or of groups.
         run: the run that was scored.
         task: what was trained.
         query: the query set that was scored.
@@ -131,28 +131,25 @@ def verify(
         seed: of the random sample.
         resources: memory budget and progress.
     """
-    if any(isinstance(i, str) for i in scores.train_ids):
-        raise InputError("These are scores of groups: verify them with Replay().score(..., groups=...) instead.")
     if len(scores.train_ids) < 2 * MINIMUM or replays < 2 * MINIMUM:
-        raise InputError(f"verify needs at least {2 * MINIMUM} scored examples and replays: it compares rankings.")
+        raise InputError(
+            f"verify needs at least {2 * MINIMUM} scored examples or groups, and replays: it compares rankings."
+        )
     extreme, random = chosen(scores, min(replays, len(scores.train_ids)), seed)
-    ids = torch.tensor([int(scores.train_ids[i]) for i in extreme + random])
-    single = scores.query_ids != ("mean",)
-    truth = Replay(tuple(ids.tolist())).score(
-        run, task, query, queries="each" if single else "mean", resources=resources
-    )
-    scores.check_same_queries(truth)
+    truth = replayed(scores, extreme + random, run, task, query, resources)
     table = pd.DataFrame(
         {
             "score": scores.mean()[extreme + random].double().cpu().numpy(),
             "truth": truth.mean().double().cpu().numpy(),
             "sample": ["extreme"] * len(extreme) + ["random"] * len(random),
         },
-        index=pd.Index(ids.numpy(), name="train"),
+        index=pd.Index(truth.train_ids, name="train"),
     )
     samples = dict(iter(table.groupby("sample")))
     agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
-    spread = {str(name): float(part["truth"].std()) for name, part in samples.items()}
+    # Scores that are no changes of the loss are compared by their order alone.
+    comparable = scores.unit == UNIT
+    spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
     return Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost)
 
 

@@ -16,7 +16,7 @@ from leaveout.cli.methods import parse
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.scores import Scores
 from leaveout.store import Run
-from leaveout.verify import Check
+from leaveout.verify import MINIMUM, Check
 from leaveout.verify import chosen as sample
 from leaveout.verify import verify as lo_verify
 
@@ -51,8 +51,8 @@ def verify(
     with working(beside.work("verify", files, replays, seed), memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), beside.check(file)
-            if method is None and any(isinstance(i, str) for i in scores.train_ids):
-                continue  # of groups: asked for by name, they are refused with what to do
+            if method is None and len(scores.train_ids) < 2 * MINIMUM:
+                continue  # a few groups: asked for by name, they are refused with what to do
             if out.exists() and not again:
                 check = _answering(out, scores, replays, seed)
             else:

@@ -90,7 +90,14 @@ class Request:
             )
         fingerprint = self.query.fingerprint()
         return Scores(
-            values, self.members.names, self.query.ids, method, self.cost, moved, query_fingerprint=fingerprint
+            values,
+            self.members.names,
+            self.query.ids,
+            method,
+            self.cost,
+            moved,
+            query_fingerprint=fingerprint,
+            groups=self.members.named(),
         )
 
 

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request
 from leaveout.members import Groups, Members, members_of
+from leaveout.resources import Resources
+from leaveout.scores import Scores
+from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.train import counterfactuals
 from leaveout.vectors import PARAM, Params, each, nbytes
@@ -53,3 +57,18 @@ def _replayed(weight: float, request: Request) -> tuple[Tensor, Params | None]:
     # Compared with the undisturbed model of the same stack, so that rounding cancels.
     values = request.query.reduce(losses[:-1] - losses[-1:])
     return values, each(lambda tensor: tensor[:-1] - tensor[-1:], params) if request.displacements else None
+
+
+def replayed(
+    scores: Scores, rows: Sequence[int], run: Run, task: Task, query: Dataset, resources: Resources | None
+) -> Scores:
+    """Exact replays of some rows of scores, for the queries that were scored."""
+    names = [scores.train_ids[row] for row in rows]
+    queries = "mean" if scores.query_ids == ("mean",) else "each"
+    if scores.groups is None:
+        truth = Replay(tuple(int(name) for name in names)).score(run, task, query, queries=queries, resources=resources)
+    else:
+        groups = {str(name): scores.groups[str(name)] for name in names}
+        truth = Replay().score(run, task, query, queries=queries, groups=groups, resources=resources)
+    scores.check_same_queries(truth)
+    return truth
