@@ -29,20 +29,20 @@ def load(request, monkeypatch):
 
 
 def test_images(load, tmp_path):
-    told = load("images_noisy_labels").main(tmp_path, examples=200, epochs=20)
+    told = load("images_noisy_labels").main(tmp_path, examples=150, epochs=15)
     assert told["found"] > 0.5  # a fifth by chance
     assert told["after"] < min(told["before"], told["random"])
 
 
 def test_text(load, tmp_path, capsys):
-    told = load("text_classification").main(tmp_path, examples=200, epochs=10)
+    told = load("text_classification").main(tmp_path, examples=150, epochs=10)
     assert told["found"] > 0.2  # a tenth by chance
     assert told["accuracy"] > 0.6
     assert "pushed it there" in capsys.readouterr().out
 
 
 def test_tables(load, tmp_path):
-    told = load("tabular_groups").main(tmp_path, epochs=10)
+    told = load("tabular_groups").main(tmp_path, epochs=6)
     assert told["worst is bad"] == 1.0
     assert told["error ACC"] < 0.02
 
