@@ -13,7 +13,7 @@ import leaveout as lo
 
 EVIL = "<script>window.hacked=1</script>"
 CLASSES = (EVIL, '=SUM(1,2)"', "<img src=x onerror=window.hacked=2>", "</script><b>bold", *"456789")
-FEATURES = ("age", "hours", "gain", "<i>loss</i>", "years")
+FEATURES = ("age", "a_long_name_that_has_not_a_single_space_in_it", "gain", "<i>loss</i>", "years")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def texts(folder: Path) -> Reported:
     return Reported(path, run, task, query, scores)
 
 
-def table(folder: Path, *, left_out: str = "examples") -> Reported:
+def table(folder: Path, *, left_out: str = "examples", queries: str = "mean") -> Reported:
     """Rows with feature names, a number to predict, and groups; scores of examples or of the groups themselves."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 5, generator=generator)
@@ -75,7 +75,8 @@ def table(folder: Path, *, left_out: str = "examples") -> Reported:
     query = TensorDataset(x[40:], y[40:])
     groups = {f"source {EVIL}": list(range(15)), "source b": list(range(15, 40))}
     given = groups if left_out == "groups" else None
-    scores = lo.Replay().score(run, task, query, groups=given) if given else lo.SGDIE().score(run, task, query)
+    estimator = lo.Replay() if given else lo.SGDIE()
+    scores = estimator.score(run, task, query, groups=given, queries=queries)
     show = lo.Show(features=FEATURES, groups=groups)
     path = lo.report(folder / "report.html", run, scores, task=task, query=query, show=show)
     return Reported(path, run, task, query, scores)

@@ -91,7 +91,7 @@ def test_what_becomes_a_picture_a_text_or_a_row():
     assert present(torch.tensor([5, 6, 7])).text == "5 6 7"
     wide = present(torch.arange(100.0))
     assert wide.row[0] == ("feature 99", "99")
-    assert (len(wide.row), wide.more) == (12, 88)
+    assert (len(wide.row), wide.more) == (8, 92)
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (7, 5, 3), (7, 5, 4)])

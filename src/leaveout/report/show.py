@@ -16,7 +16,7 @@ from leaveout.report.content import Shown
 from leaveout.task import TARGET_KEYS
 
 TEXT = 600
-CELLS = 12
+CELLS = 8
 
 
 @dataclass(frozen=True)

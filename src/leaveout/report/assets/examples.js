@@ -1,7 +1,7 @@
 // Cards of examples, and the list that search, order and filter work on.
 const COUNT = TABLE.id.length;
-const PAGE = 20;
 const READ = Object.values(DATA.shown).some((shown) => shown.text || shown.row.length);
+const PAGE = READ ? 12 : 20;
 
 function seen(shown, what) {
   if (!shown) return null;

@@ -8,6 +8,7 @@ function queries() {
     return `query ${query.id}${label}${says}` + (query.loss === null ? "" : `, loss ${short(query.loss)}`);
   };
   select.append(...DATA.queries.map((query, i) => el("option", { value: i }, title(query))));
+  $("drivers").classList.toggle("read", READ);
   const side = (heading, rows) => {
     const list = el("ul", { class: "cards", "aria-label": heading }, ...rows.map(([row, score]) => card(row, score, false)));
     list.classList.toggle("read", READ);
