@@ -12,6 +12,7 @@ FLOORS = [
     "pictures",
     "disk",
     "memory",
+    "hashing",
     "vectors",
     "batches",
     "members",

@@ -6,11 +6,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from leaveout.errors import InputError
+from leaveout.hashing import mixed, row_hashes, weights
 
 Batch: TypeAlias = Any
 """What a loader yields: a tensor, or tuples, lists and dicts of them."""
@@ -88,15 +90,12 @@ def _leaf_fingerprint(leaf: Any) -> tuple[int, int]:
     if not isinstance(leaf, Tensor):
         checksum = zlib.crc32(repr(leaf).encode())
         return checksum, checksum
-    kind = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+    kind = np.uint64(zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode()))
     data = leaf.detach().cpu()
     data = data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1).contiguous()
-    checksums = [zlib.crc32(row) for row in data.view(torch.uint8).numpy()] if data.numel() else []
-    unordered = kind
-    for checksum in checksums:
-        unordered = (unordered + checksum) & 0xFFFFFFFF
-    ordered = zlib.crc32(b"".join(checksum.to_bytes(4, "little") for checksum in checksums), kind)
-    return ordered, unordered
+    rows = row_hashes(data.view(torch.uint8).numpy()) if data.numel() else np.zeros(0, np.uint64)
+    sums = mixed(np.stack([(rows * weights(len(rows))).sum(dtype=np.uint64), rows.sum(dtype=np.uint64)]) + kind)
+    return int(sums[0] >> np.uint64(1)), int(sums[1] >> np.uint64(1))  # a signed integer on disk
 
 
 def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[], Batch]) -> str | None:
