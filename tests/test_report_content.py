@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,11 @@ def test_large_pictures_are_averaged():
 
 
 @pytest.fixture(scope="module")
+def rowed(tmp_path_factory):
+    return table(tmp_path_factory.mktemp("rowed"))
+
+
+@pytest.fixture(scope="module")
 def pictured(tmp_path_factory):
     return pictures(tmp_path_factory.mktemp("pictured"))
 
@@ -188,6 +194,40 @@ def test_scores_of_groups(tmp_path):
         assert np.allclose(line, when.values[row].numpy(), rtol=1e-4)
 
 
+def test_groups_that_the_scores_remember_and_their_check(tmp_path, rowed):
+    groups = {f"source {i}": list(range(4 * i, 4 * i + 4)) for i in range(10)}
+    scores = lo.ACC("exact").score(rowed.run, rowed.task, rowed.query, groups=groups)
+    check = lo.verify(scores, rowed.run, rowed.task, rowed.query, replays=8)
+    path = lo.report(tmp_path / "page.html", rowed.run, scores, check, task=rowed.task, query=rowed.query)
+    said = data(path)
+    assert {shown["text"] for shown in said["shown"].values()} == {"4 examples"}
+    assert len(said["lines"]) == 10
+    assert {point["id"] for point in said["check"]["points"]} == set(check.table.index) <= set(groups)
+    assert "without each of 8 groups" in path.read_text()
+
+
+def test_scores_in_another_unit_are_not_called_changes_of_the_loss(tmp_path, rowed):
+    scores = lo.TracIn(learning_rate=False).score(rowed.run, rowed.task, rowed.query)
+    check = lo.verify(scores, rowed.run, rowed.task, rowed.query, replays=8)
+    path = lo.report(tmp_path / "page.html", rowed.run, scores, check, task=rowed.task, query=rowed.query)
+    said = data(path)
+    assert "ranked every training example" in said["summary"][1]
+    assert "inner product of gradients" in said["summary"][1]
+    assert "loss would fall" not in said["summary"][2]
+    assert not any("RMSE" in name for name, *_ in said["check"]["measures"])
+    assert "only their order can be right" in path.read_text()
+    assert "the estimate is right" not in path.read_text()
+
+
+def test_scores_of_examples_for_themselves(tmp_path, rowed):
+    scores = lo.SGDIE().self_influence(rowed.run, rowed.task)
+    path = lo.report(tmp_path / "page.html", rowed.run, scores, task=rowed.task, query=rowed.query)
+    said = data(path)
+    assert "how its own loss would change" in said["summary"][1]
+    assert said["queries"] == []
+    assert said["lines"] == {}
+
+
 def test_ids_and_scores_alone_make_a_page(tmp_path):
     problem = recorded(tmp_path / "run")
     scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
@@ -225,11 +265,6 @@ def test_a_page_that_is_there_is_kept(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["report.html"]
 
 
-@pytest.fixture(scope="module")
-def rowed(tmp_path_factory):
-    return table(tmp_path_factory.mktemp("rowed"))
-
-
 def refuse(rowed, tmp_path, match, **given):
     path = tmp_path / "page.html"
     with pytest.raises(lo.InputError, match=match):
@@ -246,6 +281,7 @@ def test_refusals(rowed, tmp_path):
     each = lo.SGDIE().score(rowed.run, rowed.task, rowed.query, queries="each")
     said(r"10 queries and the query set 5: give the query set", scores=each, query=TensorDataset(*rowed.query[:5]))
     by_group = lo.SGDIE().score(rowed.run, rowed.task, rowed.query, groups={"a": [0], "b": [1]})
+    by_group = replace(by_group, groups=None)  # as files of before have it
     unknown = lo.Show(groups={"a": [0]})
     said(r"Group 'b' was scored and is not in", scores=by_group, query=rowed.query, show=unknown)
     check = lo.verify(rowed.scores, rowed.run, rowed.task, rowed.query, replays=8)

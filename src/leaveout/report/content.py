@@ -129,12 +129,13 @@ class Cleansing:
 
 @dataclass(frozen=True)
 class Content:
-    """Everything that the page says."""
+    """Everything that the page says; ``unit`` is empty where scores are changes of the query loss."""
 
     title: str
     made: str
     method: str
     groups: bool
+    unit: str
     summary: list[str]
     facts: list[tuple[str, str]]
     notes: list[str]

@@ -6,10 +6,9 @@ from datetime import date
 from typing import Any
 
 from leaveout.errors import InputError, UnsupportedError
-from leaveout.members import Groups, members_of
 from leaveout.report import content, rows, words
 from leaveout.report.content import digits, rounded
-from leaveout.report.topic import Topic
+from leaveout.report.topic import Topic, membership
 from leaveout.timeline import Timeline, timeline
 from leaveout.verify import Check
 
@@ -43,10 +42,11 @@ def gather(topic: Topic, check: Check | None, cleansing: content.Cleansing | Non
         made=date.today().isoformat(),
         method=scores.method,
         groups=topic.groups,
+        unit="" if topic.loss else scores.unit,
         summary=[
             words.trained(topic.run, topic.task),
             words.scored(scores, topic.queries, groups=topic.groups),
-            words.found(table, len(mean), int((mean < 0).sum()), groups=topic.groups),
+            words.found(table, len(mean), int((mean < 0).sum()), groups=topic.groups, loss=topic.loss),
         ],
         facts=_facts(topic),
         notes=notes,
@@ -68,27 +68,17 @@ def gather(topic: Topic, check: Check | None, cleansing: content.Cleansing | Non
 def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
     """When influence arose, where that can be told, and a note where it cannot."""
     show, task, query, scores = topic.show, topic.task, topic.query, topic.scores
-    if task is None or query is None or not show.timeline or (topic.groups and show.groups is None):
+    if task is None or query is None or not show.timeline or (topic.groups and topic.members is None):
         return None, []
-    which: dict[str, Any] = {"ids": list(scores.train_ids)}
-    if topic.groups and show.groups is not None:
-        known = _membership(task.size, show.groups)
-        if missing := [name for name in scores.train_ids if name not in known]:
-            raise InputError(f"Group {missing[0]!r} was scored and is not in Show(groups=...): give the same groups.")
-        which = {"groups": {name: known[str(name)] for name in scores.train_ids}}
+    if scores.query_ids == (words.SELF,):
+        return None, ["When influence arose is told of query losses, not of an example's own."]
+    which: dict[str, Any] = {"groups": topic.members} if topic.groups else {"ids": list(scores.train_ids)}
     try:
         found = timeline(topic.run, task, query, resources=topic.resources, **which)
     except UnsupportedError as error:
         return None, [f"When influence arose cannot be told: {error}"]
     found.check_same_queries(scores)
     return found, []
-
-
-def _membership(size: int, groups: Groups) -> dict[str, list[int]]:
-    """The examples of each group, checked."""
-    members = members_of(size, groups=groups)
-    parts = members.examples.split(members.lengths.tolist())
-    return {str(name): part.tolist() for name, part in zip(members.names, parts, strict=True)}
 
 
 def _parts(topic: Topic, when: Timeline | None) -> tuple[str, list[content.Part]]:
@@ -99,7 +89,7 @@ def _parts(topic: Topic, when: Timeline | None) -> tuple[str, list[content.Part]
         return "", []
     if groups is not None:
         at = {int(i): row for row, i in enumerate(topic.scores.train_ids)}
-        known = _membership(max(at) + 1 if topic.task is None else topic.task.size, groups)
+        known = membership(max(at) + 1 if topic.task is None else topic.task.size, groups)
         kinds = {name: [at[i] for i in ids if i in at] for name, ids in known.items()}
     elif own is not None and own.p is not None:  # labels of classes, not of numbers
         for row, label in enumerate(own.labels):

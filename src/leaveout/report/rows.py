@@ -87,7 +87,11 @@ def looks(
     shown: dict[int, content.Shown] = {}
     asked: dict[int, content.Shown] = {}
     jobs = [(asked, q, query, q) for q in queries]
-    if not topic.groups:
+    if topic.groups:
+        sizes = {name: len(ids) for name, ids in (topic.members or {}).items()}
+        named = {place: str(topic.scores.train_ids[rows[place]]) for place in places}
+        shown |= {place: content.Shown(text=f"{sizes[name]:,} examples") for place, name in named.items() if sizes}
+    else:
         jobs = [(shown, place, train, int(topic.scores.train_ids[rows[place]])) for place in places] + jobs
     left = PICTURE_BYTES
     for target, key, source, number in jobs:

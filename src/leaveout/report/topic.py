@@ -10,10 +10,11 @@ from torch.utils.data import Dataset
 
 from leaveout import batches
 from leaveout.errors import InputError
+from leaveout.members import Groups, members_of
 from leaveout.report.opinions import Opinions, opinions
 from leaveout.report.show import Show
 from leaveout.resources import Resources
-from leaveout.scores import Scores
+from leaveout.scores import UNIT, Scores
 from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.vectors import PARAM
@@ -44,10 +45,25 @@ class Topic:
         """Whether rows are groups of examples."""
         return any(isinstance(i, str) for i in self.scores.train_ids)
 
+    @cached_property
+    def members(self) -> dict[str, list[int]] | None:
+        """The examples of each scored group, where they are known."""
+        if not self.groups or self.scores.groups is not None or self.show.groups is None or self.task is None:
+            return self.scores.groups
+        known = membership(self.task.size, self.show.groups)
+        if missing := [name for name in self.scores.train_ids if name not in known]:
+            raise InputError(f"Group {missing[0]!r} was scored and is not in Show(groups=...): give the same groups.")
+        return {str(name): known[str(name)] for name in self.scores.train_ids}
+
+    @property
+    def loss(self) -> bool:
+        """Whether scores are changes of the query loss, and not merely an order."""
+        return self.scores.unit == UNIT
+
     @property
     def single(self) -> bool:
         """Whether there is a column for each query."""
-        return self.scores.query_ids != ("mean",)
+        return all(isinstance(i, int) for i in self.scores.query_ids)
 
     @property
     def queries(self) -> int | None:
@@ -76,3 +92,10 @@ class Topic:
     def _opinions(self, task: Task, dataset: Dataset, ids: range | list[int]) -> Opinions:
         params = {name: tensor.to(task.device) for name, tensor in self.run.final()[PARAM].items()}
         return opinions(task, params, dataset, ids, self.show.classes, self.resources)
+
+
+def membership(size: int, groups: Groups) -> dict[str, list[int]]:
+    """The examples of each group, checked."""
+    members = members_of(size, groups=groups)
+    parts = members.examples.split(members.lengths.tolist())
+    return {str(name): part.tolist() for name, part in zip(members.names, parts, strict=True)}

@@ -9,10 +9,13 @@ from torch import nn
 
 from leaveout.optim import Hyper
 from leaveout.report.content import Table, Trust
-from leaveout.scores import Scores
+from leaveout.scores import UNIT, Scores
 from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.verify import Check, trust
+
+SELF = "self"
+"""The column of scores that tell what an example did to its own loss."""
 
 LEVELS = {
     "the ranking can be trusted": ("good", "The ranking can be trusted"),
@@ -71,12 +74,16 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
     """What was estimated."""
     whose = "every group" if groups else "every training example"
     on = f"{queries:,} query examples" if queries else "the query examples"
-    mean = "the mean loss on" if scores.query_ids == ("mean",) else "the loss on each of"
+    what = f"the mean loss on {on}" if scores.query_ids == ("mean",) else f"the loss on each of {on}"
+    if scores.query_ids == (SELF,):
+        what = "its own loss"
+    if scores.unit != UNIT:
+        return f"{scores.method} ranked {whose} by what it did to {what}, counted in {scores.unit}."
     how = "measured by exact replays" if scores.method == "Replay" else "estimated"
-    return f"{scores.method} {how}, for {whose}, how {mean} {on} would change had it been left out."
+    return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out."
 
 
-def found(table: Table, total: int, harmful: int, *, groups: bool) -> str:
+def found(table: Table, total: int, harmful: int, *, groups: bool, loss: bool) -> str:
     """The outcome, and its most harmful row."""
     what = "groups" if groups else "examples"
     if not harmful:
@@ -86,10 +93,10 @@ def found(table: Table, total: int, harmful: int, *, groups: bool) -> str:
     if table.label and table.label[0] >= 0:
         named = f" ({'labelled' if table.p else 'target'} {table.names[table.label[0]]}"
         named += f", the model says {table.names[table.says[0]]})" if table.says[0] != table.label[0] else ")"
-    return (
-        f"{harmful:,} of the {total:,} {what} did harm on balance. The most harmful is {worst}{named}: without it the "
-        f"mean query loss would fall by {-table.score[0]:.3g}."
-    )
+    brought = f"without it the loss would fall by {-table.score[0]:.3g}"
+    if not loss:
+        brought = f"its score is {table.score[0]:.3g}, which tells its place and not by how much the loss would change"
+    return f"{harmful:,} of the {total:,} {what} did harm on balance. The most harmful is {worst}{named}: {brought}."
 
 
 def trusted(scores: Scores, check: Check | None) -> Trust:
@@ -114,12 +121,13 @@ def measures(check: Check) -> list[tuple[str, str, str]]:
     """Each measure with its interval, for the most extreme scores and for those drawn at random."""
     extreme, random = check.extreme, check.random
     rows = [
-        ("examples replayed", str(extreme.count), str(random.count)),
+        ("replayed", str(extreme.count), str(random.count)),
         ("Kendall's tau", str(extreme.kendall), str(random.kendall)),
         ("Spearman's rho", str(extreme.spearman), str(random.spearman)),
-        ("typical error (RMSE)", str(extreme.rmse), str(random.rmse)),
-        ("spread of the truth", f"{check.spread['extreme']:.2g}", f"{check.spread['random']:.2g}"),
     ]
+    if not math.isnan(check.spread["extreme"]):  # scores in another unit than the loss have no error in it
+        rows.append(("typical error (RMSE)", str(extreme.rmse), str(random.rmse)))
+        rows.append(("spread of the truth", f"{check.spread['extreme']:.2g}", f"{check.spread['random']:.2g}"))
     shared = [percent for percent in extreme.jaccard if percent in random.jaccard]
     return rows + [
         (f"overlap of the top {percent:g}%", str(extreme.jaccard[percent]), str(random.jaccard[percent]))

@@ -205,13 +205,15 @@ function cleansing() {
 
 function scatter() {
   const points = DATA.check.points;
-  const range = padded(points.flatMap((point) => [point.score, point.truth]));
+  const both = padded(points.flatMap((point) => [point.score, point.truth]));
+  const across = DATA.unit ? padded(points.map((point) => point.score)) : both;
+  const range = DATA.unit ? padded(points.map((point) => point.truth)) : both;
   const draw = (width) => {
     const height = Math.min(420, Math.max(260, width * 0.75));
-    const { root, x, y, left, right } = frame(width, height, range, range, {
-      label: `Estimated against true change of the loss for ${points.length} examples`, x: "estimated change of the loss", y: "true change",
+    const { root, x, y, left, right } = frame(width, height, across, range, {
+      label: `Estimated against true change of the loss for ${points.length} ${noun(2)}`, x: DATA.unit ? "score" : "estimated change of the loss", y: "true change",
     });
-    root.append(svg("line", { x1: left, y1: y(range[0]), x2: right, y2: y(range[1]), class: "ideal" }));
+    if (!DATA.unit) root.append(svg("line", { x1: left, y1: y(range[0]), x2: right, y2: y(range[1]), class: "ideal" }));
     for (const point of points) {
       const at = { "data-tip": `${noun(1)} ${point.id}\nestimate ${signed(point.score)}\ntruth ${signed(point.truth)}` };
       const cx = x(point.score), cy = y(point.truth);
@@ -224,7 +226,7 @@ function scatter() {
   const key = legend([
     { name: "most extreme scores", mark: svg("circle", { cx: 9, cy: 6, r: 5, class: "mark-extreme" }) },
     { name: "drawn at random", mark: svg("rect", { x: 4.5, y: 1.5, width: 9, height: 9, class: "mark-random" }) },
-    { name: "estimate = truth", mark: svg("line", { x1: 0, y1: 6, x2: 18, y2: 6, class: "ideal" }) },
+    ...(DATA.unit ? [] : [{ name: "estimate = truth", mark: svg("line", { x1: 0, y1: 6, x2: 18, y2: 6, class: "ideal" }) }]),
   ]);
   const rows = points.map((point) => [point.id, signed(point.score), signed(point.truth), point.sample]);
   chart("scatter", draw, key, asTable("Estimate against truth", ["Example", "Estimate", "Truth", "Sample"], rows));
