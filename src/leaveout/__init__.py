@@ -19,6 +19,7 @@ from leaveout.recorder import Recorder
 from leaveout.refine import refine
 from leaveout.report import Show, report
 from leaveout.resources import Cost, Resources
+from leaveout.rounding import Rounding, rounding
 from leaveout.scores import Scores
 from leaveout.store import Run, check_run, open_run
 from leaveout.task import Task
@@ -46,6 +47,7 @@ __all__ = [
     "Recorder",
     "Replay",
     "Resources",
+    "Rounding",
     "Run",
     "RunError",
     "Scores",
@@ -64,6 +66,7 @@ __all__ = [
     "plan",
     "refine",
     "report",
+    "rounding",
     "score",
     "timeline",
     "train",

@@ -25,6 +25,7 @@ from leaveout.carriers import Carrier, Free, Subspace, SubspaceCarrier, place
 from leaveout.coasting import Coasting, Drift, Layout, drift, sketch
 from leaveout.curvature import Curvature, Hessian
 from leaveout.errors import UnsupportedError
+from leaveout.growth import Growth
 from leaveout.members import Members
 from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
@@ -76,6 +77,7 @@ class Correction:
         vectors = embed(query, final)
         plain = like.new_zeros(len(self.members))
         extra, waiting = torch.zeros_like(plain), False
+        growth = Growth(task)
         for moment in self.resources.track(self.trajectory.backward(), len(self.trajectory), "backward"):
             size = len(moment.record.ids)
             row, position = self.members.pairs(moment.record.ids)
@@ -97,6 +99,7 @@ class Correction:
             self._check(moment, gradients)
             mean = each(lambda t: t.mean(0, keepdim=True), curved)
             vectors = {**state, PARAM: each(torch.add, state[PARAM], mean)}
+            growth.note(moment, vectors)
             flat, bent = layout.flatten(gradients), layout.flatten(curved)
             plain.index_add_(0, row, (flat @ layout.flatten(along)[0])[position], alpha=-1 / size)
             if project is not None:
@@ -105,6 +108,7 @@ class Correction:
             held.advance(step.carry.mT)
             taken = bent[position, None] / -size
             held.add(row, taken if keep is None else taken * keep[:, None, None].to(taken))
+        growth.tell()
         return Products(plain[:, None], (plain + extra)[:, None])
 
     def corrected_gradient(self, queries: Params, transport: Subspace | None = None) -> Products:

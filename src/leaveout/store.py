@@ -182,6 +182,11 @@ class Run:
         """The optimizer."""
         return self.manifest.rule
 
+    @property
+    def exact(self) -> bool:
+        """Whether each state follows from the one before it, so that it can be checked."""
+        return not self.interpolate
+
     def head(self, steps: int) -> Run:
         """The run of the first steps only, up to the first kept state at or after ``steps``."""
         stop = next(index for index in self.kept if index >= min(steps, len(self)))

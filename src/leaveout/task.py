@@ -106,6 +106,19 @@ class Task:
         task.tracer = Tracer()
         return task
 
+    def doubled(self) -> Task:
+        """The same task computed in float64; the data set stays as it is, and is converted batch by batch."""
+        rule = self._bound.rule
+
+        def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+            return rule(
+                model, batches.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
+            )
+
+        loss = copy.deepcopy(self.loss).double() if isinstance(self.loss, nn.Module) else self.loss
+        model = copy.deepcopy(self.model).double()
+        return Task(model, loss, self.train_set, self.l2, forward=forward, collate=self.collate)
+
     def own(self, params: Params) -> Params:
         """Those parameters that derivatives are taken for."""
         return {name: params[name] for name in self.chosen}

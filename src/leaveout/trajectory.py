@@ -116,7 +116,7 @@ class Trajectory:
             if index < stop - 1:
                 yield after
             else:
-                check_step(Moment(record, state, last, batch, state[PARAM]), after, travelled)
+                check_step(Moment(record, state, last, batch, state[PARAM], self.run.exact), after, travelled)
             state = after
 
     def _place(self, state: State) -> State:
@@ -146,7 +146,7 @@ class Trajectory:
         return batch
 
     def _moment(self, index: int, before: State, after: State) -> Moment:
-        record, batch, exact = self.run.record(index), self.batch(index), not self.run.interpolate
+        record, batch, exact = self.run.record(index), self.batch(index), self.run.exact
         return Moment(record, self._own(before), self._own(after), batch, before[PARAM], exact)
 
     def _own(self, state: State) -> State:

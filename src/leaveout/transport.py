@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from leaveout.curvature import Curvature, Flat, Hessian
+from leaveout.growth import Growth
 from leaveout.members import Members
 from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
@@ -62,6 +63,7 @@ class Sweep:
     def course(self, members: Members) -> Iterator[tuple[Moment, State]]:
         """δ of every row on its way: each step, from the first, with the displacements after it."""
         moved = zeros(self.trajectory.initial(), len(members))
+        growth = Growth(self.trajectory.task, steady=True)
         chunk = self.chunk(len(members))
         for moment in self._track(self.trajectory.forward(), "forward"):
             step = self._step(moment, chunk)
@@ -76,7 +78,9 @@ class Sweep:
             else:
                 moved = step.push(moved, pairs)
             self._check(moment, step)
+            growth.note(moment, moved)
             yield moment, moved
+        growth.tell()
 
     def inner_products(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
         """⟨u_q, δ_r⟩ for every row and query vector, backward."""
@@ -92,12 +96,15 @@ class Sweep:
     def pulled(self, queries: Params) -> Iterator[tuple[Moment, Pulled]]:
         """The query vectors on their way back: each step, from the last, with what reaches it."""
         vectors = embed(queries, self.trajectory.final())
+        growth = Growth(self.trajectory.task)
         chunk = self.chunk(height(queries))
         for moment in self._track(self.trajectory.backward(), "backward"):
             pulled = self.pull(moment, vectors, chunk)
             if self.curved:
                 vectors = pulled.state
+                growth.note(moment, vectors)
             yield moment, pulled
+        growth.tell()
 
     def pull(self, moment: Moment, vectors: State, chunk: int = 1) -> Pulled:
         """One step back, counted and checked."""
@@ -124,6 +131,7 @@ class Sweep:
         stacked = {name: tensor.expand(count, *tensor.shape) for name, tensor in query.items()}
         vectors = embed(stacked, self.trajectory.final())
         total = next(iter(query.values())).new_zeros(count)
+        growth = Growth(self.trajectory.task)
         chunk = self.chunk(count)
         for moment in self._track(self.trajectory.backward(), "backward"):
             step = self._step(moment, chunk)
@@ -133,6 +141,8 @@ class Sweep:
             vectors, read = step.pull_corrected(vectors, pairs, keep)
             total += read
             self._check(moment, step)
+            growth.note(moment, vectors)
+        growth.tell()
         return total
 
     def _step(self, moment: Moment, chunk: int) -> LinearStep:
