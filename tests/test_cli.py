@@ -39,6 +39,9 @@ def test_demo_finds_most_flipped_labels_and_keeps_its_run(tmp_path):
     assert "Digits, a tenth of the labels flipped" in (tmp_path / "run" / "report.html").read_text()
     assert len(list((tmp_path / "run" / "scores").iterdir())) == len(list((tmp_path / "run" / "checks").iterdir())) == 2
     assert (tmp_path / "run" / "cleanse.json").exists()
+    once_more = leaveout("report", "run", "--out", "again.html", cwd=tmp_path)  # the config beside it is enough
+    assert once_more.returncode == 0, once_more.stderr
+    assert (tmp_path / "again.html").read_text().count("data:image/png") > 100
     again = leaveout("demo", "--out", "run", cwd=tmp_path)
     assert again.returncode == 1
     assert "already holds a run" in " ".join(again.stderr.split())

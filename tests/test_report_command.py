@@ -46,7 +46,7 @@ def test_report_of_a_built_in_run(shell):
     before = Path("runs/x/report.html").read_bytes()
     refused = shell("report", "runs/x")
     assert refused.code == 1
-    assert "exists already" in refused.refusal
+    assert "exists already: give --again to replace it" in refused.refusal
     assert Path("runs/x/report.html").read_bytes() == before
     told = shell("report", "runs/x", "--again", "--json").told
     assert told == {"run": "runs/x", "report": "runs/x/report.html", "method": "ACC(free)", "checked": True}

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import nn
-
-from leaveout import data
 from leaveout.beside import Beside
 from leaveout.cleanse import Curve, cleanse
+from leaveout.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart, run_config
 from leaveout.estimators import ACC, SGDIE
-from leaveout.report import Show, report
+from leaveout.report import report
+from leaveout.report.show import built_in
 from leaveout.resources import Resources
 from leaveout.scores import Scores
 from leaveout.store import Run
-from leaveout.task import Task
-from leaveout.train import train
 from leaveout.verify import Check, verify
 
 REMOVED = (5, 10, 20, 30, 40, 50, 75, 100)
@@ -44,25 +40,26 @@ class Demo:
 def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Resources | None = None) -> Demo:
     """Trains a small network on digits with a tenth of the labels flipped, and asks who did the harm.
 
-    The run goes to the new directory ``out``, with scores, checks, cleansing curve and report beside it.
+    The run goes to the new directory ``out``, with its config, scores, checks, cleansing curve and report beside it.
     """
-    digits = data.load("digits", n_train=examples, n_val=400)
-    noisy = data.flip(digits.train, 0.1, seed=1)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
-    task = Task(model, nn.CrossEntropyLoss(), noisy.examples, l2=1e-3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
-    run = train(task, optimizer, epochs=15, batch_size=50, seed=0, out=out, resources=resources)
+    plan = Config(
+        DataPart("digits", examples, 400, flip=0.1),
+        ModelPart("mlp", hidden=[16], activation="tanh"),
+        OptimizerPart("sgd", lr=0.2, momentum=0.5),
+        TrainPart(epochs=15, batch_size=50, l2=1e-3),
+    )
+    run, subject = run_config(plan, out, resources)
+    task, query, digits = subject.task, subject.query, subject.data
+    assert digits is not None  # noqa: S101 - a config names its data
     scores, checks, beside = {}, {}, Beside(out)
     for estimator in (SGDIE(readout="exact"), ACC("exact", readout="exact")):
-        found = estimator.score(run, task, digits.val, queries="each", resources=resources)
+        found = estimator.score(run, task, query, queries="each", resources=resources)
         scores[found.method] = found
-        file = found.save(beside.scores(found.method))
-        checks[found.method] = verify(found, run, task, digits.val, replays=replays, resources=resources)
+        file = found.save(beside.scores(found.method, "each"))
+        checks[found.method] = verify(found, run, task, query, replays=replays, resources=resources)
         checks[found.method].save(beside.check(file))
     curve = cleanse(found, run, task, digits.test, [m for m in REMOVED if m < examples], resources=resources)
     curve.save(beside.cleanse)
-    show = Show(example=lambda example: example[0].reshape(8, 8), title="Digits, a tenth of the labels flipped")
     page = report(
         beside.report,
         run,
@@ -70,9 +67,9 @@ def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Re
         checks[found.method],
         curve,
         task=task,
-        query=digits.val,
-        show=show,
+        query=query,
+        show=replace(built_in(digits), title="Digits, a tenth of the labels flipped"),
         resources=resources,
     )
-    flipped = frozenset(noisy.touched.nonzero().flatten().tolist())
-    return Demo(run, scores, checks, curve, page, flipped, noisy.examples.y.tolist(), digits.train.y.tolist())
+    labels = [int(task.train_set[i][1]) for i in range(examples)]
+    return Demo(run, scores, checks, curve, page, frozenset(subject.flipped), labels, digits.train.y.tolist())

@@ -12,10 +12,10 @@ from leaveout.cleanse import Curve
 from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
 from leaveout.cli.made import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
-from leaveout.config import Subject
+from leaveout.errors import InputError
 from leaveout.report import Show
 from leaveout.report import report as lo_report
-from leaveout.report.show import show_of
+from leaveout.report.show import built_in, show_of
 from leaveout.resources import Resources
 from leaveout.scores import Scores
 from leaveout.verify import Check
@@ -46,6 +46,9 @@ def report(
     --queries each) let one look at single queries.
     """
     recorded, beside = opened(run), Beside(run)
+    target = out or beside.report
+    if target.exists() and not again:
+        raise InputError(f"{target} exists already: give --again to replace it, or another name with --out.")
     files = chosen(recorded, [method] if method else None)
     checked = [file for file in files if beside.check(file).exists()]
     file = max(checked or files, key=lambda one: one.stat().st_mtime)
@@ -53,8 +56,7 @@ def report(
     check = Check.load(beside.check(file)) if file in checked else None
     curve = Curve.load(beside.cleanse) if beside.cleanse.exists() else None
     known = subject_of(run, task) if task or beside.config.exists() else None
-    shown = show_of(named(show, "--show")) if show else _show(known)
-    target = out or beside.report
+    shown = show_of(named(show, "--show")) if show else built_in(known.data) if known and known.data else Show()
     with resumable("Nothing was written."):
         page = lo_report(
             target,
@@ -76,14 +78,3 @@ def report(
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
     if check is None and scores.method != "Replay":
         console.print(f"These scores are not verified: leaveout verify {run} does that.", highlight=False)
-
-
-def _show(known: Subject | None) -> Show:
-    """How the examples of built-in data are shown: flat pixels as the square picture that they are."""
-    if known is None or known.data is None:
-        return Show()
-    found = known.data
-    side = round(len(found.features) ** 0.5)
-    if found.features and found.features[0].startswith("pixel") and side**2 == len(found.features):
-        return Show(example=lambda example: example[0].reshape(side, side), classes=found.classes)
-    return Show(classes=found.classes, features=found.features)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from leaveout.data import Data
 from leaveout.errors import InputError
 from leaveout.members import Groups
 from leaveout.pictures import data_uri, is_picture, pixels
@@ -59,6 +60,14 @@ class Show:
 def show_of(given: Show | Callable[[Any], Any] | None) -> Show:
     """What ``show=`` was given, as a ``Show``."""
     return given if isinstance(given, Show) else Show(example=given)
+
+
+def built_in(found: Data) -> Show:
+    """How the examples of built-in data are shown: flat pixels as the square picture that they are."""
+    side = round(len(found.features) ** 0.5)
+    if found.features and found.features[0].startswith("pixel") and side**2 == len(found.features):
+        return Show(example=lambda example: example[0].reshape(side, side), classes=found.classes)
+    return Show(classes=found.classes, features=found.features)
 
 
 def input_of(example: Any) -> Any:
