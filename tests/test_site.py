@@ -1,11 +1,14 @@
 """The documents as a site: every link and every name in the reference is found, and no page asks for the network."""
 
+import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import leaveout
 from leaveout.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -28,17 +31,22 @@ def test_the_site_builds_strictly_and_fetches_nothing(tmp_path):
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text()), sheet.name
     reference = (tmp_path / "api.html").read_text()
-    for name in ("leaveout.Recorder", "leaveout.verify", "leaveout.metrics.kendall"):
+    for name in ("leaveout.Recorder", "leaveout.verify.verify", "leaveout.metrics.kendall"):
         assert f'id="{name}"' in reference, name
 
 
 def test_every_public_name_is_in_the_reference():
-    import leaveout
-
     text = (ROOT / "docs/api.md").read_text()
     for name in leaveout.__all__:
-        error = isinstance(getattr(leaveout, name), type) and issubclass(getattr(leaveout, name), Exception)
-        assert error or f"::: leaveout.{name}\n" in text, name
+        public = getattr(leaveout, name)
+        # A function may hide the module of its own name, which the reference would show instead.
+        where = f"{public.__module__}.{name}" if inspect.isfunction(public) else f"leaveout.{name}"
+        raised = inspect.isclass(public) and issubclass(public, Exception)  # shown together
+        assert raised or f"::: {where}\n" in text or (f"::: leaveout.{name}\n" in text and not _hides(name)), name
+
+
+def _hides(name):
+    return importlib.util.find_spec(f"leaveout.{name}") is not None and inspect.isfunction(getattr(leaveout, name))
 
 
 def test_every_command_is_on_its_page():
