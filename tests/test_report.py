@@ -89,7 +89,7 @@ def test_loads_from_disk_alone(visit, reports, name):
     assert reports(name).path.stat().st_size < 1_000_000
     assert page.locator("h1").count() == 1
     mean = reports(name).scores.mean()
-    some = int((mean < 0).sum()) or len(mean)  # where none did harm, all that helped
+    some = int((mean < 0).sum()) if len(mean) > 12 else len(mean)  # a few are shown all at once
     assert page.locator("#cards .card").count() == min(20 if name == "pictures" else 12, some)
     assert page.locator("main svg[role=img]").count() >= 3
     assert page.evaluate("document.scripts.length") == 2, "the data brought no script"

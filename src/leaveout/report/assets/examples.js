@@ -85,7 +85,7 @@ function chosen() {
 function examples() {
   let rows = [], shown = 0;
   $("cards").classList.toggle("read", READ);
-  if (!TABLE.score.some((score) => score < 0)) document.querySelector("input[value=helpful]").checked = true;
+  if (COUNT <= PAGE || !TABLE.score.some((score) => score < 0)) document.querySelector("input[value=all]").checked = true;
   const labels = [...new Set(TABLE.label)].filter((number) => number >= 0);
   labels.sort((a, b) => TABLE.names[a].localeCompare(TABLE.names[b], undefined, { numeric: true }));
   if ($("label")) $("label").append(...labels.map((number) => el("option", { value: number }, TABLE.names[number])));
