@@ -26,6 +26,7 @@ DOCUMENTS = [
     "docs/architecture.md",
     "docs/file-format.md",
     "docs/contributing.md",
+    "docs/results/README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
 ]

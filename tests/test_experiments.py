@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import leaveout as lo
-from leaveout.experiments import SPECS, along, bounds, cleansing, epochs, groups, problems
+from leaveout.experiments import SPECS, along, bounds, cleansing, epochs, groups, mismatch, problems
 from leaveout.experiments.fidelity import METHODS
 from leaveout.experiments.markdown import number
 from leaveout.experiments.plots import interactive, png
@@ -169,3 +169,14 @@ def test_networks_grow():
     rows = bounds.compute(cell)
     assert {row["steps"] for row in rows} == {2, 4}
     assert all(0 < row["error"] <= row["largest"] for row in rows)
+
+
+def test_the_written_out_recurrence_is_sgd_ie():
+    settings = {**SMALL, "model": "logistic", "noise": "feature", "level": 0.5, "n": 40}  # more rows than features
+    with problems.binary(settings) as problem:
+        expected = lo.SGDIE().score(problem.run, problem.task, problem.val).mean()
+        found = mismatch.recurrence(problem, problem.task.train_set, settings["l2"])
+        assert torch.allclose(found, expected, atol=1e-12)
+    rows = mismatch.compute(settings)
+    assert rows[0]["kendall"] > rows[1]["kendall"]
+    assert "| digits | feature 0.5 | another draw of the noise |" in shown("mismatch", settings, rows)

@@ -31,9 +31,9 @@ def check_extras() -> None:
         raise UnsupportedError(f"{' and '.join(missing)} cannot be imported: pip install 'leaveout[paper]'.")
 
 
-def write(spec: Spec, out: Path, *, quick: bool = False) -> Path:
+def write(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = False) -> Path:
     """Writes ``results.parquet``, ``table.md`` and a PNG for each plot; gives the directory."""
-    frame = finished(spec, out, quick=quick)
+    frame = finished(spec, out, seeds, quick=quick)
     folder = folder_of(spec, out, quick=quick)
     aside = folder / f".results.{os.getpid()}"
     try:
@@ -63,12 +63,12 @@ def write_bytes(file: Path, content: bytes) -> None:
         aside.unlink(missing_ok=True)
 
 
-def page(specs: Iterable[Spec], out: Path, *, quick: bool = False) -> Path:
+def page(specs: Iterable[Spec], out: Path, seeds: int | None = None, *, quick: bool = False) -> Path:
     """``plots.html``: the pictures of every experiment that has results, in one file that needs nothing else."""
     parts: list[str] = []
     for spec in specs:
         try:
-            plots = spec.plots(finished(spec, out, quick=quick))
+            plots = spec.plots(finished(spec, out, seeds, quick=quick))
         except RunError:
             continue  # not run yet
         parts.append(f"<h2>{escape(spec.title)}</h2>")
