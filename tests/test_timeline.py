@@ -56,7 +56,7 @@ def test_chosen_examples_and_groups(tmp_path):
 
 
 def test_without_epochs_the_steps_are_told_apart(tmp_path):
-    problem = recorded(tmp_path / "run", batches=BATCHES)  # every step says epoch 0
+    problem = recorded(tmp_path / "run", batches=BATCHES, epochs=[0] * 6)
     found = timeline(problem.run, problem.task, problem.query)
     assert found.spans == tuple(f"step {i}" for i in range(1, 7))
     expected = dense(problem, [[k] for k in range(problem.n)], list(range(6)))
