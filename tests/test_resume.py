@@ -116,12 +116,13 @@ def watched(
         return recorder.finish()
 
 
+@pytest.mark.parametrize("n", [11, 12])  # 12: the last batch is full, and the sampler is not at its end with it
 @pytest.mark.parametrize("leave", [None, 2])
-def test_a_watched_loop_passes_over_the_batches_that_are_done(leave: int | None, tmp_path: Path) -> None:
-    whole = watched(tmp_path / "whole", leave=leave)
+def test_a_watched_loop_passes_over_the_batches_that_are_done(leave: int | None, n: int, tmp_path: Path) -> None:
+    whole = watched(tmp_path / "whole", leave=leave, n=n)
     with pytest.raises(Cut):
-        watched(tmp_path / "run", stop=8, leave=leave)
-    run = watched(tmp_path / "run", resume=True, leave=leave)
+        watched(tmp_path / "run", stop=8, leave=leave, n=n)
+    run = watched(tmp_path / "run", resume=True, leave=leave, n=n)
     same(run, whole)
 
 

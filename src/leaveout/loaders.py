@@ -29,6 +29,14 @@ class Noted:
         self._twin.__dict__[attribute] = _NotingSampler(getattr(loader, attribute), self._drawn)
         self._twin.__dict__["_iterator"] = None
 
+    @property
+    def length(self) -> int:
+        """How many batches there are; 0 where the loader does not know."""
+        try:
+            return len(self.loader)
+        except TypeError:
+            return 0
+
     def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
         self._drawn.clear()
         for batch in self._twin:

@@ -110,9 +110,11 @@ class Recorder:
         self._epoch += 1
         finished = False
         try:
-            for ids, batch in noted:
+            for number, (ids, batch) in enumerate(noted, 1):
+                if self._past.left_early(self._epoch):
+                    break
                 if self._past.covers(ids, batch):
-                    if self._past.left_early(self._epoch):
+                    if self._past.left_early(self._epoch) and number < noted.length:
                         break  # before another batch is drawn, as the loop did
                     continue
                 if self._hooks:
