@@ -7,22 +7,20 @@ renamed, with a checksum; one that was damaged is done again.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from leaveout.disk import write_tensors
+from leaveout.disk import read_sealed, save_sealed, tensor_checksum
 from leaveout.errors import InputError
 from leaveout.resources import Cost, Resources
 from leaveout.store import Run
 from leaveout.task import Task
-from leaveout.vectors import PARAM, State
+from leaveout.vectors import Params
 
 SAMPLE = 64
 """Training examples that a task is known by."""
@@ -65,19 +63,15 @@ def completed(
 
 
 def run_identity(run: Run) -> str:
-    """A hash of what a run recorded: its manifest, its length, and its first and last states."""
-    words = hashlib.sha256(f"{run.manifest} {len(run)} {run.interpolate}".encode())
-    for state in (run.state(0), run.final()):
-        words.update(_bytes(state))
-    return words.hexdigest()
+    """What tells a run from others: its manifest, which has the checksums of all its files, and how it is read."""
+    return f"{run.manifest} {len(run)} {run.interpolate}"
 
 
-def task_identity(task: Task, params: dict[str, Tensor]) -> str:
-    """A hash of some training examples' losses at these parameters: another task or other data give others."""
+def task_identity(task: Task, params: Params) -> int:
+    """A checksum of some training examples' losses at these parameters: another task or other data give others."""
     step = max(1, task.size // SAMPLE)
     with torch.no_grad():
-        losses = task.losses(params, task.read(range(0, task.size, step)))
-    return hashlib.sha256(_bytes({PARAM: {"losses": losses}})).hexdigest()
+        return tensor_checksum(task.losses(params, task.read(range(0, task.size, step))))
 
 
 def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
@@ -92,34 +86,13 @@ def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
 
 
 def _write(file: Path, shard: Shard) -> None:
-    cost = json.dumps(asdict(shard.cost))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_tensors(file, {**shard.tensors, "checksum": _checksum(file.name, cost, shard.tensors)}, {"cost": cost})
+    save_sealed(file, shard.tensors, {"file": file.name, "cost": asdict(shard.cost)})
 
 
 def _read(file: Path) -> Shard | None:
     try:
-        with safe_open(str(file), framework="pt") as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
-            cost = opened.metadata()["cost"]
-        whole = torch.equal(tensors.pop("checksum"), _checksum(file.name, cost, tensors))
-        return Shard(tensors, Cost(**json.loads(cost))) if whole else None
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        tensors, told = read_sealed(file)
+        # A shard in another's place is not taken for it.
+        return Shard(tensors, Cost(**told["cost"])) if told["file"] == file.name else None
+    except (OSError, KeyError, TypeError, ValueError):
         return None
-
-
-def _checksum(name: str, cost: str, tensors: dict[str, Tensor]) -> Tensor:
-    """Of the file's own name as well: a shard in another's place is not taken for it."""
-    words = hashlib.sha256(f"{name} {cost}".encode())
-    for key in sorted(tensors):
-        words.update(f"{key} {tensors[key].dtype} {list(tensors[key].shape)}".encode())
-        words.update(_bytes({PARAM: {key: tensors[key]}}))
-    return torch.tensor(list(words.digest()), dtype=torch.uint8)
-
-
-def _bytes(state: State) -> bytes:
-    return b"".join(
-        tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        for params in state.values()
-        for tensor in params.values()
-    )
