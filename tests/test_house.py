@@ -29,6 +29,7 @@ FLOORS = [
     "remote",
     "beside",
     "store",
+    "marks",
     "shards",
     "writer",
     "loaders",

@@ -150,6 +150,12 @@ def test_shards_of_other_work_are_never_used(tmp_path, problem):
     other = recorded(tmp_path.parent / "other", "mlp", "momentum", n=9, batches=shuffled(9, 3, 1, seed=1))
     replay(problem, tmp_path, run=other.run)
     assert more() == 5
+    for groups in ([[0, 1]], [[0, 1], [2]], [[0], [1, 2]]):
+        swept = lo.SGDIE().score(
+            problem.run, problem.task, problem.query, groups=groups, resources=lo.Resources(work=tmp_path)
+        )
+        assert swept.values.equal(lo.SGDIE().score(problem.run, problem.task, problem.query, groups=groups).values)
+        assert more() == 1
     scaled = lo.Task(problem.task.model, lambda out, y: 2 * losses(out, y), problem.train)
     with pytest.raises(lo.MismatchError, match="does not follow"):  # found out by computing, not hidden by a file
         replay(problem, tmp_path, task=scaled)

@@ -133,7 +133,7 @@ class Coasting:
     """
 
     def __init__(self, rows: int, slots: int, group: Int[Tensor, " width"], like: Tensor, *, disk: bool) -> None:
-        self.group, self._groups = group, int(group.max()) + 1
+        self.group, self._groups, self.disk = group, int(group.max()) + 1, disk
         shape = (rows, slots, len(group))
         self._held: Tensor | RowFile = RowFile(shape, like) if disk else like.new_zeros(shape)
         self._touched = torch.full((rows,), -1)
@@ -143,6 +143,18 @@ class Coasting:
         self._still = torch.eye(slots, dtype=like.dtype, device=like.device).expand(1, self._groups, slots, slots)
         self._since = self._still
         self._moving = False
+
+    def packed(self) -> dict[str, Tensor]:
+        """All of it, to be put aside; for rows that are in memory."""
+        assert isinstance(self._held, Tensor)  # noqa: S101 - asked before
+        clock = torch.tensor([self._step, self._first, int(self._moving)])
+        return {"held": self._held, "touched": self._touched, "since": self._since, "clock": clock}
+
+    def unpack(self, packed: dict[str, Tensor]) -> None:
+        """As it was when it was packed."""
+        self._held, self._touched, self._since = packed["held"], packed["touched"], packed["since"]
+        self._step, self._first, moving = packed["clock"].tolist()
+        self._moving = bool(moving)
 
     def now(self, rows: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen slots width"]:
         """The chosen rows as they are now."""

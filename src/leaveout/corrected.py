@@ -26,6 +26,7 @@ from leaveout.coasting import Coasting, Drift, Layout, drift, sketch
 from leaveout.curvature import Curvature, Hessian
 from leaveout.errors import UnsupportedError
 from leaveout.growth import Growth
+from leaveout.marks import Mark
 from leaveout.members import Members
 from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
@@ -74,11 +75,18 @@ class Correction:
         like = next(iter(final[PARAM].values()))
         project = sketch(layout, width, like) if width else None
         held = place(len(self.members), rule, layout.group if project is None else project.group, like, self.resources)
-        vectors = embed(query, final)
-        plain = like.new_zeros(len(self.members))
-        extra, waiting = torch.zeros_like(plain), False
+        # What is in a file already is not copied to another: such a sweep begins anew.
+        mark = Mark(None if held.disk else self.resources.mark, self.cost)
+        noted = mark.noted()
+        vectors = noted.vectors if noted else embed(query, final)
+        plain = noted.gathered["plain"] if noted else like.new_zeros(len(self.members))
+        extra = noted.gathered["extra"] if noted else torch.zeros_like(plain)
+        waiting = noted is not None  # nothing is noted before the first correction
+        if noted:
+            held.unpack(noted.gathered)
         growth = Growth(task)
-        for moment in self.resources.track(self.trajectory.backward(), len(self.trajectory), "backward"):
+        moments = self.trajectory.backward(noted.step if noted else None)
+        for moment in self.resources.track(moments, len(self.trajectory), "backward"):
             size = len(moment.record.ids)
             row, position = self.members.pairs(moment.record.ids)
             step = drift(rule, moment.record.hypers, task.l2, like)
@@ -108,6 +116,7 @@ class Correction:
             held.advance(step.carry.mT)
             taken = bent[position, None] / -size
             held.add(row, taken if keep is None else taken * keep[:, None, None].to(taken))
+            mark.note(moment.record.index, vectors, lambda: {"plain": plain, "extra": extra, **held.packed()})
         growth.tell()
         return Products(plain[:, None], (plain + extra)[:, None])
 

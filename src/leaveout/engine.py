@@ -35,6 +35,9 @@ class Engine(ABC):
     elsewhere = True
     """Whether the function runs in other processes than this one."""
 
+    same_disk = True
+    """Whether these processes see this machine's files."""
+
     @abstractmethod
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
         """(position, result) of every item, in the order in which they are done."""
@@ -95,6 +98,8 @@ class Ray(Engine):
 
     address: str | None = None
     cpus: float = 1
+
+    same_disk = False
 
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
         """(position, result) of every item, in the order in which they are done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -59,6 +60,10 @@ class Members:
             return None
         parts = self.examples.split(self.lengths.tolist())
         return {str(name): part.tolist() for name, part in zip(self.names, parts, strict=True)}
+
+    def identity(self) -> str:
+        """A hash of which examples each row leaves out."""
+        return hashlib.sha256(b"".join(t.numpy().tobytes() for t in (self.lengths, self.examples))).hexdigest()
 
     def keys(self, row: Int[Tensor, " pairs"]) -> Int[Tensor, " pairs"]:
         """What tells rows apart, also in a chunk of them: the first of each row's examples."""

@@ -79,6 +79,7 @@ class Resources:
         shard: rows or query vectors in a shard. By default as many as memory holds, or at most 64 rows or 16 vectors
             where shards go to other processes or are kept. Shards of the same size give the same scores to the last
             bit, others the same but for rounding.
+        mark: the file in which a sweep notes how far it is; told to each shard that is kept.
     """
 
     memory: str | int = "auto"
@@ -86,6 +87,7 @@ class Resources:
     engine: str | Engine = "local"
     work: str | Path | None = None
     shard: int | None = None
+    mark: Path | None = None
 
     def __post_init__(self) -> None:
         if self.memory != "auto":
@@ -117,6 +119,11 @@ class Resources:
     def _engine(self) -> Engine:
         return engine_of(self.engine)
 
+    @property
+    def same_disk(self) -> bool:
+        """Whether those who work see this machine's files."""
+        return self._engine.same_disk
+
     def shard_size(self, bytes_each: int, count: int, most: int = ROWS) -> int:
         """How many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is told."""
         fits = self.chunk(bytes_each, count)
@@ -128,6 +135,10 @@ class Resources:
         """What a shard may use while it is worked on."""
         quiet = False if self.elsewhere else self.progress
         return replace(self, progress=quiet, engine=Local(), work=None, shard=None)
+
+    def marked(self, file: Path | None) -> Resources:
+        """The same with a place for notes."""
+        return replace(self, mark=file)
 
     def map(self, function: Callable[[T], R], items: Sequence[T], what: str) -> Iterator[tuple[int, R]]:
         """(position, result) of every item as it is done, by the engine, with one bar for the work of all workers."""

@@ -37,13 +37,17 @@ class Shard:
 
 
 def completed(
-    resources: Resources, function: Callable[[T], Shard], items: Sequence[T], keys: Sequence[str], what: str
+    resources: Resources,
+    function: Callable[[tuple[T, Path | None]], Shard],
+    items: Sequence[T],
+    keys: Sequence[str],
+    what: str,
 ) -> list[Shard]:
-    """``function(item)`` for every item; those that are kept under their keys are read instead.
+    """``function((item, mark))`` for every item; those that are kept under their keys are read instead.
 
     Args:
         resources: the engine, and where shards are kept.
-        function: gives an item's shard.
+        function: gives an item's shard; may note in a file ``mark`` how far it is.
         items: the parts of the work.
         keys: a word for each item, with everything that its shard depends on.
         what: a word for the progress bar.
@@ -51,7 +55,8 @@ def completed(
     files = _files(resources, keys)
     found = {place: shard for place, file in enumerate(files) if (shard := _read(file)) is not None}
     missing = [place for place in range(len(items)) if place not in found]
-    todo = [items[place] for place in missing]
+    marks = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
+    todo = [(items[place], marks[place]) for place in missing]
     # In this process, a shard shows a bar of its own.
     done = resources.map(function, todo, what) if resources.elsewhere else enumerate(map(function, todo))
     for number, shard in done:
@@ -59,6 +64,8 @@ def completed(
         found[place] = shard
         if files:
             _write(files[place], shard)
+        if mark := marks[place]:
+            mark.unlink(missing_ok=True)
     return [found[place] for place in range(len(items))]
 
 
@@ -77,7 +84,7 @@ def task_identity(task: Task, params: Params) -> int:
 def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
     if resources.work is None:
         return []
-    folder = Path(resources.work)
+    folder = Path(resources.work).resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -80,13 +80,16 @@ class Trajectory:
                 yield self._moment(index, before, after)
                 before = after
 
-    def backward(self) -> Iterator[Moment]:
-        """The steps from the last to the first; the states between two kept ones are held together."""
-        for start, stop in reversed(list(pairwise(self.run.kept))):
-            states = list(self._between(start, stop))
-            for index in reversed(range(start, stop)):
+    def backward(self, before: int | None = None) -> Iterator[Moment]:
+        """The steps from the last to the first, or those before one; the states between two kept ones are together."""
+        kept = self.run.kept
+        first = len(self) if before is None else before
+        for place in reversed(range(bisect_left(kept, first))):
+            states = list(self._between(kept[place], kept[place + 1]))
+            for index in reversed(range(kept[place], kept[place + 1])):
                 after = states.pop()
-                yield self._moment(index, states[-1], after)
+                if index < first:
+                    yield self._moment(index, states[-1], after)
 
     def moment(self, index: int) -> Moment:
         """One step."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from leaveout.curvature import Curvature, Flat, Hessian
 from leaveout.growth import Growth
+from leaveout.marks import Mark, Noted
 from leaveout.members import Members
 from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
@@ -93,12 +94,12 @@ class Sweep:
         """How many vectors go through a product at a time."""
         return self.resources.chunk(vector_bytes(self.trajectory), count)
 
-    def pulled(self, queries: Params) -> Iterator[tuple[Moment, Pulled]]:
+    def pulled(self, queries: Params, noted: Noted | None = None) -> Iterator[tuple[Moment, Pulled]]:
         """The query vectors on their way back: each step, from the last, with what reaches it."""
-        vectors = embed(queries, self.trajectory.final())
+        vectors = noted.vectors if noted else embed(queries, self.trajectory.final())
         growth = Growth(self.trajectory.task)
         chunk = self.chunk(height(queries))
-        for moment in self._track(self.trajectory.backward(), "backward"):
+        for moment in self._track(self.trajectory.backward(noted.step if noted else None), "backward"):
             pulled = self.pull(moment, vectors, chunk)
             if self.curved:
                 vectors = pulled.state
@@ -119,10 +120,15 @@ class Sweep:
 
     def _shared(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
         """One vector a query serves all rows: −(∂F/∂w_k)ᵀu is added to k's row at each of its occurrences."""
-        totals = next(iter(queries.values())).new_zeros((len(members), height(queries)))
-        for moment, pulled in self.pulled(queries):
+        mark = Mark(self.resources.mark, self.cost)
+        noted = mark.noted()
+        fresh = next(iter(queries.values())).new_zeros((len(members), height(queries)))
+        totals = noted.gathered["totals"] if noted else fresh
+        still = embed(queries, self.trajectory.final())
+        for moment, pulled in self.pulled(queries, noted):
             row, position = members.pairs(moment.record.ids)
             totals.index_add_(0, row, pulled.weights[:, position].T, alpha=-1)
+            mark.note(moment.record.index, pulled.state if self.curved else still, lambda: {"totals": totals})
         return totals
 
     def _private(self, members: Members, query: Params) -> Float[Tensor, " rows"]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -67,16 +68,22 @@ class Request:
     ) -> tuple[Tensor, Params | None]:
         """Scores and displacements of all rows, by shards of them; ``function`` has those of a request's rows."""
         parts = list(self.members.chunks(self.resources.shard_size(bytes_each, len(self.members))))
-        words = [f"{part.examples.tolist()} {part.lengths.tolist()}" for part in parts]
-        done = self.shards(partial(_rows, function), parts, words, what)
+        done = self.shards(partial(_rows, function), parts, [part.identity() for part in parts], what)
         moved = [{n.removeprefix("moved/"): t for n, t in one.items() if "/" in n} for one in done]
         return torch.cat([one["values"] for one in done]), joined(moved) if self.displacements else None
 
-    def columns(self, function: Callable[[Request, Params], dict[str, Tensor]], vectors: Params) -> dict[str, Tensor]:
-        """What ``function`` gives for query vectors, a column each, by shards of them."""
+    def columns(
+        self, function: Callable[[Request, Params], dict[str, Tensor]], vectors: Params, *, alone: bool = False
+    ) -> dict[str, Tensor]:
+        """What ``function`` gives for query vectors, a column each, by shards of them.
+
+        ``alone`` says that each vector has a sweep of its own, and gets a shard of its own.
+        """
         size = self.resources.shard_size(1, height(vectors), VECTORS)
+        if alone and not self.resources.whole:
+            size = 1
         parts = list(split(vectors, size))
-        words = [f"vectors {number} of {size}" for number in range(len(parts))]
+        words = [f"{self.members.identity()} vectors {number} of {size}" for number in range(len(parts))]
         done = self.shards(function, parts, words, "sweeping")
         return {name: torch.cat([one[name] for one in done], dim=1) for name in done[0]}
 
@@ -214,16 +221,20 @@ class Estimator(ABC):
         """The scores, and the displacements if they were asked for."""
 
 
-def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], item: T) -> Shard:
-    own = replace(request, cost=Cost())
+def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], given: tuple[T, Path | None]) -> Shard:
+    item, mark = given
+    own = replace(request, cost=Cost(), resources=request.resources.marked(mark))
     return Shard(function(own, item), own.cost)
 
 
-def _alone(request: Request, function: Callable[[Request, T], dict[str, Tensor]], item: T) -> Shard:
+def _alone(
+    request: Request, function: Callable[[Request, T], dict[str, Tensor]], given: tuple[T, Path | None]
+) -> Shard:
     """In a process of its own, which is not accounted for here."""
-    own = replace(request, cost=Cost())
-    with own.cost.metered(), kept_memory():
-        return Shard(function(own, item), own.cost)
+    cost = Cost()
+    with cost.metered(), kept_memory():
+        shard = _here(request, function, given)
+    return Shard(shard.tensors, shard.cost + cost)
 
 
 def _rows(

@@ -78,7 +78,7 @@ class Choice:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.")
         alone = self.sketch is not None or height(vectors) == 1
         backward = free and (self.direction == "backward" or (self.direction == "auto" and alone))
-        return Products(**request.columns(partial(_products, self, backward), vectors))
+        return Products(**request.columns(partial(_products, self, backward), vectors, alone=backward))
 
     def _projected(self, request: Request) -> Projected:
         readout = readout_of(self.readout)
