@@ -25,6 +25,8 @@ DOCUMENTS = [
     *RUN,
     "docs/architecture.md",
     "docs/file-format.md",
+    "docs/load.md",
+    "docs/scaling.md",
     "docs/contributing.md",
     "docs/results/README.md",
     "CONTRIBUTING.md",

@@ -1,0 +1,50 @@
+"""The watch over memory sees what grows, and the long and the wide run go through."""
+
+import sys
+import time
+
+import pytest
+
+from leaveout.bench.load import Resident, long_run, watched, wide_run, write
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
+
+
+def test_growth_is_the_slope_of_the_second_half():
+    resident = Resident()
+    resident.samples = [(float(t), 1000 * min(t, 50) + 7 * max(0, t - 50)) for t in range(101)]
+    assert resident.growth(steps=10) == pytest.approx(7 * 100 / 10)
+    assert resident.peak == 50_350
+
+
+def test_a_leak_is_seen_and_a_large_block_is_not():
+    def leaking() -> None:
+        held = []
+        for _ in range(40):
+            held.append(bytearray(b"x" * 1_000_000))
+            time.sleep(0.03)
+
+    def still() -> None:
+        held = bytearray(b"x" * 40_000_000)
+        time.sleep(1.2)
+        assert held
+
+    leak, _ = watched("leak", 40, leaking)
+    rest, _ = watched("rest", 40, still)
+    assert leak["growth"] > 500_000
+    assert abs(rest["growth"]) < 100_000
+    assert rest["processor"] < rest["seconds"]
+
+
+def test_the_page_has_a_row_for_each(tmp_path):
+    rows = [*long_run(400), *wide_run(2000, size=500)]
+    write(rows, tmp_path)
+    page = (tmp_path / "load.md").read_text()
+    assert len(rows) == 4
+    for words in (
+        "400 steps recorded",
+        "scored by SGD-IE",
+        "2,000 examples recorded",
+        "ACC(sketch=64), one pass, 2,000",
+    ):
+        assert words in page
