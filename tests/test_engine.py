@@ -86,12 +86,17 @@ def test_scores_are_the_same_whatever_the_engine_and_the_shards(expected, engine
         assert found.cost.hvps == cut[name].cost.hvps, name
 
 
-def test_verify_takes_the_engine_along(tmp_path, engine):
+def test_verify_and_cleanse_take_the_engine_along(tmp_path, engine):
     problem = recorded(tmp_path / "run", "mlp", "sgd", n=12)
     scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
     asked = (scores, problem.run, problem.task, problem.query)
     here = lo.verify(*asked, replays=10, resources=lo.Resources(shard=PARTS))
     there = lo.verify(*asked, replays=10, resources=lo.Resources(shard=PARTS, engine=engine))
+    assert here.table.equals(there.table)
+    here, there = (
+        lo.cleanse(*asked, [2, 4], random=2, resources=lo.Resources(shard=PARTS, engine=where))
+        for where in ("local", engine)
+    )
     assert here.table.equals(there.table)
 
 

@@ -110,6 +110,22 @@ def test_killed_verify_goes_on_and_ends_the_same(tmp_path, problem):
         assert verified(f"work-{turn}").table.equals(whole.table)
 
 
+@pytest.mark.parametrize("shuffles", [0, 2])
+def test_killed_cleansing_goes_on_and_ends_the_same(tmp_path, problem, shuffles):
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+
+    def cleansed(work: str) -> lo.Curve:
+        asked = {"random": 2, "shuffles": shuffles, "resources": lo.Resources(work=tmp_path / work, shard=1)}
+        return lo.cleanse(scores, problem.run, problem.task, problem.query, [2, 4], **asked)
+
+    whole = cleansed("undisturbed")
+    taken = timed(lambda: cleansed("timed"))
+    kills = sum(killed_until_done(lambda: cleansed(f"work-{turn}"), taken, turn) for turn in range(ROUNDS))  # noqa: B023
+    assert kills >= ROUNDS
+    for turn in range(ROUNDS):
+        assert cleansed(f"work-{turn}").table.equals(whole.table)
+
+
 def replay(problem, work, task=None, run=None, query=None, **other) -> lo.Scores:
     given = (run or problem.run, task or problem.task, query or problem.query)
     return lo.Replay(**other).score(*given, resources=lo.Resources(work=work, shard=2))

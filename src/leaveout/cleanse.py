@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,6 +22,7 @@ from leaveout.members import Members, rows_of
 from leaveout.readout import Query
 from leaveout.resources import Cost, Resources
 from leaveout.scores import Scores
+from leaveout.shards import Shard, completed, identity
 from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.train import counterfactuals, shuffled
@@ -31,7 +32,8 @@ from leaveout.vectors import PARAM, Params, nbytes
 NOTHING, RANDOM = "nothing", "random"
 MEASURES = ("loss", "error")
 Choice: TypeAlias = tuple[dict[str, Any], tuple[int, ...]]
-COLUMNS = ("choice", "removed", "order", "draw", "loss", "loss_se", "error", "error_se")
+MEASURED = ("loss", "loss_se", "error", "error_se")
+COLUMNS = ("choice", "removed", "order", "draw", *MEASURED)
 
 
 @dataclass(frozen=True)
@@ -135,25 +137,19 @@ def cleanse(
         random: how many random choices for each of these numbers; 0 for no control.
         shuffles: 0 trains with the recorded batches; k trains k times, each in a fresh order of the examples.
         seed: of the random choices and the fresh orders.
-        resources: memory budget and progress.
+        resources: memory budget, progress, engine, and where finished trainings are kept.
     """
     methods = [scores] if isinstance(scores, Scores) else list(scores)
     amounts = _checked(methods, task, remove, random, shuffles)
     resources, cost = resources or Resources(), Cost()
     trajectory = Trajectory(run, task)
     query = Query(task, trajectory.final()[PARAM], test_set, single=True)
-    chunk = resources.chunk(_bytes_each(trajectory), len(methods) * len(amounts) + random * len(amounts))
     rows: list[dict[str, Any]] = []
     with cost.metered():
         for order in range(max(1, shuffles)):
-
-            def retrain(members: Members, order: int = order) -> Params:
-                if not shuffles:
-                    return counterfactuals(trajectory, members, 0.0, resources, cost)
-                return shuffled(trajectory, members, _mixed(seed, order), resources, cost)
-
+            again = Again(trajectory, query, resources.inside(), _mixed(seed, order) if shuffles else None)
             chosen = _chosen(methods, task.size, amounts, range(order * random, (order + 1) * random), seed)
-            rows += [{**row, "order": order} for row in _trained(retrain, query, chosen, chunk)]
+            rows += [{**row, "order": order} for row in _trained(again, chosen, resources, cost)]
     table = pd.DataFrame(rows)[list(COLUMNS)]
     return Curve(table, "shuffled" if shuffles else "recorded", query.size, cost)
 
@@ -192,18 +188,44 @@ def _chosen(methods: list[Scores], size: int, amounts: list[int], draws: range, 
     return chosen
 
 
-def _trained(
-    retrain: Callable[[Members], Params], query: Query, chosen: list[Choice], chunk: int
-) -> list[dict[str, Any]]:
-    """Trains once for each choice, and once with everything; side by side as memory allows."""
+@dataclass(frozen=True)
+class Again:
+    """Trains again without some examples, with the recorded batches or, given a seed, in a fresh order."""
+
+    trajectory: Trajectory
+    query: Query
+    resources: Resources
+    order: int | None
+
+    def __call__(self, given: tuple[Members, Path | None]) -> Shard:
+        """What the models measure: a row for each of the members' rows, and one with every example."""
+        cost = Cost()
+        if self.order is None:
+            params = counterfactuals(self.trajectory, given[0], 0.0, self.resources, cost)
+        else:
+            params = shuffled(self.trajectory, given[0], self.order, self.resources, cost)
+        return Shard({"measured": _measured(self.query, params)}, cost)
+
+    def identity(self) -> str:
+        """Everything that its shards share."""
+        query = self.query
+        return identity(self.trajectory.run, query.task, query.params, "cleanse", query.fingerprint(), self.order)
+
+
+def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cost) -> list[dict[str, Any]]:
+    """Trains once for each choice, and once with everything; side by side as memory and the engine allow."""
     members = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
-    measured: list[dict[str, float]] = []
-    whole: dict[str, float] = {}
-    for part in members.chunks(chunk):
-        *each, whole = _measured(query, retrain(part))
-        measured += each
-    first: list[dict[str, Any]] = [{"choice": NOTHING, "removed": 0, "draw": 0, **whole}]
-    return first + [{**named, **values} for (named, _), values in zip(chosen, measured, strict=True)]
+    parts = list(members.chunks(resources.shard_size(_bytes_each(again.trajectory), len(members))))
+    known = "" if resources.work is None else again.identity()
+    keys = [] if resources.work is None else [f"{known} {part.identity()}" for part in parts]
+    done = completed(resources, again, parts, keys, "training again")
+    cost.gradients += sum(shard.cost.gradients for shard in done)
+    measured = torch.cat([shard.tensors["measured"][:-1] for shard in done] + [done[0].tensors["measured"][-1:]])
+    named = [*(name for name, _ in chosen), {"choice": NOTHING, "removed": 0, "draw": 0}]
+    rows = [
+        {**name, **dict(zip(MEASURED, row, strict=True))} for name, row in zip(named, measured.tolist(), strict=True)
+    ]
+    return rows[-1:] + rows[:-1]
 
 
 def _bytes_each(trajectory: Trajectory) -> int:
@@ -216,17 +238,12 @@ def _mixed(seed: int, number: int) -> int:
     return 1_000_003 * seed + number
 
 
-def _measured(query: Query, stack: Params) -> list[dict[str, float]]:
+def _measured(query: Query, stack: Params) -> Float[Tensor, "rows 4"]:
     """Mean loss and misclassification of every model of a stack, with their standard errors over the test set."""
-    losses, wrong = query.losses(stack), _wrong(query, stack)
-    told = []
-    for row in range(len(losses)):
-        found = {}
-        for name, values in (("loss", losses[row].double()), ("error", wrong[row] if wrong is not None else None)):
-            found[name] = float(values.mean()) if values is not None else float("nan")
-            found[f"{name}_se"] = float(values.std() / len(values) ** 0.5) if values is not None else float("nan")
-        told.append(found)
-    return told
+    losses, wrong = query.losses(stack).double(), _wrong(query, stack)
+    wrong = torch.full_like(losses, float("nan")) if wrong is None else wrong
+    columns = [(values.mean(1), values.std(1) / values.shape[1] ** 0.5) for values in (losses, wrong)]
+    return torch.stack([column for pair in columns for column in pair], dim=1)
 
 
 def _wrong(query: Query, stack: Params) -> Float[Tensor, "rows examples"] | None:

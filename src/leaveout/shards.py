@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,16 +70,19 @@ def completed(
     return [found[place] for place in range(len(items))]
 
 
-def run_identity(run: Run) -> str:
-    """What tells a run from others: its manifest, which has the checksums of all its files, and how it is read."""
-    return f"{run.manifest} {len(run)} {run.interpolate}"
+def identity(run: Run, task: Task, params: Params, *asked: object) -> str:
+    """Everything that shards of the same work share.
 
-
-def task_identity(task: Task, params: Params) -> int:
-    """A checksum of some training examples' losses at these parameters: another task or other data give others."""
+    Args:
+        run: known by its manifest, which has the checksums of all its files, and how it is read.
+        task: known by some training examples' losses: another task or other data give others.
+        params: at which these are taken.
+        asked: anything else that tells the work from other work.
+    """
     step = max(1, task.size // SAMPLE)
     with torch.no_grad():
-        return tensor_checksum(task.losses(params, task.read(range(0, task.size, step))))
+        losses = tensor_checksum(task.losses(params, task.read(range(0, task.size, step))))
+    return f"{version('leaveout')} {run.manifest} {len(run)} {run.interpolate} {losses} {asked}"
 
 
 def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:

@@ -11,12 +11,11 @@ from torch.utils.data import Dataset
 
 from leaveout.beside import Beside
 from leaveout.cleanse import cleanse as lo_cleanse
-from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
+from leaveout.cli.app import AsJson, MemoryOption, ProcessesOption, RayOption, app, console, opened, print_json, working
 from leaveout.cli.made import TaskOption, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.config import Subject
 from leaveout.errors import InputError
-from leaveout.resources import Resources
 from leaveout.scores import Scores
 
 SHARES = (0.02, 0.05, 0.1)
@@ -37,6 +36,8 @@ def cleanse(
     seed: Annotated[int, typer.Option(help="Of the random choices and the fresh orders.")] = 0,
     again: Annotated[bool, typer.Option("--again", help="Replace a curve that is there already.")] = False,
     memory: MemoryOption = "auto",
+    processes: ProcessesOption = 1,
+    ray: RayOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove the most harmful examples, train again, and measure on the test set.
@@ -52,12 +53,14 @@ def cleanse(
     recorded, out = opened(run), Beside(run).cleanse
     if out.exists() and not again:
         raise InputError(f"{out} exists already: give --again to replace it.")
-    scores = [Scores.load(file) for file in chosen(recorded, method)]
+    files = chosen(recorded, method)
+    scores = [Scores.load(file) for file in files]
     if method is None:  # of groups and of single queries: a ranking of examples comes from the plain ones
         scores = [one for one in scores if one.query_ids == ("mean",) and isinstance(one.train_ids[0], int)]
     subject = subject_of(run, task)
     amounts = remove or sorted({max(1, round(share * subject.task.size)) for share in SHARES})
-    with resumable("Nothing was written; the same command starts it again."):
+    work = Beside(run).work("cleanse", files, amounts, random, shuffles, seed)
+    with working(work, memory, processes, ray) as resources:
         curve = lo_cleanse(
             scores,
             recorded,
@@ -67,7 +70,7 @@ def cleanse(
             random=random,
             shuffles=shuffles,
             seed=seed,
-            resources=Resources(memory),
+            resources=resources,
         )
         curve.save(out, overwrite=again)
     if as_json:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ from leaveout.memory import kept_memory
 from leaveout.readout import Query
 from leaveout.resources import VECTORS, Cost, Resources
 from leaveout.scores import UNIT, Scores
-from leaveout.shards import Shard, completed, run_identity, task_identity
+from leaveout.shards import Shard, completed, identity
 from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.trajectory import Trajectory
@@ -59,9 +58,9 @@ class Request:
     @cached_property
     def _identity(self) -> str:
         """Everything that the scores depend on, but for the rows."""
-        task = task_identity(self.query.task, self.query.params)
-        asked = (self.query.fingerprint(), self.query.single, self.displacements)
-        return f"{version('leaveout')} {run_identity(self.trajectory.run)} {task} {self.method} {asked}"
+        query = self.query
+        asked = (self.method, query.fingerprint(), query.single, self.displacements)
+        return identity(self.trajectory.run, query.task, query.params, *asked)
 
     def rows(
         self, function: Callable[[Request], tuple[Tensor, Params | None]], bytes_each: int, what: str
