@@ -95,8 +95,9 @@ def test_fresh_orders_train_on_permuted_examples(case):
     assert curve.batches == "shuffled"
     table = curve.table.set_index(["choice", "order"])
     for order in (0, 1):
-        places = torch.randperm(12, generator=torch.Generator().manual_seed(order)).tolist()
-        mixed = [[places[i] for i in ids] for ids in batches]  # this run tells no epochs: one shuffle for all of it
+        drawn = torch.Generator().manual_seed(order)
+        epochs = [torch.randperm(12, generator=drawn).tolist() for _ in batches[::2]]  # of two steps in these runs
+        mixed = [[epochs[step // 2][i] for i in ids] for step, ids in enumerate(batches)]
         for choice, removed in (("nothing", set()), (scores.method, {worst})):
             expected = plainly(problem, loss, removed, mixed, problem.query, l2)
             assert (table.loc[(choice, order), "loss"], table.loc[(choice, order), "error"]) == pytest.approx(

@@ -76,7 +76,7 @@ class Correction:
         project = sketch(layout, width, like) if width else None
         held = place(len(self.members), rule, layout.group if project is None else project.group, like, self.resources)
         # What is in a file already is not copied to another: such a sweep begins anew.
-        mark = Mark(None if held.disk else self.resources.mark, self.cost)
+        mark = Mark(None if held.disk else self.resources.mark, self.cost, like.device)
         noted = mark.noted()
         vectors = noted.vectors if noted else embed(query, final)
         plain = noted.gathered["plain"] if noted else like.new_zeros(len(self.members))

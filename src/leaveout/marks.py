@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from leaveout.disk import read_sealed, save_sealed
@@ -35,8 +36,8 @@ class Noted:
 class Mark:
     """Where one sweep notes how far it is; without a file it notes nothing."""
 
-    def __init__(self, file: Path | None, cost: Cost) -> None:
-        self._file, self._cost = file, cost
+    def __init__(self, file: Path | None, cost: Cost, device: torch.device) -> None:
+        self._file, self._cost, self._device = file, cost, device
         self._next = time.monotonic() + EVERY
 
     def noted(self) -> Noted | None:
@@ -49,6 +50,7 @@ class Mark:
             return None
         if told["file"] != self._file.name:
             return None
+        tensors = {key: t.to(self._device) if t.is_floating_point() else t for key, t in tensors.items()}
         self._cost.hvps += told["hvps"]
         self._cost.gradients += told["gradients"]
         vectors: State = {}

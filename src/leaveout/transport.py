@@ -120,7 +120,7 @@ class Sweep:
 
     def _shared(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
         """One vector a query serves all rows: −(∂F/∂w_k)ᵀu is added to k's row at each of its occurrences."""
-        mark = Mark(self.resources.mark, self.cost)
+        mark = Mark(self.resources.mark, self.cost, self.trajectory.task.device)
         noted = mark.noted()
         fresh = next(iter(queries.values())).new_zeros((len(members), height(queries)))
         totals = noted.gathered["totals"] if noted else fresh
