@@ -5,6 +5,7 @@ import torch
 
 import leaveout as lo
 from leaveout.coasting import Coasting, Layout, sketch
+from leaveout.optim import Rule
 from problems import MODELS, OPTIMIZERS, recorded
 from test_estimators import BATCHES, close
 
@@ -125,7 +126,7 @@ def test_a_sketch_is_unbiased_and_narrows_with_its_width(tmp_path, optimizer):
 
 def test_sketches_keep_inner_products_on_average():
     params = {"a": torch.randn(3, 50, dtype=torch.float64), "b": torch.randn(3, 40, dtype=torch.float64)}
-    rule = lo.recorder.Rule("SGD", {"a": 0, "b": 1}, ("param",))
+    rule = Rule("SGD", {"a": 0, "b": 1}, ("param",))
     layout = Layout(rule, {name: tensor[0] for name, tensor in params.items()})
     x = layout.flatten(params)
     products = torch.stack([s(x) @ s(x).T for s in (sketch(layout, 16, x, seed) for seed in range(4000))])
