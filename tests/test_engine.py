@@ -5,6 +5,7 @@ The cluster is a real one, started here with two workers and stopped at the end.
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -174,6 +175,13 @@ def test_errors_come_back_as_they_are(tmp_path, engine):
     task = lo.Task(problem.task.model, nn.BCEWithLogitsLoss(), other, l2=problem.task.l2)
     with pytest.raises(lo.MismatchError, match="is not the one that was trained on"):
         lo.SGDIE().score(problem.run, task, problem.query, resources=lo.Resources(engine=engine))
+
+
+@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+def test_what_cannot_be_sent_is_refused(engine):
+    lock = threading.Lock()
+    with pytest.raises(lo.EngineError, match="keep open files, locks and connections out"):
+        list(engine.run(lambda _: lock, range(2)))
 
 
 def test_progress_is_that_of_all_workers(cluster, capsys, monkeypatch):

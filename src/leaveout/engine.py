@@ -8,6 +8,7 @@ was doing is done again.
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +73,7 @@ class Local(Engine):
         left = dict(enumerate(items))
         with tempfile.TemporaryDirectory(prefix="leaveout-") as folder:
             sent = Path(folder) / "function"
-            sent.write_bytes(cloudpickle.dumps(function))
+            sent.write_bytes(_packed(function))
             for attempt in range(RETRIES + 1):
                 pool = joblib.Parallel(self.processes, return_as="generator_unordered", batch_size=1)
                 calls = [joblib.delayed(_call_sent)(str(sent), place, item) for place, item in left.items()]
@@ -105,7 +106,7 @@ class Ray(Engine):
         """(position, result) of every item, in the order in which they are done."""
         ray = self._connected()
         remote = ray.remote(num_cpus=self.cpus, max_retries=RETRIES)(_call_put)
-        key, sent = os.urandom(8).hex(), [ray.put(cloudpickle.dumps(function))]
+        key, sent = os.urandom(8).hex(), [ray.put(_packed(function))]
         # A few more under way than can run, so that no worker waits and the store does not fill.
         window = 2 + 2 * int(ray.cluster_resources().get("CPU", 1) / self.cpus)
         waiting = list(enumerate(items))[::-1]
@@ -114,7 +115,7 @@ class Ray(Engine):
             while waiting or places:
                 while waiting and len(places) < window:
                     place, item = waiting.pop()
-                    places[remote.remote(key, sent, cloudpickle.dumps(item), torch.get_num_threads())] = place
+                    places[remote.remote(key, sent, _packed(item), torch.get_num_threads())] = place
                 (done,), _ = ray.wait(list(places))
                 yield places.pop(done), _fetched(ray, done)
         finally:
@@ -165,6 +166,16 @@ def _fetched(ray: Any, reference: Any) -> Any:
         raise error.cause from None
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError, ray.exceptions.NodeDiedError):
         raise EngineError(_died(RETRIES + 1)) from None
+
+
+def _packed(thing: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(thing)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise EngineError(
+            f"The work cannot be sent to other processes ({error}): keep open files, locks and connections out of the "
+            "task's model and data sets, or use engine='local'."
+        ) from None
 
 
 def _died(times: int) -> str:
