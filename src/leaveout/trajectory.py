@@ -123,8 +123,8 @@ class Trajectory:
             state = after
 
     def _place(self, state: State) -> State:
-        device = self.task.device
-        return {slot: {name: tensor.to(device) for name, tensor in params.items()} for slot, params in state.items()}
+        # Copied out of their shard: forward mode makes zeros as large as the memory that a tensor is a view of.
+        return {slot: each(lambda t: t.to(self.task.device, copy=True), params) for slot, params in state.items()}
 
     def batch(self, index: int) -> Batch:
         """The batch of a step, checked against what was recorded of it."""
