@@ -70,6 +70,19 @@ def leaves(batch: Batch) -> list[Any]:
     return found
 
 
+def broken(batch: Batch) -> list[int]:
+    """The positions of a batch's examples that hold NaN or infinite values.
+
+    >>> broken([torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 1])])
+    [1]
+    """
+    found: set[int] = set()
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim:
+            found |= set((~torch.isfinite(leaf)).reshape(len(leaf), -1).any(1).nonzero().flatten().tolist())
+    return sorted(found)
+
+
 def to(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device."""
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)

@@ -74,7 +74,7 @@ class Recorder:
         self._params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name in rule.groups}
         self._stop_when_full = on_full == "stop"
         self._writer = Writer(path, resume=resume)
-        self._pending: list[tuple[Tensor, list[tuple[int, int]]]] = []
+        self._pending: list[tuple[Tensor, list[tuple[int, int]], Any]] = []
         self._hypers: list[Hyper] = []
         self._steps = 0
         self._cut = False
@@ -118,7 +118,7 @@ class Recorder:
                         break  # before another batch is drawn, as the loop did
                     continue
                 if self._hooks:
-                    self._pending.append((ids, batches.fingerprint(batch)))
+                    self._pending.append((ids, batches.fingerprint(batch), batch))
                 yield batch
             finished = True
         finally:
@@ -143,7 +143,7 @@ class Recorder:
         self._epoch = epoch
         if not self._hooks:
             return  # the disk is full, or the run is finished
-        self._pending.append((ids, [] if batch is None else batches.fingerprint(batch)))
+        self._pending.append((ids, [] if batch is None else batches.fingerprint(batch), batch))
 
     def finish(self) -> Run:
         """Writes what is left, lets go of the optimizer, and returns the run."""
@@ -281,7 +281,7 @@ class Recorder:
         # One question a step: a sum is finite only if all its terms are.
         if not torch.isfinite(sum_of(param.detach().sum() for param in self._params.values())):
             self._stop_at_nan()
-        ids, fingerprint = self._pending.pop()
+        ids, fingerprint, _ = self._pending.pop()
         self._steps += 1
         state = self._state() if self._keep.wants(self._steps) else None
         if state is not None:
@@ -298,9 +298,15 @@ class Recorder:
         self._release()
         self._cut = True
         self._close(complete=False)
+        ids, _, batch = self._pending.pop()
+        bad = [int(ids[i]) for i in batches.broken(batch) if i < len(ids)]
+        blame = (
+            f"example {bad[0]} of its batch holds NaN or infinite values; repair or leave out that example"
+            if bad
+            else f"lower the learning rate or look at the losses of its batch's examples {ids.tolist()[:8]}"
+        )
         raise RunError(
-            f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: lower the learning rate or look at "
-            "the loss of its batch; the steps before it are kept."
+            f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: {blame}; the steps before it are kept."
         )
 
     def _state(self) -> State:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from leaveout.batches import Batch
-from leaveout.errors import InputError, MismatchError
+from leaveout.errors import InputError, MismatchError, RunError
 from leaveout.members import Members
 from leaveout.optim import Hyper
 from leaveout.products import stacked_gradients
@@ -64,10 +64,21 @@ def train(
         for epoch, ids in (resources or Resources()).track(plan, steps - recorder.done, "training"):
             batch = task.read(ids.tolist())
             optimizer.zero_grad()
-            task.losses(task.parameters(), batch).mean().backward()
+            losses = task.losses(task.parameters(), batch)
+            if not bool(torch.isfinite(losses.detach()).all()):
+                raise RunError(_not_finite(recorder.done, ids, losses.detach()))
+            losses.mean().backward()
             recorder.step(ids, batch, epoch=epoch)
             optimizer.step()
         return recorder.finish()
+
+
+def _not_finite(step: int, ids: Tensor, losses: Tensor) -> str:
+    example = int(ids[int((~torch.isfinite(losses)).nonzero()[0, 0])])
+    return (
+        f"Step {step} has no finite loss, that of example {example} is NaN or infinite: look at it, or lower the "
+        "learning rate; the steps before it are kept."
+    )
 
 
 def _pass_over(run: Run, plan: Iterator[tuple[int, Tensor]], steps: int, hypers: list[Hyper]) -> None:

@@ -25,7 +25,17 @@ def module_problems(model: nn.Module) -> list[str]:
     >>> module_problems(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
     ["'1' is Dropout(p=0.5) in training mode, so every pass differs; set p=0 or call .eval() on it before training"]
     """
-    return [problem for name, module in model.named_modules() if (problem := _module_problem(name or "model", module))]
+    found = [problem for name, module in model.named_modules() if (problem := _module_problem(name or "model", module))]
+    return found + _device_problems(model)
+
+
+def _device_problems(model: nn.Module) -> list[str]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        return [f"{empty[0]!r} is on the device 'meta' and has no values; put the model on a real device first"]
+    devices = sorted({str(tensor.device) for _, tensor in tensors})
+    return [f"the model is spread over {', '.join(devices)}; put it on one device"] if len(devices) > 1 else []
 
 
 def _module_problem(name: str, module: nn.Module) -> str | None:
