@@ -1,5 +1,6 @@
 """The watch over memory sees what grows, and the long and the wide run go through."""
 
+import math
 import sys
 import time
 
@@ -15,6 +16,8 @@ def test_growth_is_the_slope_of_the_second_half():
     resident.samples = [(float(t), 1000 * min(t, 50) + 7 * max(0, t - 50)) for t in range(101)]
     assert resident.growth(steps=10) == pytest.approx(7 * 100 / 10)
     assert resident.peak == 50_350
+    resident.samples = resident.samples[:1]
+    assert math.isnan(resident.growth(steps=10))
 
 
 def test_a_leak_is_seen_and_a_large_block_is_not():

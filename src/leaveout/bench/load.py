@@ -51,9 +51,11 @@ class Resident:
         self.samples: list[tuple[float, int]] = []
 
     def _sample(self) -> None:
-        while not self._stop.wait(self._every):
+        while True:  # not at the end, when what was held is free again
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             self.samples.append((perf_counter(), pages * os.sysconf("SC_PAGE_SIZE")))
+            if self._stop.wait(self._every):
+                return
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -76,6 +78,8 @@ class Resident:
         time, size = np.array(self.samples).T
         time = time - time[0]
         late = time >= SETTLED * time[-1]
+        if late.sum() < 2:
+            return float("nan")  # over before it could be told
         slope = np.polyfit(time[late], size[late], 1)[0]
         return float(slope * time[-1] / steps)
 
