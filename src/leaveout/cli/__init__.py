@@ -5,10 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from rich.console import Console
-from rich.markup import escape
-
-from leaveout.cli.app import app
+from leaveout.cli.app import app, complaints
 from leaveout.errors import LeaveoutError
 
 __all__ = ["app", "entry"]
@@ -36,5 +33,5 @@ def entry() -> None:
     try:
         app()
     except LeaveoutError as error:
-        Console(stderr=True).print(f"[red]{escape(str(error))}[/red]")
+        complaints.print(str(error), style="red", markup=False, highlight=False, soft_wrap=not complaints.is_terminal)
         raise SystemExit(1) from None

@@ -92,6 +92,12 @@ def working(work: Path, memory: str, processes: int = 1, ray: str | None = None)
         work.parent.rmdir()
 
 
+def print_next(command: str, run: Path, task: str | None) -> None:
+    """What one would do now, ready to be copied."""
+    more = f" --task {task}" if task else ""
+    console.print(f"\nNext: leaveout {command} {run}{more}", highlight=False, markup=False, soft_wrap=True)
+
+
 def print_json(told: Any) -> None:
     """JSON on stdout, not wrapped to any width."""
     typer.echo(json.dumps(told, indent=1))

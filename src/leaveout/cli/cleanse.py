@@ -76,7 +76,8 @@ def cleanse(
     if as_json:
         print_json({"run": str(run), "file": str(out), "curve": json.loads(out.read_text())})
     else:
-        console.print(f"{curve}\n  {out}", highlight=False, markup=False)
+        console.print(str(curve), highlight=False, markup=False)
+        console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _test(subject: Subject) -> Dataset:

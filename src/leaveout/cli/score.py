@@ -8,9 +8,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from leaveout.beside import Beside
-from leaveout.cli.app import AsJson, MemoryOption, ProcessesOption, RayOption, app, console, opened, print_json, working
+from leaveout.cli.app import (
+    AsJson,
+    MemoryOption,
+    ProcessesOption,
+    RayOption,
+    app,
+    console,
+    opened,
+    print_json,
+    print_next,
+    working,
+)
 from leaveout.cli.made import TaskOption, subject_of
 from leaveout.cli.methods import METHODS, parse
 from leaveout.config import Subject
@@ -68,7 +80,7 @@ def score(
     if as_json:
         print_json({"run": str(run), "scores": told})
     else:
-        console.print(f"\nNext: leaveout verify {run}", highlight=False)
+        print_next("verify", run, task)
 
 
 def _scored(
@@ -128,10 +140,11 @@ def _facts(scores: Scores, file: Path, top: int, new: bool) -> dict[str, Any]:
 def _show(scores: Scores, file: Path, top: int, new: bool, flipped: tuple[int, ...]) -> None:
     facts = _facts(scores, file, top, new)
     took = f"{facts['seconds']:.1f} s, {facts['hvps']} Hessian-vector products" if new else "already there"
-    console.print(f"\n[bold]{scores.method}[/bold]: {len(scores.train_ids)} rows, {took}\n  {file}", highlight=False)
+    console.print(f"\n[bold]{escape(scores.method)}[/bold]: {len(scores.train_ids)} rows, {took}", highlight=False)
+    console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
     for kind in ("harmful", "helpful"):
         words = ", ".join(f"{row['id']} ({row['score']:+.2g})" for row in facts[kind])
-        console.print(f"  most {kind}: {words}", highlight=False)
+        console.print(f"  most {kind}: {words}", highlight=False, markup=False, soft_wrap=True)
     if flipped and not any(isinstance(i, str) for i in scores.train_ids):
         found = len(set(flipped) & set(scores.harmful(len(flipped))))
         console.print(

@@ -12,7 +12,7 @@ from leaveout import config as lo_config
 from leaveout import data as lo_data
 from leaveout import models
 from leaveout.beside import Beside
-from leaveout.cli.app import AsJson, app, console, print_json, resumable
+from leaveout.cli.app import AsJson, app, console, print_json, print_next, resumable
 from leaveout.config import Config
 from leaveout.readout import Query
 from leaveout.vectors import PARAM
@@ -71,10 +71,9 @@ def train(
     if as_json:
         print_json({**told, "config": str(Beside(run.path).config)})
         return
-    console.print(
-        f"{len(run)} steps are recorded in {run.path}; validation loss {loss:.4g}.\nNext: leaveout score {run.path}",
-        highlight=False,
-    )
+    told_so = f"{len(run)} steps are recorded in {run.path}; validation loss {loss:.4g}."
+    console.print(told_so, highlight=False, markup=False)
+    print_next("score", path, None)
 
 
 def _with(base: Config, given: dict[str, dict[str, Any]]) -> Config:

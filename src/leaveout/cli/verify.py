@@ -10,7 +10,18 @@ from typing import Annotated
 import typer
 
 from leaveout.beside import Beside, slug
-from leaveout.cli.app import AsJson, MemoryOption, ProcessesOption, RayOption, app, console, opened, print_json, working
+from leaveout.cli.app import (
+    AsJson,
+    MemoryOption,
+    ProcessesOption,
+    RayOption,
+    app,
+    console,
+    opened,
+    print_json,
+    print_next,
+    working,
+)
 from leaveout.cli.made import TaskOption, subject_of
 from leaveout.cli.methods import parse
 from leaveout.errors import InputError, LeaveoutError, closest
@@ -61,9 +72,12 @@ def verify(
                 check.save(out, overwrite=again)
             told.append({"file": str(out), **json.loads(out.read_text())})
             if not as_json:
-                console.print(f"\n{check}\n  {out}", highlight=False, markup=False)
+                console.print(f"\n{check}", highlight=False, markup=False)
+                console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
     if as_json:
         print_json({"run": str(run), "checks": told})
+    else:
+        print_next("report", run, task)
 
 
 def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:
