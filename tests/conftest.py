@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the commands that tests start: see _one_thread
 settings.register_profile("leaveout", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("leaveout")
 
