@@ -578,8 +578,9 @@ def test_a_closure(tmp_path: Path) -> None:
 
 def test_a_run_of_no_steps(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    with refused(lo.RunError, "Nothing was recorded", "optimizer.step() was never called", unchanged=tmp_path):
+    with refused(lo.RunError, "Nothing was recorded", "optimizer.step() was never called"):
         loop.recorder.finish()
+    assert contents(tmp_path) == {str(tmp_path / "run"): None}  # the lock is let go of
     with refused(lo.RunError, "holds no run"):
         lo.open_run(tmp_path / "run", partial=True)
 
@@ -772,11 +773,11 @@ def test_another_model_than_the_recorded_one(tmp_path: Path) -> None:
     with refused(lo.MismatchError, "'0.weight' has shape [6, 4]", "[5, 4]", "that was recorded", unchanged=tmp_path):
         lo.ACC(transport="exact").score(run, task_of(wider, data), data)
     deeper = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3))
-    with refused(lo.MismatchError, "'4.bias' is trained in the task's model but not in the run"):
+    with refused(lo.MismatchError, "'4.bias' is trained in the model but not in the run"):
         lo.ACC(transport="exact").score(run, task_of(deeper, data), data)
     frozen = network()
     frozen[0].bias.requires_grad_(False)
-    with refused(lo.MismatchError, "'0.bias' is trained in the run but not in the task's model"):
+    with refused(lo.MismatchError, "'0.bias' is trained in the run but not in the model"):
         lo.ACC(transport="exact").score(run, task_of(frozen, data), data)
     doubles = examples(dtype=torch.float64)
     with refused(lo.MismatchError, "'0.weight' is float64", "float32 in the run", "convert the model"):

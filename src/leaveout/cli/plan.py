@@ -93,7 +93,7 @@ def _show(found: pd.DataFrame, as_json: bool) -> None:
 def duration(seconds: float) -> str:
     """Seconds in the unit that a person would use.
 
-    >>> duration(12.34), duration(7200), duration(1e6), duration(1e12)
+    >>> duration(12.34), duration(7200.0), duration(1e6), duration(1e12)
     ('12.3 s', '2.0 hours', '11.6 days', '31,688 years')
     """
     for unit, length in (("years", 31_557_600), ("days", 86_400), ("hours", 3600)):
