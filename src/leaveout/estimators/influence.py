@@ -35,7 +35,8 @@ class InfluenceFunction(Estimator):
     one of many minima, is not asked. Weight decay of SGD and Adam is part of H; AdamW's has no place in a minimum.
 
     Cost: ``"cg"`` as many products with H, of n examples each, as it needs for a query vector; ``"direct"`` as many as
-    there are parameters, once; ``"lissa"`` ``steps`` products with a batch.
+    there are parameters (again for every shard of rows, if displacements are asked for); ``"lissa"`` ``steps``
+    products with a batch.
 
     Args:
         solver: ``"cg"`` (conjugate gradients), ``"direct"`` (the whole matrix: small models) or ``"lissa"``
