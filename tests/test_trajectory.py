@@ -1,11 +1,16 @@
 """How a run is stored never changes a score."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.members import members_of
+from leaveout.resources import Cost, Resources
+from leaveout.train import counterfactuals
 from leaveout.trajectory import Trajectory
 from problems import MODELS, OPTIMIZERS, data_for
 
@@ -114,3 +119,36 @@ def test_a_run_cut_short_ends_at_its_last_kept_state(tmp_path):
     run = lo.open_run(tmp_path / "run", partial=True)
     assert len(run) == 8
     assert lo.Replay().score(run, task, data).values.abs().min() >= 0
+
+
+def unsteady(path, dtype):
+    """A training that magnifies small differences: a learning rate far too large."""
+    order = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(64, 6, generator=order).to(dtype), torch.randint(0, 2, (64,), generator=order))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    return lo.train(task, torch.optim.SGD(model.parameters(), lr=2.0), 30, 16, 0, path, keep="all"), task
+
+
+def test_a_replay_that_rounding_led_away_is_told_of_and_not_refused(tmp_path):
+    run, task = unsteady(tmp_path / "single", torch.float32)
+    with pytest.warns(lo.LeaveoutWarning, match="At step \\d+ the replay .* by rounding alone"):
+        scores = lo.Replay((0, 1)).score(run, task, task.train_set)
+    assert torch.isfinite(scores.values).all()
+    exact, double = unsteady(tmp_path / "double", torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lo.Replay((0, 1)).score(exact, double, double.train_set)
+    other = lo.Task(task.model, nn.CrossEntropyLoss(), task.train_set, l2=0.01)
+    with pytest.raises(lo.MismatchError, match="Step 0 does not follow"):
+        lo.Replay((0, 1)).score(run, other, task.train_set)
+
+
+def test_a_replay_that_left_its_way_still_notices_a_step_that_does_not_follow(tmp_path):
+    run, task = unsteady(tmp_path / "run", torch.float32)
+    moved = Trajectory(run, task)
+    read = moved.batch
+    moved.batch = lambda index: [read(index)[0].clone().mul_(1.1), read(index)[1]] if index == 110 else read(index)
+    with pytest.warns(lo.LeaveoutWarning), pytest.raises(lo.MismatchError, match="Step 110 does not follow"):
+        counterfactuals(moved, members_of(task.size, (0,)), 0.0, Resources(progress=False), Cost())

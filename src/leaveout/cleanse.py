@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from leaveout.batches import Batch
-from leaveout.disk import read_json, save_json
+from leaveout.disk import free, read_json, save_json
 from leaveout.errors import InputError, RunError
 from leaveout.members import Members, rows_of
 from leaveout.readout import Query
@@ -90,9 +90,7 @@ class Curve:
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes the curve to one JSON file, whole or not at all."""
-        path = Path(path)
-        if path.exists() and not overwrite:
-            raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+        path = free(path, overwrite=overwrite)
         columns = {name: [_or_none(value) for value in self.table[name].tolist()] for name in COLUMNS}
         told = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
         save_json(path, told)

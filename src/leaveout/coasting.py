@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,11 @@ class Layout:
         self.width = sum(self.sizes)
         group = [rule.groups[name] for name, size in zip(self.names, self.sizes, strict=True) for _ in range(size)]
         self.group = torch.tensor(group, device=next(iter(params.values())).device)
+
+    def spread(self, values: Mapping[str, float], like: Tensor) -> Float[Tensor, " width"]:
+        """A number for each parameter tensor, at all of its coordinates."""
+        parts = zip(self.names, self.sizes, strict=True)
+        return torch.cat([like.new_full((size,), values[name]) for name, size in parts])
 
     def flatten(self, stack: Params) -> Float[Tensor, "rows width"]:
         """A stack of parameter vectors as a matrix."""

@@ -30,7 +30,6 @@ from leaveout.marks import Mark
 from leaveout.members import Members
 from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
-from leaveout.step import Keep
 from leaveout.subspace import top_directions
 from leaveout.trajectory import Moment, Trajectory, check_step
 from leaveout.transport import ALWAYS, Sweep, vector_bytes
@@ -90,7 +89,7 @@ class Correction:
             size = len(moment.record.ids)
             row, position = self.members.pairs(moment.record.ids)
             step = drift(rule, moment.record.hypers, task.l2, like)
-            keep = self._keep(moment, row)
+            keep = self.occasions.kept(moment.record, self.members, row)
             waiting |= keep is None or bool(keep.any())
             if not waiting:  # nothing has been corrected yet, nor is it here: SGD-IE's own step
                 pulled = sweep.pull(moment, vectors)
@@ -145,7 +144,7 @@ class Correction:
             if not len(row):
                 carrier.advance(moment)
                 continue
-            keep = self._keep(moment, row)
+            keep = self.occasions.kept(moment.record, self.members, row)
             curved = carrier.step(moment, row, position, self._chunk(moment), keep)
             self.cost.gradients += 1
             self.cost.hvps += carrier.products(keep)
@@ -159,9 +158,6 @@ class Correction:
         rank = min(transport.rank, layout.width)
         basis = top_directions(self.trajectory, layout, self.kind, rank, self.cost)
         return SubspaceCarrier(self.trajectory, layout, free, basis)
-
-    def _keep(self, moment: Moment, row: Int[Tensor, " pairs"]) -> Keep:
-        return None if self.occasions.always else self.occasions.chosen(moment.record, self.members.keys(row))
 
     def _stop(self) -> int:
         """The step after the last one that is corrected."""

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch import uint8 as byte
 
-from leaveout.errors import RunError
+from leaveout.errors import InputError, RunError
 
 LOCK = ".lock"
 BLOCK = 1 << 20
@@ -62,6 +62,14 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
             raise OSError(str(error)) from None  # the library's word for a full disk as well
 
     _write(file, save)
+
+
+def free(path: str | Path, *, overwrite: bool) -> Path:
+    """The path of a result, which may be there already only if it is to be replaced."""
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+    return path
 
 
 def save_json(file: Path, told: dict[str, Any]) -> None:

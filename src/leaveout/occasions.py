@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leaveout.errors import InputError
 from leaveout.hashing import mixed
+from leaveout.members import Members
 from leaveout.store import Record, Run
 
 FIRST = (1, 2)
@@ -35,6 +36,10 @@ class Occasions:
     def always(self) -> bool:
         """Whether every occurrence is corrected."""
         return self.probability == 1 and self.epochs is None
+
+    def kept(self, record: Record, members: Members, row: Int[Tensor, " pairs"]) -> Bool[Tensor, " pairs"] | None:
+        """Which of a step's pairs are corrected; None: all of them."""
+        return None if self.always else self.chosen(record, members.keys(row))
 
     def chosen(self, record: Record, keys: Int[Tensor, " pairs"]) -> Bool[Tensor, " pairs"]:
         """Which of a step's occurrences are corrected; ``keys`` tell their rows apart."""

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from leaveout.disk import read_sealed, save_sealed
+from leaveout.disk import free, read_sealed, save_sealed
 from leaveout.errors import InputError, RunError
 from leaveout.resources import Cost
 
@@ -96,9 +96,7 @@ class Scores:
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes the scores to one safetensors file, whole or not at all."""
-        path = Path(path)
-        if path.exists() and not overwrite:
-            raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+        path = free(path, overwrite=overwrite)
         told = {
             "method": self.method,
             "sign": self.sign,

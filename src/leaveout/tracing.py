@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,7 +67,7 @@ def _traced(function: Callable, args: tuple) -> Callable | None:
             return leaves(function(*map_leaves(lambda _: next(given), args)))
 
     try:
-        module = make_fx(flat)(*leaves(args))
+        module = make_fx(functionalize(flat))(*leaves(args))
     except Exception:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
         return None
     simplify(module)
@@ -97,14 +98,10 @@ def _real(leaf: Any) -> Any:
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drops operations without effect, and computes only once what is computed twice.
+    """Drops operations without effect, adds no zeros, and computes only once what is computed twice.
 
-    Neither is done where an operation writes into a tensor: then the same words need not mean the same value.
+    No operation may write into a tensor: then the same words would not mean the same value.
     """
-    module.graph.eliminate_dead_code()
-    if any(_writes(node) for node in module.graph.nodes):
-        module.recompile()
-        return
     aten = torch.ops.aten
     seen: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
@@ -113,6 +110,8 @@ def simplify(module: fx.GraphModule) -> None:
         key = repr((node.target, node.args, node.kwargs))  # nodes print as their unique names
         if node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
+        elif node.target is aten.add.Tensor and (term := _only_term(node)) is not None:
+            node.replace_all_uses_with(term)
         elif key in seen:
             node.replace_all_uses_with(seen[key])
         else:
@@ -121,5 +120,14 @@ def simplify(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+def _only_term(node: fx.Node) -> fx.Node | None:
+    """The term of a sum with zeros, such as ReLU's second derivative makes, if it is laid out as the sum is."""
+    for zero, term in (node.args[:2], node.args[1::-1]):
+        if (
+            isinstance(zero, fx.Node)
+            and isinstance(term, fx.Node)
+            and zero.target is torch.ops.aten.zeros_like.default
+            and _kind(term.meta["val"]) == _kind(node.meta["val"])
+        ):
+            return None if node.kwargs else term
+    return None

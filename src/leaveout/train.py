@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from leaveout.batches import Batch
-from leaveout.errors import InputError, MismatchError, RunError
+from leaveout.errors import InputError, LeaveoutWarning, MismatchError, RunError
 from leaveout.members import Members
 from leaveout.optim import Hyper
 from leaveout.products import stacked_gradients
@@ -18,7 +19,7 @@ from leaveout.recorder import Recorder
 from leaveout.resources import Cost, Resources
 from leaveout.store import Run
 from leaveout.task import Task, looped
-from leaveout.trajectory import Moment, Trajectory, check_step
+from leaveout.trajectory import Moment, Trajectory, check_way
 from leaveout.vectors import PARAM, Params, State, norm
 
 LARGE = 1_000_000
@@ -123,7 +124,7 @@ def courses(
     count = len(members) + 1
     state = _copies(trajectory, count)
     gradients: Callable[..., Params] | None = None
-    travelled = 0.0
+    travelled, strayed = 0.0, False
     for moment in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(members)}"):
         weights = _weights(members, moment.record.ids, weight, state[PARAM])
         if gradients is None:
@@ -131,8 +132,23 @@ def courses(
         state = trajectory.rule.step_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
         cost.gradients += count
         travelled += norm({n: moment.after[PARAM][n] - moment.before[PARAM][n] for n in moment.after[PARAM]})
-        check_step(moment, {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}, travelled)
+        whole = {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}
+        share = check_way(moment, trajectory.rule, trajectory.task, whole, travelled)
+        if share is not None and not strayed:
+            strayed = True
+            _warn_of_rounding(moment.record.index, share)
         yield moment, state[PARAM]
+
+
+def _warn_of_rounding(step: int, share: float) -> None:
+    warnings.warn(
+        f"At step {step} the replay with every example has left the recorded run by {share:.1g} of the way travelled, "
+        "by rounding alone: this training magnifies small differences. Replays are compared with that replay, not with "
+        "the recorded run, but effects as small as this are noise; train in float64 or with a smaller learning rate "
+        "to measure them.",
+        LeaveoutWarning,
+        stacklevel=2,
+    )
 
 
 def shuffled(trajectory: Trajectory, members: Members, seed: int, resources: Resources, cost: Cost) -> Params:

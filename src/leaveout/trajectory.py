@@ -15,6 +15,7 @@ from leaveout import batches
 from leaveout.batches import Batch
 from leaveout.errors import MismatchError
 from leaveout.matching import check_model
+from leaveout.optim import Rule
 from leaveout.products import gradient
 from leaveout.store import Record, Run
 from leaveout.task import Task
@@ -163,25 +164,44 @@ def _mixed(first: State, last: State, share: float) -> State:
 def check_step(moment: Moment, predicted: State, travelled: float | None = None) -> None:
     """Refuses a step that does not follow from its batch and the task.
 
-    ``‖predicted − recorded‖ ≤ tolerance · length of the step`` (or of the way travelled, for a model that replays the
-    run on its own), plus what rounding can do.
+    ``‖predicted − recorded‖ ≤ tolerance · length of the step`` (or of the way travelled, for states that were computed
+    one from the other), plus what rounding can do.
     """
+    if (strayed := _strayed(moment, predicted, travelled)) is not None:
+        raise MismatchError(_does_not_follow(moment, strayed))
+
+
+def check_way(moment: Moment, rule: Rule, task: Task, predicted: State, travelled: float) -> float | None:
+    """As ``check_step``, for a model that takes the run's steps on its own way.
+
+    Rounding can grow on such a way until the model has left the recorded one. Then the step is taken once more, from
+    the recorded state. If it follows, nothing is wrong but rounding, and how far that has led is given, as a share of
+    the way travelled.
+    """
+    strayed = _strayed(moment, predicted, travelled)
+    if strayed is None:
+        return None
+    again = gradient(task, moment.params, moment.batch)
+    check_step(moment, rule.step(moment.before, again, moment.record.hypers))
+    return strayed
+
+
+def _strayed(moment: Moment, predicted: State, travelled: float | None) -> float | None:
+    """How far the prediction is from the recorded state, in lengths; None where that is within the tolerance."""
     if not moment.exact:
-        return
+        return None
     before, after = moment.before[PARAM], moment.after[PARAM]
     missed = norm({name: predicted[PARAM][name] - after[name] for name in after})
     dtype = next(iter(after.values())).dtype
     length = norm({name: after[name] - before[name] for name in after}) if travelled is None else travelled
-    allowed = TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(after)
-    if missed <= allowed:
-        return
-    where = f"Step {moment.record.index}"
+    if missed <= TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(after):
+        return None
     if missed != missed:
         raise MismatchError(
-            f"{where} gives NaN when it is computed again: look at the losses of its batch's examples "
-            f"{moment.record.ids.tolist()[:8]}."
+            f"Step {moment.record.index} gives NaN when it is computed again: look at the losses of its batch's "
+            f"examples {moment.record.ids.tolist()[:8]}."
         )
-    raise MismatchError(_does_not_follow(moment, missed / max(length, 1e-300)))
+    return missed / max(length, 1e-300)
 
 
 def check_projection(moment: Moment, vector: State, carried: State, slope: float) -> None:

@@ -19,7 +19,7 @@ from leaveout.marks import Mark, Noted
 from leaveout.members import Members
 from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
-from leaveout.step import Keep, LinearStep, Pairs, Pulled
+from leaveout.step import LinearStep, Pulled
 from leaveout.trajectory import Moment, Trajectory, check_projection, check_step
 from leaveout.vectors import PARAM, Params, State, each, embed, height, nbytes, zeros
 
@@ -69,7 +69,7 @@ class Sweep:
         for moment in self._track(self.trajectory.forward(), "forward"):
             step = self._step(moment, chunk)
             pairs = members.pairs(moment.record.ids)
-            keep = self._keep(moment, members, pairs)
+            keep = self.occasions.kept(moment.record, members, pairs[0])
             self._count(moment, len(members), len(pairs[0]) if keep is None else int(keep.sum()))
             if not self.curved:
                 jump = step.inject(pairs, len(members))
@@ -142,7 +142,7 @@ class Sweep:
         for moment in self._track(self.trajectory.backward(), "backward"):
             step = self._step(moment, chunk)
             pairs = members.pairs(moment.record.ids)
-            keep = self._keep(moment, members, pairs)
+            keep = self.occasions.kept(moment.record, members, pairs[0])
             self._count(moment, count, len(pairs[0]) if keep is None else int(keep.sum()))
             vectors, read = step.pull_corrected(vectors, pairs, keep)
             total += read
@@ -154,10 +154,6 @@ class Sweep:
     def _step(self, moment: Moment, chunk: int) -> LinearStep:
         curvature = self.kind(self.trajectory.task, moment.params, moment.batch, chunk)
         return LinearStep(self.trajectory.rule, moment, curvature, self.path)
-
-    def _keep(self, moment: Moment, members: Members, pairs: Pairs) -> Keep:
-        """Which pairs are corrected."""
-        return None if self.occasions.always else self.occasions.chosen(moment.record, members.keys(pairs[0]))
 
     def _check(self, moment: Moment, step: LinearStep) -> None:
         """Every step whose gradient is at hand is computed again; a single vector goes without, but not always."""

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch.utils.data import Dataset
 
-from leaveout.disk import read_json, save_json
+from leaveout.disk import free, read_json, save_json
 from leaveout.errors import InputError, RunError
 from leaveout.estimators.replay import replayed
 from leaveout.metrics import Agreement, Interval, compare
@@ -53,9 +53,7 @@ class Check:
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes the check to one JSON file, whole or not at all."""
-        path = Path(path)
-        if path.exists() and not overwrite:
-            raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+        path = free(path, overwrite=overwrite)
         told = {
             "method": self.method,
             "sentence": self.sentence,

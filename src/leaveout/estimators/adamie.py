@@ -13,9 +13,7 @@ from leaveout.coasting import Layout
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import Checkpoint, checkpoints
-from leaveout.optim import Hyper
 from leaveout.products import example_gradients, example_products
-from leaveout.readout import Linear
 from leaveout.vectors import PARAM, Params, nbytes
 
 
@@ -71,10 +69,10 @@ class AdamIE(Estimator):
                 read = gradients + layout.flatten(curved)
             else:
                 read = gradients = layout.flatten(example_gradients(task, point.params, examples))
-            rate = spread(layout, point.rate, read)
-            query = layout.flatten(Linear().vectors(point.query))
+            rate = layout.spread(point.rate, read)
+            query = layout.flatten(point.vectors)
             total = total + rate.mean() * cosines(preconditioned(layout, point, read) * rate, query)
-            moved = moved + spread(layout, point.share, read) * preconditioned(layout, point, gradients)
+            moved = moved + layout.spread(point.share, read) * preconditioned(layout, point, gradients)
         return total, None
 
     def _check(self, request: Request) -> None:
@@ -94,9 +92,7 @@ def preconditioned(
 ) -> Float[Tensor, "rows width"]:
     """Γ(g) = m̂/(√v̂ + ε) with m = β₁m_c + (1−β₁)g and v = β₂v_c + (1−β₂)g², corrected for their start at zero."""
     mean, square = (layout.flatten({n: t[None] for n, t in point.state[s].items()}) for s in ("exp_avg", "exp_avg_sq"))
-    of = {
-        key: spread(layout, _by_name(layout, point.hypers, key), gradients) for key in ("beta1", "beta2", "eps", "step")
-    }
+    of = {key: layout.spread(values, gradients) for key, values in point.adam.items()}
     t = of["step"] + 1
     m = (of["beta1"] * mean + (1 - of["beta1"]) * gradients) / (1 - of["beta1"] ** t)
     v = (of["beta2"] * square + (1 - of["beta2"]) * gradients.square()) / (1 - of["beta2"] ** t)
@@ -110,14 +106,3 @@ def cosines(left: Float[Tensor, "rows width"], right: Float[Tensor, "queries wid
     [[0.6000000238418579], [0.0]]
     """
     return torch.nn.functional.normalize(left, dim=1) @ torch.nn.functional.normalize(right, dim=1).T
-
-
-def spread(layout: Layout, values: dict[str, float], like: Tensor) -> Float[Tensor, " width"]:
-    """A number for each parameter tensor, at all of its coordinates."""
-    parts = [like.new_full((size,), values[name]) for name, size in zip(layout.names, layout.sizes, strict=True)]
-    return torch.cat(parts)
-
-
-def _by_name(layout: Layout, hypers: list[Hyper], key: str) -> dict[str, float]:
-    groups = layout.group[torch.tensor([0, *layout.sizes[:-1]]).cumsum(0)].tolist()
-    return {name: hypers[group][key] for name, group in zip(layout.names, groups, strict=True)}

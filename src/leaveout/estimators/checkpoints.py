@@ -12,8 +12,10 @@ from torch import Tensor
 from leaveout.batches import Batch
 from leaveout.estimators.base import Request
 from leaveout.optim import Hyper
-from leaveout.readout import Query
+from leaveout.readout import Linear, Query
 from leaveout.vectors import PARAM, Params, State
+
+ADAM = ("beta1", "beta2", "eps", "step")
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,15 @@ class Checkpoint:
     """The end of an epoch: all parameters, the chosen ones' state, and what the epoch's steps were like.
 
     ``rate`` is the epoch's mean learning rate of each parameter, ``share`` the mean of α/|Z|, an example's own part of
-    it; ``hypers`` are those of the last step. ``query`` sees the query examples from here.
+    it; ``adam`` has the hyperparameters of Adam's last step. ``vectors`` are the query gradients from here.
     """
 
     params: Params
     state: State
-    query: Query
+    vectors: Params
     rate: dict[str, float]
     share: dict[str, float]
-    hypers: list[Hyper]
+    adam: dict[str, dict[str, float]]
 
 
 def checkpoints(request: Request) -> Iterator[Checkpoint]:
@@ -46,8 +48,10 @@ def checkpoints(request: Request) -> Iterator[Checkpoint]:
             return {name: values[group] for name, group in trajectory.rule.groups.items()}
 
         seen = request.query
-        query = Query(seen.task, params, seen.dataset, single=seen.single)
-        return Checkpoint(params, state, query, mean(rates), mean(shares), hypers)
+        vectors = Linear().vectors(Query(seen.task, params, seen.dataset, single=seen.single))
+        groups = trajectory.rule.groups.items()
+        adam = {key: {name: hypers[group][key] for name, group in groups} for key in ADAM if key in hypers[0]}
+        return Checkpoint(params, state, vectors, mean(rates), mean(shares), adam)
 
     for moment in request.resources.track(trajectory.forward(), len(trajectory), "checkpoints"):
         if last is not None and moment.record.epoch != last:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from leaveout.coasting import Layout
 from leaveout.errors import InputError
-from leaveout.estimators.adamie import spread
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import example_blocks
 from leaveout.members import Members
@@ -101,7 +100,7 @@ class _Minimum:
         coupled = trajectory.rule.kind in ("SGD", "Adam")
         decay = {n: hypers[g]["weight_decay"] if coupled else 0.0 for n, g in trajectory.rule.groups.items()}
         like = next(iter(self.params.values()))
-        self.known = spread(self.layout, decay, like) + method.damping
+        self.known = self.layout.spread(decay, like) + method.damping
 
     def solve(self, stack: Params) -> Params:
         """(H + λI)⁻¹ applied to every vector of a stack."""

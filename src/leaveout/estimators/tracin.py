@@ -83,7 +83,7 @@ class TracIn(Estimator):
         task = request.trajectory.task
         total: Tensor | None = None
         for checkpoint in checkpoints(request):
-            vectors = Linear().vectors(checkpoint.query)
+            vectors = checkpoint.vectors
             if self.learning_rate:
                 vectors = {name: tensor * checkpoint.share[name] for name, tensor in vectors.items()}
             if total is None:

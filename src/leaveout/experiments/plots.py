@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from plotly import graph_objects
-from plotly.subplots import make_subplots
-
 COLOURS = ("#1f77b4", "#d62728", "#ff7f0e", "#9467bd", "#2ca02c", "#8c564b", "#7f7f7f", "#17becf")
 Numbers: TypeAlias = Sequence[float | int]
 
@@ -95,8 +92,10 @@ def _draw(axis: Any, series: Series) -> Any:
     return axis.plot(series.x, series.y, style, color=colour, marker="o", markersize=3, label=series.name)[0]
 
 
-def interactive(plot: Plot) -> graph_objects.Figure:
-    """The picture for a page."""
+def interactive(plot: Plot) -> Any:
+    """The picture for a page, a plotly figure."""
+    from plotly.subplots import make_subplots  # an extra, as above
+
     columns = min(plot.columns, len(plot.panels))
     figure = make_subplots(plot.rows, columns, subplot_titles=[panel.title for panel in plot.panels])
     seen: set[str] = set()
@@ -108,28 +107,23 @@ def interactive(plot: Plot) -> graph_objects.Figure:
             seen.add(series.name)
         if panel.diagonal:
             low, high = _range(panel)
-            line = graph_objects.Scatter(
-                x=[low, high], y=[low, high], mode="lines", line={"color": "black", "width": 1}, showlegend=False
-            )
-            figure.add_trace(line, row=row, col=column)
+            line = {"x": [low, high], "y": [low, high], "mode": "lines", "line": {"color": "black", "width": 1}}
+            figure.add_trace({**line, "showlegend": False}, row=row, col=column)
         figure.update_xaxes(title=panel.x, type="log" if panel.log_x else "linear", row=row, col=column)
         figure.update_yaxes(title=panel.y, type="log" if panel.log_y else "linear", row=row, col=column)
     figure.update_layout(title=plot.title, height=360 * plot.rows + 120, template="plotly_white")
     return figure
 
 
-def _traces(series: Series, *, first: bool) -> list[graph_objects.Scatter]:
+def _traces(series: Series, *, first: bool) -> list[dict[str, Any]]:
+    """What plotly draws for a series."""
     colour = COLOURS[series.colour % len(COLOURS)]
-    shared = {"legendgroup": series.name, "name": series.name}
+    named = {"legendgroup": series.name, "name": series.name}
+    shown = {**named, "x": series.x, "y": series.y, "showlegend": first}
     if series.points:
-        marker = {"color": colour, "size": 4, "opacity": 0.6}
-        return [
-            graph_objects.Scatter(x=series.x, y=series.y, mode="markers", marker=marker, showlegend=first, **shared)
-        ]
+        return [{**shown, "mode": "markers", "marker": {"color": colour, "size": 4, "opacity": 0.6}}]
     line = {"color": colour, "dash": "dash" if series.dashed else "solid"}
-    traces = [
-        graph_objects.Scatter(x=series.x, y=series.y, mode="lines+markers", line=line, showlegend=first, **shared)
-    ]
+    traces = [{**shown, "mode": "lines+markers", "line": line}]
     if len(series.low):
         around = {
             "x": [*series.x, *reversed(series.x)],
@@ -137,11 +131,8 @@ def _traces(series: Series, *, first: bool) -> list[graph_objects.Scatter]:
             "fill": "toself",
             "fillcolor": f"rgba({','.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))},0.15)",
         }
-        traces.append(
-            graph_objects.Scatter(
-                **around, line={"width": 0}, hoverinfo="skip", showlegend=False, mode="lines", **shared
-            )
-        )
+        quiet = {"line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, "mode": "lines"}
+        traces.append({**named, **around, **quiet})
     return traces
 
 

@@ -26,7 +26,7 @@ PAGE = """<!DOCTYPE html>
 
 def check_extras() -> None:
     """Says what to install before hours of work, not after them."""
-    missing = [name for name in ("matplotlib", "pyarrow") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("matplotlib", "plotly", "pyarrow") if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(f"{' and '.join(missing)} cannot be imported: pip install 'leaveout[paper]'.")
 

@@ -13,8 +13,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from leaveout.cleanse import Curve
-from leaveout.disk import write_text
-from leaveout.errors import InputError
+from leaveout.disk import free, write_text
 from leaveout.report.cleansing import cleansing
 from leaveout.report.gather import gather
 from leaveout.report.page import page
@@ -56,9 +55,7 @@ def report(
         overwrite: replace an existing file.
         resources: memory budget and progress.
     """
-    path = Path(path)
-    if path.exists() and not overwrite:
-        raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+    path = free(path, overwrite=overwrite)
     topic = Topic(run, scores, task, query, show_of(show), resources or Resources())
     text = page(gather(topic, check, cleansing(curve) if curve else None))
     path.parent.mkdir(parents=True, exist_ok=True)
