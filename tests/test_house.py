@@ -36,6 +36,7 @@ FLOORS = [
     "matching",
     "resume",
     "recorder",
+    "moment",
     "trajectory",
     "growth",
     "train",

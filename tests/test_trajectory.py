@@ -12,6 +12,7 @@ from leaveout.members import members_of
 from leaveout.resources import Cost, Resources
 from leaveout.train import counterfactuals
 from leaveout.trajectory import Trajectory
+from leaveout.vectors import each, norm
 from problems import MODELS, OPTIMIZERS, data_for
 
 METHODS = (lo.SGDIE(), lo.ACC("exact"), lo.TracIn(), lo.Replay())
@@ -152,3 +153,26 @@ def test_a_replay_that_left_its_way_still_notices_a_step_that_does_not_follow(tm
     moved.batch = lambda index: [read(index)[0].clone().mul_(1.1), read(index)[1]] if index == 110 else read(index)
     with pytest.warns(lo.LeaveoutWarning), pytest.raises(lo.MismatchError, match="Step 110 does not follow"):
         counterfactuals(moved, members_of(task.size, (0,)), 0.0, Resources(progress=False), Cost())
+
+
+def test_a_unit_that_rounding_switched_on_is_no_mismatch(tmp_path):
+    """For the first example the first unit's input is zero: whether it counts is up to rounding."""
+    x = torch.tensor([[1.0, 1.0], [0.5, -1.0], [-1.0, 0.3], [0.2, 0.7]])
+    data = TensorDataset(x, torch.tensor([0, 1, 0, 1]))
+
+    def made(weight):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 2))
+        with torch.no_grad():
+            model[0].weight[0] = torch.tensor(weight)
+        task = lo.Task(model, nn.CrossEntropyLoss(), data)
+        lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), 1, 4, 0, tmp_path / str(weight), keep="all")
+        return Trajectory(lo.open_run(tmp_path / str(weight)), task)
+
+    off, on, smooth = made((1.0, -1.0)), made((1.0, -1.0 + 2e-7)), made((0.9, -1.0))
+    step, other, plain = off.moment(0), on.moment(0), smooth.moment(0)
+    jump = each(torch.sub, other.after["param"], step.after["param"])
+    assert norm(jump) > 0.01 * norm(each(torch.sub, step.after["param"], step.before["param"]))
+    off.check.step(step, other.after)
+    with pytest.raises(lo.MismatchError, match="Step 0 does not follow"):  # as far away, where nothing jumps
+        smooth.check.step(plain, {"param": each(torch.add, plain.after["param"], jump)})

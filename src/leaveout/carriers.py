@@ -16,11 +16,12 @@ from torch import Tensor
 from leaveout.coasting import Coasting, Drift, Layout, drift
 from leaveout.curvature import Curvature, own_where
 from leaveout.errors import InputError, UnsupportedError
+from leaveout.moment import Moment
 from leaveout.optim import Rule, sgd
 from leaveout.resources import Resources
 from leaveout.step import Keep
 from leaveout.task import take
-from leaveout.trajectory import Moment, Trajectory
+from leaveout.trajectory import Trajectory
 from leaveout.vectors import PARAM
 
 

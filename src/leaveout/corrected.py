@@ -28,10 +28,11 @@ from leaveout.errors import UnsupportedError
 from leaveout.growth import Growth
 from leaveout.marks import Mark
 from leaveout.members import Members
+from leaveout.moment import Moment
 from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
 from leaveout.subspace import top_directions
-from leaveout.trajectory import Moment, Trajectory, check_step
+from leaveout.trajectory import Trajectory
 from leaveout.transport import ALWAYS, Sweep, vector_bytes
 from leaveout.vectors import PARAM, Params, each, embed, expand, height, nbytes, split
 
@@ -178,7 +179,7 @@ class Correction:
 
     def _check(self, moment: Moment, gradients: Params) -> None:
         after = self.trajectory.rule.step(moment.before, each(lambda t: t.mean(0), gradients), moment.record.hypers)
-        check_step(moment, after)
+        self.trajectory.check.step(moment, after)
 
 
 def _side_by_side(parts: list[Products]) -> Products:

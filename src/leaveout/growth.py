@@ -13,8 +13,8 @@ from torch.func import grad, jvp
 from leaveout import batches
 from leaveout.batches import Batch
 from leaveout.errors import LeaveoutWarning, MismatchError
+from leaveout.moment import Moment
 from leaveout.task import Task
-from leaveout.trajectory import Moment
 from leaveout.vectors import PARAM, Params, State
 
 LIMIT = 1000.0

@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from leaveout.curvature import Curvature
+from leaveout.moment import Moment
 from leaveout.optim import Rule
 from leaveout.task import take
-from leaveout.trajectory import Moment
 from leaveout.vectors import (
     PARAM,
     Params,

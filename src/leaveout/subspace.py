@@ -8,8 +8,9 @@ from torch import Tensor
 
 from leaveout.coasting import Layout
 from leaveout.curvature import Curvature
+from leaveout.moment import Moment
 from leaveout.resources import Cost
-from leaveout.trajectory import Moment, Trajectory
+from leaveout.trajectory import Trajectory
 from leaveout.vectors import PARAM
 
 SAMPLES = 8

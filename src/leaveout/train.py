@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from leaveout.batches import Batch
 from leaveout.errors import InputError, LeaveoutWarning, MismatchError, RunError
 from leaveout.members import Members
+from leaveout.moment import Moment
 from leaveout.optim import Hyper
 from leaveout.products import stacked_gradients
 from leaveout.recorder import Recorder
 from leaveout.resources import Cost, Resources
 from leaveout.store import Run
 from leaveout.task import Task, looped
-from leaveout.trajectory import Moment, Trajectory, check_way
+from leaveout.trajectory import Trajectory
 from leaveout.vectors import PARAM, Params, State, norm
 
 LARGE = 1_000_000
@@ -133,7 +134,7 @@ def courses(
         cost.gradients += count
         travelled += norm({n: moment.after[PARAM][n] - moment.before[PARAM][n] for n in moment.after[PARAM]})
         whole = {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}
-        share = check_way(moment, trajectory.rule, trajectory.task, whole, travelled)
+        share = trajectory.check.way(moment, whole, travelled)
         if share is not None and not strayed:
             strayed = True
             _warn_of_rounding(moment.record.index, share)

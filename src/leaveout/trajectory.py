@@ -4,41 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice, pairwise
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from leaveout import batches
 from leaveout.batches import Batch
 from leaveout.errors import MismatchError
 from leaveout.matching import check_model
-from leaveout.optim import Rule
+from leaveout.moment import Check, Moment
 from leaveout.products import gradient
-from leaveout.store import Record, Run
+from leaveout.store import Run
 from leaveout.task import Task
-from leaveout.vectors import PARAM, Params, State, each, norm
-
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One recorded step with everything that it needs: its batch and the states around it.
-
-    ``params`` are all parameters before the step, also where the states hold chosen ones only. ``exact`` is false
-    where the states are interpolated, and the one does not lead to the other.
-    """
-
-    record: Record
-    before: State
-    after: State
-    batch: Batch
-    params: Params
-    exact: bool = True
+from leaveout.vectors import PARAM, State, each, norm
 
 
 class Trajectory:
@@ -56,6 +34,7 @@ class Trajectory:
         self.run, self._whole = run, task
         self.task = task.restricted(layers)
         self.rule = run.rule.restricted(self.task.chosen)
+        self.check = Check(self.rule, self.task)
 
     def __len__(self) -> int:
         return len(self.run)
@@ -120,7 +99,8 @@ class Trajectory:
             if index < stop - 1:
                 yield after
             else:
-                check_step(Moment(record, state, last, batch, state[PARAM], self.run.exact), after, travelled)
+                moment = Moment(record, state, last, batch, state[PARAM], self.run.exact)
+                Check(self.run.rule, self._whole).step(moment, after, travelled)
             state = after
 
     def _place(self, state: State) -> State:
@@ -159,78 +139,6 @@ class Trajectory:
 
 def _mixed(first: State, last: State, share: float) -> State:
     return {slot: each(lambda a, b: torch.lerp(a, b, share), first[slot], last[slot]) for slot in first}
-
-
-def check_step(moment: Moment, predicted: State, travelled: float | None = None) -> None:
-    """Refuses a step that does not follow from its batch and the task.
-
-    ``‖predicted − recorded‖ ≤ tolerance · length of the step`` (or of the way travelled, for states that were computed
-    one from the other), plus what rounding can do.
-    """
-    if (strayed := _strayed(moment, predicted, travelled)) is not None:
-        raise MismatchError(_does_not_follow(moment, strayed))
-
-
-def check_way(moment: Moment, rule: Rule, task: Task, predicted: State, travelled: float) -> float | None:
-    """As ``check_step``, for a model that takes the run's steps on its own way.
-
-    Rounding can grow on such a way until the model has left the recorded one. Then the step is taken once more, from
-    the recorded state. If it follows, nothing is wrong but rounding, and how far that has led is given, as a share of
-    the way travelled.
-    """
-    strayed = _strayed(moment, predicted, travelled)
-    if strayed is None:
-        return None
-    again = gradient(task, moment.params, moment.batch)
-    check_step(moment, rule.step(moment.before, again, moment.record.hypers))
-    return strayed
-
-
-def _strayed(moment: Moment, predicted: State, travelled: float | None) -> float | None:
-    """How far the prediction is from the recorded state, in lengths; None where that is within the tolerance."""
-    if not moment.exact:
-        return None
-    before, after = moment.before[PARAM], moment.after[PARAM]
-    missed = norm({name: predicted[PARAM][name] - after[name] for name in after})
-    dtype = next(iter(after.values())).dtype
-    length = norm({name: after[name] - before[name] for name in after}) if travelled is None else travelled
-    if missed <= TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(after):
-        return None
-    if missed != missed:
-        raise MismatchError(
-            f"Step {moment.record.index} gives NaN when it is computed again: look at the losses of its batch's "
-            f"examples {moment.record.ids.tolist()[:8]}."
-        )
-    return missed / max(length, 1e-300)
-
-
-def check_projection(moment: Moment, vector: State, carried: State, slope: float) -> None:
-    """Refuses a step of a linear rule that does not follow from its batch, seen along one vector, at no extra cost.
-
-    ``⟨u, s'⟩ = ⟨Aᵀu, s⟩ + ⟨(∂O/∂g)ᵀu, ḡ⟩`` holds for every u; ``slope`` is the last term, computed again.
-    """
-    if not moment.exact:
-        return
-    before, after = _flat(moment.before), _flat(moment.after)
-    u = _flat(vector)
-    recorded = float(u @ after - _flat(carried) @ before)
-    size, length = float(u.norm()), float((after - before).norm())
-    dtype = next(iter(moment.after[PARAM].values())).dtype
-    allowed = size * (TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * float(after.norm()))
-    if abs(recorded - slope) > allowed or recorded != recorded:
-        raise MismatchError(_does_not_follow(moment, abs(recorded - slope) / max(size * length, 1e-300)))
-
-
-def _flat(state: State) -> Float[Tensor, " width"]:
-    return torch.cat([tensor.flatten() for params in state.values() for tensor in params.values()]).double()
-
-
-def _does_not_follow(moment: Moment, missed: float) -> str:
-    return (
-        f"Step {moment.record.index} does not follow from its batch and this task: computed again it ends {missed:.2g} "
-        "step lengths away from the recorded state; give the Task the loss, l2 and model that were trained, and train "
-        "without gradient clipping, accumulation, mixed precision or randomness."
-    )
 
 
 def _check_size(run: Run, task: Task) -> None:

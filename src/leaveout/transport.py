@@ -17,10 +17,11 @@ from leaveout.curvature import Curvature, Flat, Hessian
 from leaveout.growth import Growth
 from leaveout.marks import Mark, Noted
 from leaveout.members import Members
+from leaveout.moment import Moment
 from leaveout.occasions import Occasions
 from leaveout.resources import Cost, Resources
 from leaveout.step import LinearStep, Pulled
-from leaveout.trajectory import Moment, Trajectory, check_projection, check_step
+from leaveout.trajectory import Trajectory
 from leaveout.vectors import PARAM, Params, State, each, embed, height, nbytes, zeros
 
 CHECK_EVERY = 16
@@ -115,7 +116,7 @@ class Sweep:
         pulled = step.pull(vectors)
         self._check(moment, step)
         if count == 1 and self.trajectory.rule.linear and self.path is None:
-            check_projection(moment, vectors, pulled.carried, float(pulled.weights.sum()))
+            self.trajectory.check.along(moment, vectors, pulled.carried, float(pulled.weights.sum()))
         return pulled
 
     def _shared(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
@@ -158,7 +159,7 @@ class Sweep:
     def _check(self, moment: Moment, step: LinearStep) -> None:
         """Every step whose gradient is at hand is computed again; a single vector goes without, but not always."""
         if step.has_gradient or moment.record.index % CHECK_EVERY == 0:
-            check_step(moment, step.after)
+            self.trajectory.check.step(moment, step.after)
 
     def _count(self, moment: Moment, vectors: int, pairs: int) -> None:
         self.cost.gradients += 1
