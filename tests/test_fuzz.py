@@ -27,6 +27,7 @@ def cases(draw: st.DrawFn) -> dict:
         "inputs": draw(st.sampled_from((None, None, None, *DTYPES))),
         "targets": draw(st.sampled_from((None, None, *DTYPES))),
         "bad": draw(st.sampled_from((None, None, None, math.nan, math.inf))),
+        "bad_query": draw(st.sampled_from((None, None, None, math.nan, math.inf))),
         "transposed": draw(st.booleans()),
         "device": draw(st.sampled_from(("cpu", "cpu", "cpu", "meta"))),
         "batch": draw(st.integers(-1, 4)),
@@ -55,7 +56,8 @@ def test_every_input_works_or_is_refused(case: dict) -> None:
             task = lo.Task(model, nn.MSELoss(), examples(case, case["n"]))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             run = lo.train(task, optimizer, 1, case["batch"], 0, Path(folder) / "run")
-            scores = case["method"].score(run, task, examples({**case, "bad": None}, case["queries"]))
+            queries = examples({**case, "bad": case["bad_query"]}, case["queries"])
+            scores = case["method"].score(run, task, queries)
         except lo.LeaveoutError as error:
             refusal = str(error)
         else:
@@ -63,6 +65,58 @@ def test_every_input_works_or_is_refused(case: dict) -> None:
             return
     assert any(mark in refusal for mark in (": ", "; ", " must ")), refusal  # what is wrong, and what to do
     assert len(refusal) > 40
+
+
+class Words(nn.Module):
+    """Integers in: the mean of the words' vectors, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors, self.last = nn.Embedding(6, 3), nn.Linear(3, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.last(self.vectors(words).mean(1))
+
+
+def sentences(words: list[list[int]], classes: list[int]) -> TensorDataset:
+    return TensorDataset(torch.tensor(words).reshape(-1, 2), torch.tensor(classes))
+
+
+numbers = st.integers(-1, 7)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.tuples(st.tuples(numbers, numbers), st.integers(0, 3)), min_size=1, max_size=3),
+    st.one_of(st.none(), st.lists(st.lists(numbers, max_size=3), max_size=3)),
+    st.sampled_from(METHODS[:4]),
+)
+def test_any_ids_words_and_groups_work_or_are_refused(steps: list, asked: list, groups: list | None, method) -> None:
+    """Examples may be in a batch twice, words and classes not exist, groups repeat, be empty or name nobody."""
+    torch.manual_seed(0)
+    model, order = Words(), torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randint(0, 6, (5, 2), generator=order), torch.randint(0, 2, (5,), generator=order))
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    query = sentences([list(words) for words, _ in asked], [label for _, label in asked])
+    with tempfile.TemporaryDirectory() as folder:
+        with lo.Recorder(Path(folder) / "run", model, optimizer) as recorder:
+            for ids in steps:
+                x, y = data[ids]
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                recorder.step(ids, (x, y))
+                optimizer.step()
+        run = lo.open_run(Path(folder) / "run")
+        possible = all(0 <= word < 6 for words, _ in asked for word in words) and all(y < 2 for _, y in asked)
+        named = groups is None or (groups and all(group and all(0 <= i < 5 for i in group) for group in groups))
+        if possible and named:
+            scores = method.score(run, task, query, groups=groups)
+            assert bool(torch.isfinite(scores.values).all())
+            return
+        with pytest.raises(lo.LeaveoutError, match=r".{40,}"):
+            method.score(run, task, query, groups=groups)
 
 
 def with_nan(value: float) -> TensorDataset:

@@ -1,6 +1,7 @@
 """A check keeps everything it found, in memory and on disk."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pandas as pd
@@ -80,3 +81,25 @@ def test_a_file_with_a_part_missing_is_refused(check, tmp_path):
         write_json(tmp_path / "part.json", {k: v for k, v in told.items() if k not in (key, "crc32")})
         with pytest.raises(lo.RunError, match=key):
             lo.Check.load(tmp_path / "part.json")
+
+
+def test_scores_are_held_against_their_own_run_only(tmp_path):
+    problem = recorded(tmp_path / "run", "logistic", n=12)
+    other = recorded(tmp_path / "other", "logistic", n=12, seed=1)
+    file = lo.SGDIE().score(problem.run, problem.task, problem.query).save(tmp_path / "scores.safetensors")
+    scores = lo.Scores.load(file)
+    assert scores.run_fingerprint == problem.run.fingerprint != other.run.fingerprint
+    moved = lo.open_run(shutil.copytree(problem.run.path, tmp_path / "elsewhere"))
+    for run in (problem.run, problem.run.interpolated(), moved):
+        scores.check_same_run(run)
+    lo.verify(scores, moved, problem.task, problem.query, replays=8)
+    for run in (other.run, problem.run.head(2)):
+        with pytest.raises(lo.InputError, match="another run"):
+            lo.verify(scores, run, problem.task, problem.query, replays=8)
+        with pytest.raises(lo.InputError, match="another run"):
+            lo.refine(scores, run, problem.task, problem.query, top=2)
+        with pytest.raises(lo.InputError, match="another run"):
+            lo.rounding(scores, lo.SGDIE(), run, problem.task, problem.query)
+        with pytest.raises(lo.InputError, match="another run"):
+            lo.report(tmp_path / "page.html", run, scores)
+    assert not (tmp_path / "page.html").exists()

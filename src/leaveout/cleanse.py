@@ -142,6 +142,7 @@ def cleanse(
     resources, cost = resources or Resources(), Cost()
     trajectory = Trajectory(run, task)
     query = Query(task, trajectory.final()[PARAM], test_set, single=True)
+    query.check()
     rows: list[dict[str, Any]] = []
     with cost.metered():
         for order in range(max(1, shuffles)):

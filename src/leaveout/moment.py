@@ -39,7 +39,7 @@ class Moment:
     exact: bool = True
 
 
-class Check:
+class StepCheck:
     """Refuses steps that do not follow from their batch and the task.
 
     A step follows if, computed again, it ends within a tolerance of its length from the recorded state. Where it does

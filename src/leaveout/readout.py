@@ -44,6 +44,16 @@ class Query:
         for start in range(0, self.size, BLOCK):
             yield self.task.read(range(start, min(start + BLOCK, self.size)), self.dataset)
 
+    def check(self) -> None:
+        """Refuses query examples that have no finite loss, naming the first."""
+        parts = [self._found(range(start, min(start + BLOCK, self.size))) for start in range(0, self.size, BLOCK)]
+        broken = (~torch.isfinite(torch.cat(parts))).nonzero().flatten().tolist()
+        if broken:
+            raise InputError(
+                f"Query example {broken[0]} has no finite loss under the trained model: look for NaN or infinite "
+                "values in it, or leave it out."
+            )
+
     def fingerprint(self) -> int:
         """A checksum of the query examples, so that scores are only compared with those of the same queries."""
         checksum = 0
@@ -62,6 +72,20 @@ class Query:
             chunk = max(1, BLOCK_BYTES // max(1, self.task.footprint(self.params, block)))
             parts.append(torch.cat([self._block_losses(part, block) for part in split(stack, chunk)]))
         return torch.cat(parts, dim=1)
+
+    def _found(self, ids: range) -> Float[Tensor, " examples"]:
+        """These examples' losses; one that has none is looked for by halves."""
+        try:
+            with torch.no_grad():
+                return self.task.query_losses(self.params, self.task.read(ids, self.dataset))
+        except Exception as error:
+            if len(ids) > 1:
+                middle = len(ids) // 2
+                return torch.cat([self._found(ids[:middle]), self._found(ids[middle:])])
+            raise InputError(
+                f"Query example {ids[0]} has no loss under the trained model ({str(error).splitlines()[0]}): correct "
+                "it or leave it out."
+            ) from error
 
     def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
         with torch.no_grad(), Folded():

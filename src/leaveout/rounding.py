@@ -86,6 +86,7 @@ def rounding(
         raise InputError("These are scores of groups: give scores of single examples.")
     if sample < 1:
         raise InputError(f"sample={sample} leaves nothing to compare: give at least 1.")
+    scores.check_same_run(run)
     rows = _chosen(scores, sample, seed)
     ids = [int(scores.train_ids[row]) for row in rows]
     double = task.doubled()

@@ -13,6 +13,7 @@ from torch import Tensor
 from leaveout.disk import free, read_sealed, save_sealed
 from leaveout.errors import InputError, RunError
 from leaveout.resources import Cost
+from leaveout.store import Run
 
 SIGN = "positive: the query loss would rise without this example; it helped"
 UNIT = "change of the query loss"
@@ -25,7 +26,8 @@ class Scores:
     ``values`` has a row for each of ``train_ids`` and a column for each of ``query_ids``. Positive: the loss would
     rise without the example, so it helped. ``exact`` marks the rows that are exact replays rather than estimates, where
     there are such; ``displacements`` are kept where they were asked for; ``query_fingerprint`` tells whether other
-    scores are of the same queries; ``groups`` says which examples the rows leave out, where they are groups.
+    scores are of the same queries, ``run_fingerprint`` whether they are of the same run; ``groups`` says which examples
+    the rows leave out, where they are groups.
 
     >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
     >>> scores.harmful(1), scores.helpful(2)
@@ -43,6 +45,7 @@ class Scores:
     sign: str = SIGN
     unit: str = UNIT
     groups: dict[str, list[int]] | None = None
+    run_fingerprint: int | None = None
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.train_ids), len(self.query_ids)):
@@ -75,6 +78,11 @@ class Scores:
                 f"{self.method} was scored for other queries than {other.method}: give the query set that was scored."
             )
 
+    def check_same_run(self, run: Run) -> None:
+        """Refuses scores of another run."""
+        if self.run_fingerprint not in (None, run.fingerprint):
+            raise InputError(f"These scores by {self.method} are of another run than {run}: give the run they are of.")
+
     def extreme(self, count: int) -> list[int]:
         """The rows of the most extreme scores: half of them from each tail."""
         order = torch.argsort(self.mean(), stable=True).tolist()
@@ -106,6 +114,7 @@ class Scores:
             "train_ids": self.train_ids,
             "query_ids": self.query_ids,
             "groups": self.groups,
+            "run_fingerprint": self.run_fingerprint,
         }
         tensors = {"values": self.values}
         if self.exact is not None:
@@ -132,6 +141,7 @@ class Scores:
                 told["sign"],
                 told["unit"],
                 told.get("groups"),
+                told.get("run_fingerprint"),
             )
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(f"{path} holds no scores ({error}): give a file that Scores.save wrote.") from None

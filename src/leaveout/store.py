@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property, lru_cache
@@ -176,6 +177,11 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self)} steps of {self.rule.kind})"
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that tells this run from others: its manifest has the checksums of all its files."""
+        return zlib.crc32(f"{self.manifest} {len(self)}".encode())
 
     @property
     def rule(self) -> Rule:

@@ -12,7 +12,7 @@ from leaveout import batches
 from leaveout.batches import Batch
 from leaveout.errors import MismatchError
 from leaveout.matching import check_model
-from leaveout.moment import Check, Moment
+from leaveout.moment import Moment, StepCheck
 from leaveout.products import gradient
 from leaveout.store import Run
 from leaveout.task import Task
@@ -34,7 +34,7 @@ class Trajectory:
         self.run, self._whole = run, task
         self.task = task.restricted(layers)
         self.rule = run.rule.restricted(self.task.chosen)
-        self.check = Check(self.rule, self.task)
+        self.check = StepCheck(self.rule, self.task)
 
     def __len__(self) -> int:
         return len(self.run)
@@ -100,7 +100,7 @@ class Trajectory:
                 yield after
             else:
                 moment = Moment(record, state, last, batch, state[PARAM], self.run.exact)
-                Check(self.run.rule, self._whole).step(moment, after, travelled)
+                StepCheck(self.run.rule, self._whole).step(moment, after, travelled)
             state = after
 
     def _place(self, state: State) -> State:

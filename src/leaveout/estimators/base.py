@@ -104,6 +104,7 @@ class Request:
             moved,
             query_fingerprint=fingerprint,
             groups=self.members.named(),
+            run_fingerprint=self.trajectory.run.fingerprint,
         )
 
 
@@ -180,7 +181,15 @@ class Estimator(ABC):
             with request.cost.metered(), kept_memory():
                 values.append(chosen._values(request)[0].diagonal())
             cost = cost + request.cost
-        return Scores(torch.cat(values)[:, None], everyone.names, ("self",), chosen.name, cost, unit=self.unit)
+        return Scores(
+            torch.cat(values)[:, None],
+            everyone.names,
+            ("self",),
+            chosen.name,
+            cost,
+            unit=self.unit,
+            run_fingerprint=run.fingerprint,
+        )
 
     def resolved(self, _run: Run, *, displacements: bool = False) -> Estimator:  # noqa: ARG002 - for those that choose
         """The same estimator with what it left open chosen for a run."""
@@ -202,10 +211,12 @@ class Estimator(ABC):
         if queries not in ("mean", "each"):
             raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.")
         trajectory = Trajectory(run, task, self.layers)
+        asked = Query(trajectory.task, trajectory.final_whole()[PARAM], query, single=queries == "each")
+        asked.check()
         return Request(
             trajectory,
             self._members(task, groups),
-            Query(trajectory.task, trajectory.final_whole()[PARAM], query, single=queries == "each"),
+            asked,
             resources or Resources(),
             Cost(),
             displacements,

@@ -63,6 +63,7 @@ def replayed(
     scores: Scores, rows: Sequence[int], run: Run, task: Task, query: Dataset, resources: Resources | None
 ) -> Scores:
     """Exact replays of some rows of scores, for the queries that were scored."""
+    scores.check_same_run(run)
     names = [scores.train_ids[row] for row in rows]
     queries = "mean" if scores.query_ids == ("mean",) else "each"
     if scores.groups is None:

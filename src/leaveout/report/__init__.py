@@ -56,6 +56,7 @@ def report(
         resources: memory budget and progress.
     """
     path = free(path, overwrite=overwrite)
+    scores.check_same_run(run)
     topic = Topic(run, scores, task, query, show_of(show), resources or Resources())
     text = page(gather(topic, check, cleansing(curve) if curve else None))
     path.parent.mkdir(parents=True, exist_ok=True)
