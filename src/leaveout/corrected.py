@@ -157,7 +157,7 @@ class Correction:
         if transport is None:
             return free
         rank = min(transport.rank, layout.width)
-        basis = top_directions(self.trajectory, layout, self.kind, rank, self.cost)
+        basis = top_directions(self.trajectory, layout, self.kind, rank, self.resources, self.cost)
         return SubspaceCarrier(self.trajectory, layout, free, basis)
 
     def _stop(self) -> int:

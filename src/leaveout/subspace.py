@@ -8,10 +8,10 @@ from torch import Tensor
 
 from leaveout.coasting import Layout
 from leaveout.curvature import Curvature
-from leaveout.moment import Moment
-from leaveout.resources import Cost
+from leaveout.resources import Cost, Resources
 from leaveout.trajectory import Trajectory
-from leaveout.vectors import PARAM
+from leaveout.transport import vector_bytes
+from leaveout.vectors import PARAM, sum_of
 
 SAMPLES = 8
 ROUNDS = 4
@@ -19,7 +19,7 @@ EXTRA = 4
 
 
 def top_directions(
-    trajectory: Trajectory, layout: Layout, kind: type[Curvature], rank: int, cost: Cost
+    trajectory: Trajectory, layout: Layout, kind: type[Curvature], rank: int, resources: Resources, cost: Cost
 ) -> Float[Tensor, "rank width"]:
     """Orthonormal rows that span the top eigenvectors of H̄, the mean of the batch Hessians at evenly spaced steps.
 
@@ -31,25 +31,14 @@ def top_directions(
     like = next(iter(moments[0].before[PARAM].values()))
     width = min(rank + EXTRA, layout.width)
     start = torch.randn(layout.width, width, generator=torch.Generator().manual_seed(0))
-    basis = torch.linalg.qr(start.to(like))[0]
-    for _ in range(ROUNDS):
-        basis = torch.linalg.qr(_mean_product(trajectory, moments, layout, kind, basis))[0]
+    chunk = resources.chunk(vector_bytes(trajectory), width)
+    curvatures = [kind(trajectory.task, moment.params, moment.batch, chunk) for moment in moments]
+    product = start.to(like)
+    for _ in resources.track(range(ROUNDS + 1), ROUNDS + 1, "finding directions"):
+        basis = torch.linalg.qr(product)[0]
+        columns = layout.unflatten(basis.T)
+        product = sum_of(layout.flatten(curvature.products(columns)[0]).T for curvature in curvatures) / len(moments)
     cost.hvps += (ROUNDS + 1) * width * len(moments)
     # Which of the directions are curved most: the eigenvectors of H̄ within their span.
-    values, vectors = torch.linalg.eigh(basis.T @ _mean_product(trajectory, moments, layout, kind, basis))
+    values, vectors = torch.linalg.eigh(basis.T @ product)
     return (basis @ vectors[:, values.abs().argsort(descending=True)[:rank]]).T
-
-
-def _mean_product(
-    trajectory: Trajectory,
-    moments: list[Moment],
-    layout: Layout,
-    kind: type[Curvature],
-    basis: Float[Tensor, "width directions"],
-) -> Float[Tensor, "width directions"]:
-    """H̄ times each column."""
-    total = torch.zeros_like(basis)
-    for moment in moments:
-        curvature = kind(trajectory.task, moment.params, moment.batch)
-        total += layout.flatten(curvature.products(layout.unflatten(basis.T))[0]).T
-    return total / len(moments)
