@@ -6,6 +6,7 @@ from leaveout.experiments.epochs import EPOCHS
 from leaveout.experiments.family import FAMILY, METHODS
 from leaveout.experiments.groups import GROUPS
 from leaveout.experiments.mismatch import MISMATCH
+from leaveout.experiments.readouts import READOUTS
 from leaveout.experiments.sensitivity import SENSITIVITY
 from leaveout.experiments.spec import Settings, Spec
 from leaveout.experiments.tables import CONVEX, NONCONVEX
@@ -14,7 +15,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         *(CONVEX, NONCONVEX, FAMILY, METHODS, SENSITIVITY, EPOCHS, GROUPS, BOUNDS),
-        *(CLEANSING, CLEANSING_FULL, MISMATCH),
+        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH),
     )
 }
 
