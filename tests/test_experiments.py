@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import leaveout as lo
-from leaveout.experiments import SPECS, along, bounds, cleansing, epochs, groups, mismatch, problems
+from leaveout.experiments import SPECS, along, bounds, cleansing, epochs, groups, mismatch, problems, readouts
 from leaveout.experiments.fidelity import METHODS
 from leaveout.experiments.markdown import number
 from leaveout.experiments.plots import interactive, png
@@ -180,3 +180,24 @@ def test_the_written_out_recurrence_is_sgd_ie():
     rows = mismatch.compute(settings)
     assert rows[0]["kendall"] > rows[1]["kendall"]
     assert "| digits | feature 0.5 | another draw of the noise |" in shown("mismatch", settings, rows)
+
+
+def test_readings_of_displacements_are_those_of_the_estimators():
+    rows = {(row["displacement"], row["reading"]): row for row in readouts.compute(SMALL)}
+    with problems.binary(SMALL) as problem:
+        asked = (problem.run, problem.task, problem.val)
+        real = lo.Replay().score(*asked, displacements=True)
+        for method, key in (
+            (lo.SGDIE(), ("SGD-IE", "linear")),
+            (lo.ACC("exact", "linear"), ("ACC(exact)", "linear")),
+            (lo.ACC("exact", "exact"), ("ACC(exact)", "exact")),
+        ):
+            scores = method.score(*asked, displacements=True)
+            assert rows[key]["rmse"] == pytest.approx(lo.metrics.rmse(scores.mean(), real.mean()), rel=1e-9)
+            flat = [torch.cat([t.flatten(1) for t in s.displacements.values()], 1) for s in (scores, real)]
+            missed = (flat[0] - flat[1]).norm(dim=1).mean() / flat[1].norm(dim=1).mean()
+            assert rows[key]["missed"] == pytest.approx(float(missed), rel=1e-9)
+    assert rows[readouts.REAL, "exact"]["rmse"] < 1e-12 < rows[readouts.REAL, "linear"]["rmse"]
+    assert rows[readouts.REAL, "linear"]["missed"] == 0
+    text = shown("readouts", SMALL, list(rows.values()))
+    assert "| 8-8 network | digits | clean | real displacement |" in text

@@ -25,7 +25,7 @@ READINGS = ("linear", "exact")
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """All three sets, clean and with the most label noise, by logistic regression; networks for a quarter of the seeds."""
+    """All three sets, clean and with the most label noise; networks for a quarter of the seeds."""
     return [
         {"data": name, "model": model, "noise": noise, "level": level, **(QUICK if quick else SETTINGS), "seed": seed}
         for seed in range(seeds)
