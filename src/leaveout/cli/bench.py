@@ -35,10 +35,13 @@ def mnist(
     flipped: Annotated[float, typer.Option(help="Fraction of labels that are flipped.")] = 0.0,
     replays: Annotated[int, typer.Option(help="Exact replays that the scores are held against.")] = 16,
     out: Annotated[Path, typer.Option(help="Where the figures and the sheet of images go.")] = Path("docs/mnist"),
+    work: Annotated[
+        Path | None, typer.Option(help="Where run, scores and finished replays stay; the same command goes on.")
+    ] = None,
 ) -> None:
     """Score every MNIST training image along 20 epochs, and check it by exact replays. Long: see docs/mnist.md."""
     from leaveout.bench.mnist import measure
 
-    told = measure(images, flipped, replays, out)
+    told = measure(images, flipped, replays, out, work)
     console.print_json(data={key: value for key, value in told.items() if key not in ("harmful", "verify")})
     console.print(told["verify"]["sentence"])
