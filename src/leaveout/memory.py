@@ -23,6 +23,7 @@ def kept_memory() -> Iterator[None]:
     if library is None:
         yield
         return
+    library.malloc_trim(0)  # what came before, a training say, may have left gigabytes of freed memory
     library.mallopt(_MMAP_MAX, 0)
     library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     try:

@@ -29,6 +29,9 @@ FEW, MORE = 16, 64
 ROWS = 512
 """Rows that are measured where every example has a vector or a model of its own."""
 
+LIMIT = 2.0
+"""Seconds that the first few steps of so many rows may take; dearer rows are told from fewer of them."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -108,15 +111,15 @@ def _measured(estimator: Estimator, task: Task, query: Dataset, run: Run, steps:
 def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resources: Resources) -> Plan:
     """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
     totals, memories = [], []
-    counts = (task.size,) if task.size <= ROWS else (ROWS // 4, ROWS)
+
+    def scored(count: int, part: Run) -> Cost:
+        estimator: Estimator = Replay() if kind == "replay" else ACC("exact")
+        groups = [[i] for i in range(count)]
+        return estimator.score(part, task, query, groups=groups, resources=resources).cost
+
+    counts = _counts(task, lambda count: scored(count, run.head(FEW)).seconds)
     for count in counts:
-
-        def scored(part: Run, count: int = count) -> Cost:
-            estimator: Estimator = Replay() if kind == "replay" else ACC("exact")
-            groups = [[i] for i in range(count)]
-            return estimator.score(part, task, query, groups=groups, resources=resources).cost
-
-        seconds, memory = _extrapolated(scored, run, steps)
+        seconds, memory = _extrapolated(partial(scored, count), run, steps)
         totals.append(seconds)
         memories.append(memory)
     name = "Replay" if kind == "replay" else "ACC(exact)"
@@ -126,6 +129,15 @@ def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resour
     seconds = totals[1] + max(0.0, totals[1] - totals[0]) / span * more
     memory = memories[1] + min(max(0, memories[1] - memories[0]) // span * more, resources.bytes)
     return Plan(name, seconds, memory, 0)
+
+
+def _counts(task: Task, taken: Callable[[int], float]) -> tuple[int, ...]:
+    """How many rows to measure: all if they are few, otherwise two numbers of them, small ones where a row is dear."""
+    fewest = min(task.size, 4)
+    taken(fewest)  # traces
+    dear = taken(fewest) / fewest * ROWS > LIMIT
+    most = fewest if dear else ROWS
+    return (task.size,) if task.size <= most else (most // 4, most)
 
 
 def _extrapolated(scored: Callable[[Run], Cost], run: Run, steps: int) -> tuple[float, int]:

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from leaveout.bench.problems import QUIET, binary, folder, images, plain_training, quickest, seconds
 from leaveout.bench.table import Row
 from leaveout.carriers import Subspace
-from leaveout.estimators import ACC, SGDIE, Replay
+from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
 from leaveout.metrics import kendall
+from leaveout.plan import plan
 from leaveout.products import example_products, hessian_products, stacked_gradients
 from leaveout.recorder import Recorder
 from leaveout.store import Run
@@ -149,6 +150,23 @@ def recording() -> list[Row]:
     return [Row("recorded training / unrecorded", recorded / plain, "<=", 1.1, how)]
 
 
+def plans() -> list[Row]:
+    """What ``plan`` predicts against what then happens."""
+    rows = []
+    cheap: list[Estimator] = [TracIn(), SGDIE(), ACC()]
+    for what, (found, task, run), methods in (
+        ("MNIST CNN", images(20_000, 1), cheap),
+        ("Adult 8-8", binary("adult", "mlp", epochs=38), [*cheap, ACC("exact"), Replay()]),
+    ):
+        planned = plan(task, found.val, run, resources=QUIET)["seconds"]
+        # A copy has traced nothing yet, as the plan assumes.
+        real = {m.name: m.score(run, copy.deepcopy(task), found.val, resources=QUIET).cost.seconds for m in methods}
+        worst = max(max(planned[name] / real[name], real[name] / planned[name]) for name in real)
+        how = ", ".join(f"{name} {planned[name]:.1f} and {real[name]:.1f} s" for name in real)
+        rows.append(Row(f"planned and real time, larger / smaller, {what}", worst, "<=", 1.5, how))
+    return rows
+
+
 def cheap_transports() -> list[Row]:
     """Rank correlation of the cheap transports with the exact one, on five tasks."""
     rows = []
@@ -188,6 +206,7 @@ CASES = {
         replays,
         wide_inputs,
         recording,
+        plans,
         cheap_transports,
         faithful_outputs,
     )
