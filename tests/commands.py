@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -95,6 +96,17 @@ class Shell:
 
 def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def listening() -> None:
+        # What a shell starts in the background ignores Ctrl-C, and so would its children.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     return subprocess.Popen(
-        [*PROGRAM, *args], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*PROGRAM, *args],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=listening,
     )

@@ -49,12 +49,13 @@ def image_sweeps() -> list[Row]:
 
 def example_count() -> list[Row]:
     """What a step costs must not depend on how many examples there are."""
-    each = {}
+    each, peak = {}, 0
     for n, epochs in ((1000, 40), (50_000, 1)):
         found, task, run = images(n, epochs)
         ACC().score(run.head(40), task, found.val, resources=QUIET)  # traces, and the first touch of memory
-        each[n] = ACC().score(run, task, found.val, resources=QUIET).cost.seconds / len(run)
-    how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms a step"
+        cost = ACC().score(run, task, found.val, resources=QUIET).cost
+        each[n], peak = cost.seconds / len(run), cost.peak_memory
+    how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms a step; {peak / 1e9:.1f} GB at n = 50,000"
     return [Row("ACC(free), a step at n = 50,000 / at n = 1,000", each[50_000] / each[1000], "<=", 1.2, how)]
 
 
