@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from leaveout.bench import table
 from leaveout.bench.load import Resident, long_run, watched, wide_run, write
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
@@ -51,3 +52,10 @@ def test_the_page_has_a_row_for_each(tmp_path):
         "ACC(sketch=64), one pass, 2,000",
     ):
         assert words in page
+
+
+def test_a_benchmark_that_is_measured_again_replaces_its_row_and_no_other(tmp_path):
+    table.write([table.Row("a", 1.0, "<=", 2.0), table.Row("b", 3.0, ">=", 4.0, "slow")], tmp_path)
+    table.write([table.Row("a", 5.0, "<=", 2.0)], tmp_path)
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert "| a | 5 | <= 2 | **no** |  |\n| b | 3 | >= 4 | **no** | slow |" in page

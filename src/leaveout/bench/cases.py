@@ -161,7 +161,10 @@ def plans() -> list[Row]:
     ):
         planned = plan(task, found.val, run, resources=QUIET)["seconds"]
         # A copy has traced nothing yet, as the plan assumes.
-        real = {m.name: m.score(run, copy.deepcopy(task), found.val, resources=QUIET).cost.seconds for m in methods}
+        real = {
+            m.resolved(run).name: m.score(run, copy.deepcopy(task), found.val, resources=QUIET).cost.seconds
+            for m in methods
+        }
         worst = max(max(planned[name] / real[name], real[name] / planned[name]) for name in real)
         how = ", ".join(f"{name} {planned[name]:.1f} and {real[name]:.1f} s" for name in real)
         rows.append(Row(f"planned and real time, larger / smaller, {what}", worst, "<=", 1.5, how))

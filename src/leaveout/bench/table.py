@@ -63,9 +63,10 @@ def run_cases(cases: Sequence[Callable[[], list[Row]]]) -> Iterator[Row]:
 
 
 def write(rows: Sequence[Row], folder: Path) -> None:
-    """``benchmarks.json`` and ``benchmarks.md``."""
+    """``benchmarks.json`` and ``benchmarks.md``; rows that are there already and were not measured again stay."""
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
     folder.mkdir(parents=True, exist_ok=True)
+    rows = list(({row.what: row for row in _written(folder)} | {row.what: row for row in rows}).values())
     told = {"machine": machine, "rows": [{**asdict(row), "meets": row.meets} for row in rows]}
     (folder / "benchmarks.json").write_text(json.dumps(told, indent=1) + "\n")
     lines = [HEAD + f"{machine['threads']} threads, PyTorch {machine['torch']}, Python {machine['python']}.", ""]
@@ -76,3 +77,11 @@ def write(rows: Sequence[Row], folder: Path) -> None:
         for row in rows
     ]
     (folder / "benchmarks.md").write_text("\n".join(lines) + "\n" + NOTES)
+
+
+def _written(folder: Path) -> list[Row]:
+    file = folder / "benchmarks.json"
+    if not file.exists():
+        return []
+    rows = json.loads(file.read_text())["rows"]
+    return [Row(*(row[name] for name in ("what", "value", "bound", "target", "detail"))) for row in rows]

@@ -21,12 +21,10 @@ def bench(
     unknown = sorted(set(only or ()) - set(suite.CASES))
     if unknown:
         raise typer.BadParameter(f"no case {unknown[0]!r}; there are {', '.join(suite.CASES)}")
-    rows = []
     for row in suite.run_cases([case for name, case in suite.CASES.items() if not only or name in only]):
         mark = "[green]meets[/green]" if row.meets else "[red]misses[/red]"
         console.print(f"{row.what}: {row.value:.4g}, {mark} {row.bound} {row.target:.4g} ({row.detail})")
-        rows.append(row)
-    suite.write(rows, out)
+        suite.write([row], out)
 
 
 @app.command()
