@@ -14,7 +14,8 @@ HEAD = """# Benchmarks
 
 Measured by `leaveout bench` (or `make bench`) with the real data sets at hand (`LEAVEOUT_DATA`). Every figure is a
 ratio of two things measured in the same run, or a rank correlation; "meets" compares it with the target beside it.
-Very long and very wide runs: [load](load.md); the whole of a data set: [all of MNIST](mnist.md).
+Cases are also measured alone (`--only`), and then replace their own rows: not all were measured on the same day. Very
+long and very wide runs: [load](load.md); the whole of a data set: [all of MNIST](mnist.md).
 
 """
 

@@ -10,7 +10,6 @@ import pandas as pd
 from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn
 from leaveout.experiments.fidelity import PERCENTS, agreement
 from leaveout.experiments.markdown import number, spread, table
-from leaveout.experiments.plots import Plot
 from leaveout.experiments.problems import QUIET, binary
 from leaveout.experiments.spec import Row, Settings, Spec
 from leaveout.experiments.tables import QUICK, SETTINGS, SHOWN
@@ -152,11 +151,6 @@ def every_table(frame: pd.DataFrame) -> str:
     return f"{EVERY_SETTING}\n\n" + "\n\n".join(shown)
 
 
-def plots(frame: pd.DataFrame) -> list[Plot]:  # noqa: ARG001 - the tables say it all
-    """None."""
-    return []
-
-
 SETTING = """MNIST 1 against 7: 400 training and 400 validation examples, batch 100, L2 0.01 in each example's loss. The
 publication does not say which model; both are shown. DVEmb(fisher) has the gradient outer products that its authors
 compute with, DVEmb(ggn) the Gauss-Newton matrix. The truth is exact replay; mean (standard deviation) over seeds."""
@@ -165,7 +159,7 @@ EVERY_SETTING = """Kendall's tau with exact replay, and in brackets the RMSE ove
 scores (0: exact; 1: no better than a constant; Adam-IE is a cosine, so that its size means nothing). 400 training and
 400 validation examples, batch 100, 30 epochs, L2 0.01. Processor time over that of replaying all 400."""
 
-FAMILY = Spec("family", "The family: TracIn, DVEmb and Adam-IE with the correction", 5, cells, compute, tables, plots,
+FAMILY = Spec("family", "The family: TracIn, DVEmb and Adam-IE with the correction", 5, cells, compute, tables,
               ("model", "optimizer", "lr", "epochs", "seed"))  # fmt: skip
-METHODS = Spec("methods", "All methods on the same four tasks", 3, every_cell, compute, every_table, plots,
+METHODS = Spec("methods", "All methods on the same four tasks", 3, every_cell, compute, every_table,
                ("data", "model", "optimizer", "seed"))  # fmt: skip

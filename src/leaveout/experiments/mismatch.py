@@ -18,7 +18,6 @@ from leaveout.data import Examples
 from leaveout.estimators import Replay
 from leaveout.experiments.fidelity import agreement
 from leaveout.experiments.markdown import spread, table
-from leaveout.experiments.plots import Plot
 from leaveout.experiments.problems import QUIET, Problem, binary, corrupted
 from leaveout.experiments.spec import Row, Settings, Spec
 from leaveout.experiments.tables import NOISE, QUICK, SETTINGS, SHOWN, named
@@ -97,11 +96,6 @@ def tables(frame: pd.DataFrame) -> str:
     return f"{SETTING}\n\n" + table(["data", "noise", "SGD-IE scored from", "tau", "RMSE", "seeds"], rows)
 
 
-def plots(frame: pd.DataFrame) -> list[Plot]:  # noqa: ARG001 - the table says it all
-    """None."""
-    return []
-
-
 SETTING = """Logistic regression with the settings of the tables, trained on inputs with feature noise. SGD-IE is
 computed from the same noisy inputs, and from the same examples under another draw of the noise."""
 
@@ -112,6 +106,5 @@ MISMATCH = Spec(
     cells=cells,
     compute=compute,
     tables=tables,
-    plots=plots,
     naming=("data", "level", "seed"),
 )

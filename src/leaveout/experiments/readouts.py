@@ -13,7 +13,6 @@ import pandas as pd
 from leaveout.estimators import ACC, SGDIE, Replay
 from leaveout.experiments.fidelity import agreement
 from leaveout.experiments.markdown import spread, table
-from leaveout.experiments.plots import Plot
 from leaveout.experiments.problems import QUIET, binary
 from leaveout.experiments.spec import Row, Settings, Spec
 from leaveout.experiments.tables import NOISE, QUICK, SETTINGS, SHOWN, named
@@ -80,11 +79,6 @@ def tables(frame: pd.DataFrame) -> str:
     return f"{SETTING}\n\n" + table([*head, *columns, "seeds"], rows)
 
 
-def plots(frame: pd.DataFrame) -> list[Plot]:  # noqa: ARG001 - the table says it all
-    """None."""
-    return []
-
-
 SETTING = """The settings of the tables. The relative error of a displacement is the mean ‖δ − δ*‖ over the mean ‖δ*‖,
 δ* from real retraining. Linear: ⟨∇L, δ⟩. Exact: L(θ + δ) − L(θ). The real displacement read exactly is the truth, up
 to rounding."""
@@ -96,6 +90,5 @@ READOUTS = Spec(
     cells=cells,
     compute=compute,
     tables=tables,
-    plots=plots,
     naming=("data", "model", "noise", "level", "seed"),
 )

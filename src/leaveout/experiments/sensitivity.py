@@ -8,7 +8,6 @@ import pandas as pd
 
 from leaveout.experiments.fidelity import compute
 from leaveout.experiments.markdown import spread, table
-from leaveout.experiments.plots import Plot
 from leaveout.experiments.spec import Settings, Spec
 from leaveout.experiments.tables import COLUMNS, QUICK, SETTINGS, SHOWN
 
@@ -54,11 +53,6 @@ def tables(frame: pd.DataFrame) -> str:
     return "Clean data, the settings of the tables with one changed at a time.\n\n" + table(head, rows)
 
 
-def plots(frame: pd.DataFrame) -> list[Plot]:  # noqa: ARG001 - the table says it all
-    """None."""
-    return []
-
-
 SENSITIVITY = Spec(
     "sensitivity",
     "Sensitivity: L2, learning rate, batch size and precision",
@@ -66,6 +60,5 @@ SENSITIVITY = Spec(
     cells=cells,
     compute=compute,
     tables=tables,
-    plots=plots,
     naming=("data", "model", "l2", "lr", "batch", "dtype", "seed"),
 )

@@ -28,8 +28,8 @@ class Spec:
             JSON values, hold everything a cell depends on, and have a ``"seed"``.
         compute: a cell's rows from its settings, and from nothing else.
         tables: Markdown from the rows of all finished cells (columns: the settings and what ``compute`` gave).
-        plots: pictures from the same rows.
         naming: the settings that a cell's file is called by.
+        plots: pictures from the same rows; none where the tables say it all.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Spec:
     cells: Callable[[int, bool], Sequence[Settings]]
     compute: Callable[[Settings], list[Row]]
     tables: Callable[[pd.DataFrame], str]
-    plots: Callable[[pd.DataFrame], list[Plot]]
     naming: tuple[str, ...]
+    plots: Callable[[pd.DataFrame], list[Plot]] = lambda _: []
 
     def file(self, settings: Settings) -> str:
         """A cell's file name: readable, and another one as soon as any setting differs."""
