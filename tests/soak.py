@@ -120,7 +120,7 @@ def cell(settings: Settings) -> list[Row]:
 def reproduce() -> None:
     """The cells of an experiment."""
     cells: Callable = lambda seeds, _quick: [{"seed": seed} for seed in range(seeds)]  # noqa: E731
-    spec = Spec("soak", "small", 6, cells, cell, lambda _: "", lambda _: [], ("seed",))
+    spec = Spec("soak", "small", 6, cells, cell, lambda _: "", ("seed",))
     runner.compute(spec, Path("results"))
 
 
@@ -215,8 +215,8 @@ class Soak:
                 if not self._kill(command, folder, self._luck.uniform(0.02, seconds)):
                     break  # it was quicker
                 done += 1
-            self._finish(command, folder)
-            assert told(folder) == expected, f"{name} differs after it was killed"
+            code = self._run(command, folder)  # may refuse to replace what it had finished before it was killed
+            assert told(folder) == expected, f"{name} differs after it was killed; it ended with {code}"
             shutil.rmtree(folder)
         return starts
 
@@ -239,9 +239,13 @@ class Soak:
         return alive
 
     def _finish(self, command: Callable[[], None], folder: Path) -> None:
+        code = self._run(command, folder)
+        assert code == 0, f"{command.__name__} ended with {code} in {folder}"
+
+    def _run(self, command: Callable[[], None], folder: Path) -> int | None:
         process = self._start(command, folder)
         process.join()
-        assert process.exitcode == 0, f"{command.__name__} ended with {process.exitcode} in {folder}"
+        return process.exitcode
 
 
 def main(kills: int) -> None:

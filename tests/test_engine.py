@@ -164,7 +164,6 @@ SPEC = Spec(
     lambda seeds, _quick: [{"seed": seed} for seed in range(seeds)],
     lambda settings: [{"square": settings["seed"] ** 2, "process": os.getpid()}],
     lambda _rows: "",
-    lambda _rows: [],
     ("seed",),
 )
 
