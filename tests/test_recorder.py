@@ -1,5 +1,7 @@
 """Recording sees the batches, hyperparameters and states of an ordinary loop, and changes nothing in it."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -664,3 +666,36 @@ def test_batches_that_are_dicts_from_a_collate_function(tmp_path: Path) -> None:
         learn(model, optimizer, (batch["input"], batch["labels"]))
     task = lo.Task(model, nn.CrossEntropyLoss(), data, collate=collate)
     assert lo.ACC(transport="exact").score(recorder.finish(), task, data).values.abs().max() > 0
+
+
+FORGOTTEN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import leaveout as lo
+
+torch.manual_seed(0)
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(12, 3), torch.randn(12, 1)), 4)
+recorder = lo.Recorder("run", model, optimizer, resume=True)
+for x, y in recorder.watch(loader):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_a_program_that_forgets_to_finish_is_told_and_loses_nothing(tmp_path: Path) -> None:
+    def program(text: str) -> str:
+        return subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True).stderr
+
+    told = program(FORGOTTEN)
+    assert "was never finished" in told
+    assert "recorder.finish()" in told
+    with pytest.raises(lo.RunError, match=r"cut short after step 2.*recorder\.finish\(\)"):
+        lo.open_run(tmp_path / "run")
+    assert len(lo.open_run(tmp_path / "run", partial=True)) == 3
+    assert not program(FORGOTTEN + "recorder.finish()\n")
+    assert len(lo.open_run(tmp_path / "run")) == 3

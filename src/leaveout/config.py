@@ -15,9 +15,9 @@ from torch import nn
 from leaveout import data, models
 from leaveout.beside import Beside
 from leaveout.disk import write_text
-from leaveout.errors import InputError, closest
+from leaveout.errors import InputError, RunError, closest
 from leaveout.resources import Resources
-from leaveout.store import Run, cut_short
+from leaveout.store import MANIFEST, Run, cut_short
 from leaveout.task import Task
 from leaveout.train import train
 from leaveout.writer import check_free
@@ -185,6 +185,8 @@ def _leave(config: Config, out: Path) -> bool:
     """Writes the config into the new directory; says whether a run that it describes was cut short there."""
     file = Beside(out).config
     begun = cut_short(out) and file.exists()
+    if (out / MANIFEST).exists() and not begun:
+        raise RunError(f"{out} already holds a run: choose another directory with --out, or delete it first.")
     check_free(out, resume=begun)
     out.mkdir(parents=True, exist_ok=True)
     if not file.exists():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +33,8 @@ _RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 class Recorder:
     """Records a training run as it happens; the loop stays as it is.
+
+    Call ``finish`` after the loop, or put the loop into ``with lo.Recorder(...) as recorder:``.
 
     Args:
         path: a new directory for the run.
@@ -84,6 +89,7 @@ class Recorder:
         self._loaders: dict[int, Noted] = {}
         self._past = Past(self._writer.before)
         self._go_on()
+        self._forgotten = atexit.register(partial(_never_finished, self._writer, os.getpid()))
         _RECORDED.add(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -217,6 +223,7 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         _RECORDED.discard(self._optimizer)
+        atexit.unregister(self._forgotten)
         self._hooks = []
 
     def _noted(self, loader: DataLoader) -> Noted:
@@ -347,6 +354,20 @@ class Keep:
         self._used += size
         # Gaps of 2√i make √N of N.
         self._next = index + 1 if self._used < self._budget else index + max(1, round(2 * index**0.5))
+
+
+def _never_finished(writer: Writer, owner: int) -> None:
+    """Saves what a recorder had when the program ended without ``finish``."""
+    if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
+        return
+    writer.finish(complete=False)
+    warnings.warn(
+        f"The recording in {writer.path} was never finished and counts as cut short: call recorder.finish() after the "
+        "training loop, or put the loop into `with lo.Recorder(...) as recorder:`. What was recorded is kept, and "
+        "resume=True goes on from there.",
+        LeaveoutWarning,
+        stacklevel=2,
+    )
 
 
 def _copy(tensor: Tensor) -> Tensor:

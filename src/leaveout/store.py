@@ -347,11 +347,13 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
     path = local(path)
     run = Run(path, read_manifest(path))
     if len(run) == 0:
-        raise RunError(f"The run in {path} has no complete step on disk: record it again.")
+        raise RunError(
+            f"The run in {path} has no complete step on disk: record it again, and let recorder.finish() end it."
+        )
     if not run.manifest.finished and not partial:
         raise RunError(
-            f"The run in {path} was cut short after step {len(run) - 1}: continue it with resume=True, record it "
-            "again, or use open_run(path, partial=True) for the steps that are there."
+            f"The run in {path} was cut short after step {len(run) - 1}: continue it with resume=True up to "
+            "recorder.finish(), record it again, or use open_run(path, partial=True) for the steps that are there."
         )
     return run
 

@@ -64,6 +64,11 @@ class Writer:
                 self.abandon()
                 raise
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a run was begun and is not at its end."""
+        return self._manifest is not None and not self._manifest.finished
+
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Writes the state before the first step."""
         write_tensors(self.path / INITIAL, _flatten(initial))
@@ -91,11 +96,13 @@ class Writer:
         The last state is always kept: ``final`` gives it where the last step's was not.
         """
         try:
+            self._wait()
             if self._records:
+                assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
                 if final is not None:
                     self._states[self._records[-1].index + 1] = final
-                self._flush()
-            self._wait()
+                # Not in the thread: none starts any more while the interpreter ends.
+                self._manifest = _write_shard(self.path, self._number, self._records, self._states, self._manifest)
             if complete and self._manifest is not None:
                 self._manifest = replace(self._manifest, finished=True)
                 write_manifest(self.path, self._manifest)

@@ -13,10 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from leaveout.beside import Beside
 from leaveout.engine import Engine, Local, Ray
 from leaveout.errors import RunError, closest
 from leaveout.resources import Resources
-from leaveout.store import MANIFEST, Run, open_run
+from leaveout.store import MANIFEST, Run, cut_short, open_run
 
 INTERRUPTED = 130
 SHARD = 256
@@ -68,6 +69,10 @@ def opened(path: Path, *, partial: bool = False) -> Run:
         near = [str(folder) for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
         if suggestion := closest(str(path), near):
             raise RunError(f"{path} holds no run{suggestion}.")
+    if not partial and Beside(path).config.exists() and cut_short(path):
+        raise RunError(
+            f"The run in {path} was cut short: give the leaveout train command that began it again, and it goes on."
+        )
     return open_run(path, partial=partial)
 
 
