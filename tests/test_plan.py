@@ -10,7 +10,9 @@ import leaveout as lo
 ESTIMATORS = {
     "TracIn": lo.TracIn(),
     "SGD-IE": lo.SGDIE(),
+    "DVEmb(ggn)": lo.DVEmb(),
     "ACC(free)": lo.ACC(),
+    "ACC(subspace 8)": lo.ACC(lo.Subspace(8)),
     "ACC(exact)": lo.ACC("exact"),
     "Replay": lo.Replay(),
 }

@@ -89,7 +89,7 @@ class Local(Engine):
 
 @dataclass(frozen=True)
 class Ray(Engine):
-    """A Ray cluster (``pip install leaveout[ray]``); leaveout and what the task imports must be installed on it.
+    """A Ray cluster (extra ``ray``); leaveout and what the task imports must be installed on it.
 
     Args:
         address: of the cluster, as ``ray.init`` takes it; by default the one in use, the one that RAY_ADDRESS names,
@@ -155,7 +155,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise InputError("engine='ray' needs Ray, which is not installed: pip install 'leaveout[ray]'.") from None
+        raise InputError("engine='ray' needs Ray, which is not installed: pip install -e '.[ray]'.") from None
     return ray
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from leaveout.carriers import Subspace
 from leaveout.errors import InputError
-from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
+from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn
 from leaveout.resources import Cost, Resources
 from leaveout.store import Run
 from leaveout.task import Task
@@ -53,7 +54,10 @@ def plan(
     batch_size: int = 64,
     resources: Resources | None = None,
 ) -> pd.DataFrame:
-    """Predicted seconds, memory and disk of training (for a run that is not there yet) and of every method.
+    """Predicted seconds, memory and disk of training (for a run that is not there yet) and of every method along it.
+
+    ``AdamIE`` and ``InfluenceFunction`` do not go along a run: one takes every example's gradient once an epoch, the
+    other as many products over all data as conjugate gradients need.
 
     Args:
         task: what is trained.
@@ -86,9 +90,9 @@ def plan(
 def _table(
     task: Task, query: Dataset, run: Run, steps: int, budget: Resources, shown: Resources, plans: list[Plan]
 ) -> pd.DataFrame:
-    cheap: list[Estimator] = [TracIn(), SGDIE()]
+    cheap: list[Estimator] = [TracIn(), SGDIE(), DVEmb()]
     if run.rule.linear:
-        cheap += [ACC()]
+        cheap += [ACC(), ACC(Subspace(8))]
     jobs = [partial(_measured, estimator) for estimator in cheap] + [partial(_by_rows, k) for k in ("exact", "replay")]
     plans += [job(task, query, run, steps, budget) for job in shown.track(jobs, len(jobs), "measuring")]
     frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")

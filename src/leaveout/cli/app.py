@@ -48,11 +48,15 @@ def main(told: Annotated[bool, typer.Option("--version", help="Say which version
 
     The way through, on data that need no network:
 
-    [dim]$[/dim] leaveout train --data digits --flip 0.1 --out runs/digits
+    [dim]$[/dim] leaveout train --data digits --flip 0.1 --hidden 16 --activation tanh --out runs/digits
 
     [dim]$[/dim] leaveout score runs/digits --method acc --method sgd-ie
 
     [dim]$[/dim] leaveout verify runs/digits
+
+    [dim]$[/dim] leaveout cleanse runs/digits
+
+    [dim]$[/dim] leaveout report runs/digits
 
     Your own model: record it with lo.Recorder, then name a function that returns (task, query set):
 

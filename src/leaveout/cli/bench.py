@@ -15,7 +15,12 @@ def bench(
     only: Annotated[list[str] | None, typer.Option(help="Only these cases; may be repeated.")] = None,
     out: Annotated[Path, typer.Option(help="Where benchmarks.json and benchmarks.md go.")] = Path("docs"),
 ) -> None:
-    """Measure speed and fidelity as ratios in one run, on the real data sets (LEAVEOUT_DATA)."""
+    """Measure speed and fidelity as ratios in one run, on the real data sets (LEAVEOUT_DATA).
+
+    [dim]$[/dim] leaveout bench
+
+    [dim]$[/dim] leaveout bench --only image_sweeps --only replays --out benchmarks
+    """
     from leaveout import bench as suite
 
     unknown = sorted(set(only or ()) - set(suite.CASES))
@@ -37,7 +42,10 @@ def mnist(
         Path | None, typer.Option(help="Where run, scores and finished replays stay; the same command goes on.")
     ] = None,
 ) -> None:
-    """Score every MNIST training image along 20 epochs, and check it by exact replays. Long: see docs/mnist.md."""
+    """Score every MNIST training image along 20 epochs, and check it by exact replays. Long: see docs/mnist.md.
+
+    [dim]$[/dim] leaveout mnist --images 5000 --flipped 0.1 --replays 64 --work runs/mnist
+    """
     from leaveout.bench.mnist import measure
 
     told = measure(images, flipped, replays, out, work)

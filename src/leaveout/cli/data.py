@@ -17,7 +17,10 @@ app.add_typer(data, name="data")
 
 @data.command("list")
 def listed() -> None:
-    """Show the data sets, and whether their files are here (LEAVEOUT_DATA, then the cache)."""
+    """Show the data sets, and whether their files are here (LEAVEOUT_DATA, then the cache).
+
+    [dim]$[/dim] leaveout data list
+    """
     table = Table("name", "training examples", "validation", "files")
     for name in sets.names():
         train, val = sets.sizes(name)
@@ -29,7 +32,10 @@ def listed() -> None:
 def fetch(
     names: Annotated[list[str] | None, typer.Argument(help="Data sets; all of them if none is named.")] = None,
 ) -> None:
-    """Find the files, download what is missing, and compare everything with the originals' checksums."""
+    """Find the files, download what is missing, and compare everything with the originals' checksums.
+
+    [dim]$[/dim] leaveout data fetch adult mnist
+    """
     failed = [name for name in names or sets.names() if not _fetched(name)]
     if failed:
         raise typer.Exit(1)

@@ -19,7 +19,10 @@ def demo(
         Path | None, typer.Option(help="A new directory for the run and the report; leaveout-demo by default.")
     ] = None,
 ) -> None:
-    """Find flipped labels in handwritten digits: train, record, score, verify, report. Offline, in about a minute."""
+    """Find flipped labels in handwritten digits: train, record, score, verify, report. Offline, in half a minute.
+
+    [dim]$[/dim] leaveout demo --out my-demo
+    """
     console.print(
         "500 handwritten digits, a tenth of the labels flipped. A small network is trained and recorded; then every "
         "example is scored by what the validation loss would be without it, and the scores are checked by replaying "

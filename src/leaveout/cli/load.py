@@ -17,7 +17,10 @@ def load(
     only: Annotated[Literal["wide", "long"] | None, typer.Option(help="One of the two; the other's rows stay.")] = None,
     out: Annotated[Path, typer.Option(help="Where load.json and load.md go.")] = Path("docs"),
 ) -> None:
-    """Record very many steps, score very many examples, and watch the memory. Long: see docs/load.md."""
+    """Record very many steps, score very many examples, and watch the memory. Long: see docs/load.md.
+
+    [dim]$[/dim] leaveout load --only wide --examples 10000 --out load
+    """
     from leaveout.bench.load import long_run, wide_run, write
 
     rows = []

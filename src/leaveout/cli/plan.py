@@ -34,7 +34,7 @@ def plan(
     memory: MemoryOption = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Predict time, memory and disk of every method from a few measured steps.
+    """Predict time, memory and disk of every method along the run from a few measured steps.
 
     [dim]$[/dim] leaveout plan runs/digits
 

@@ -23,7 +23,14 @@ def reproduce(
     processes: ProcessesOption = 1,
     ray: RayOption = None,
 ) -> None:
-    """Reproduce the published tables and curves. Stop it at any time: finished cells are not computed again."""
+    """Reproduce the published tables and curves. Stop it at any time: finished cells are not computed again.
+
+    [dim]$[/dim] leaveout reproduce list
+
+    [dim]$[/dim] leaveout reproduce convex --quick --out results
+
+    [dim]$[/dim] leaveout reproduce nonconvex --seeds 3 --processes 2 --out results
+    """
     from leaveout.experiments import SPECS, report, runner
 
     if what == "list":
