@@ -1,8 +1,11 @@
 """A run that was cut short goes on as if nothing had been; a directory has one writer."""
 
 import os
+import resource
 import shutil
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import leaveout as lo
+from leaveout import config
 from leaveout import writer as writing
 from leaveout.store import shard_name
 from problems import MODELS, OPTIMIZERS, data_for
-from test_store import contents
+from test_store import contents, manifest, record, state
 
 
 class Cut(Exception):  # noqa: N818 - what a crash would be
@@ -196,6 +200,93 @@ def test_what_a_killed_writer_leaves_is_gone_on_with(left: str, tmp_path: Path) 
     run = told(path, "adam", resume=True, keep=2)
     same(run, whole)
     assert sorted(contents(path)) == sorted(contents(whole.path))
+
+
+def killed(work: Callable[[], object], *, at: int | None = None, size: int | None = None) -> bool:
+    """Does the work in a child that is killed at a change of its disk, or in the middle of a file of this size."""
+    child = os.fork()
+    if child == 0:
+        left = at or 0
+
+        def count(event: str, _args: tuple) -> None:
+            nonlocal left
+            if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(count)
+            if size is not None:
+                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (-signal.SIGKILL, -signal.SIGXFSZ)
+
+
+def test_a_run_killed_at_any_change_of_the_disk_goes_on_and_is_well(tmp_path: Path) -> None:
+    begun, path, about = tmp_path / "begun", tmp_path / "run", manifest()
+    writer = writing.Writer(begun)
+    writer.begin(about, state(0))
+    writer.append(record(0, [0], []), state(1))
+    writer.append(record(1, [1], []), None)  # beyond the last kept state: this shard is written anew
+    writer.finish(complete=False)
+
+    def go_on() -> None:
+        writer = writing.Writer(path, resume=True)
+        for index in range(len(writer.before), 3):
+            writer.append(record(index, [index], []), state(3) if index == 2 else None)
+        writer.finish()
+
+    for at in range(1, 200):
+        shutil.copytree(begun, path)
+        ended = not killed(go_on, at=at)
+        assert lo.check_run(path) == [] or not lo.open_run(path, partial=True).manifest.finished
+        go_on()
+        assert lo.open_run(path).kept == [0, 1, 3]
+        assert sorted(contents(path)) == ["initial.safetensors", "manifest.json", shard_name(1)]
+        shutil.rmtree(path)
+        if ended:
+            break
+    assert 8 < at < 199
+
+
+@pytest.mark.parametrize("size", [0, 50, 100, 200, 300])
+def test_a_run_killed_in_the_middle_of_a_file_goes_on(size: int, tmp_path: Path) -> None:
+    path, about = tmp_path / "run", manifest()
+
+    def work() -> None:
+        writer = writing.Writer(path, resume=True)
+        if not writer.unfinished:
+            writer.begin(about, state(0))
+        writer.append(record(0, [0], []), state(1))
+        writer.finish()
+
+    assert killed(work, size=size)
+    work()
+    assert lo.check_run(path) == []
+    assert sorted(contents(path)) == ["initial.safetensors", "manifest.json", shard_name(0)]
+
+
+def test_a_training_killed_while_its_config_is_written_goes_on(tmp_path: Path) -> None:
+    plan = config.Config(config.DataPart(n_train=30, n_val=5), train=config.TrainPart(epochs=1))
+    assert killed(lambda: config._leave(plan, tmp_path / "run"), size=20)
+    assert list((tmp_path / "run").iterdir())
+    run, _ = config.run_config(plan, tmp_path / "run")
+    assert not any(file.name.startswith(".") for file in run.path.iterdir())
+    assert lo.check_run(run.path) == []
+
+
+def test_of_two_trainings_into_one_directory_the_second_is_refused(tmp_path: Path) -> None:
+    plan = config.Config(config.DataPart(n_train=30, n_val=5), train=config.TrainPart(epochs=1))
+    first = writing.claim(tmp_path / "run")  # before it has written anything
+    with pytest.raises(lo.RunError, match=f"being written by process {os.getpid()}"):
+        config.run_config(plan, tmp_path / "run")
+    assert sorted(contents(tmp_path / "run")) == [".lock"]
+    first.release()
 
 
 def test_a_run_without_its_manifest_is_not_written_over(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout import writer as writing
+from leaveout.config import Config, TrainPart, run_config
 from leaveout.disk import checksum, unsealed, write_json, write_tensors
 from leaveout.optim import Rule
 from leaveout.store import INITIAL, MANIFEST, Manifest, Record, shard_name, write_manifest
@@ -146,14 +148,45 @@ def test_a_failed_write_leaves_the_old_tensors(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_leaves_the_old_manifest_and_nothing_beside_it(tmp_path: Path) -> None:
     run, _ = trained(tmp_path / "run", epochs=1)
     before = contents(tmp_path)
-    (run.path / f".{MANIFEST}.{os.getpid()}").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
-        write_manifest(run.path, replace(run.manifest, finished=False))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_manifest(run.path, replace(run.manifest, finished=False))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_a_strangers_links_do_not_lead_a_writer_to_other_files(link: str, tmp_path: Path) -> None:
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    mine.write_text("important")
+    run.mkdir()
+    getattr(run / ".lock", link)(mine)
+    with pytest.raises(lo.RunError, match=r"run cannot be written .*\.lock.*: choose another directory"):
+        trained(run, epochs=1)
+    (run / ".lock").unlink()
+    getattr(run / f".{INITIAL}.{os.getpid()}", link)(mine)
+    getattr(run / f".{MANIFEST}.{os.getpid()}", link)(mine)
+    trained(run, epochs=1)
+    assert mine.read_text() == "important"
+    assert sorted(contents(run)) == [INITIAL, MANIFEST, shard_name(0)]
+
+
+@pytest.mark.parametrize("place", ["file/run", "x" * 300, "a\0b", "/sys/run"])
+def test_places_that_cannot_be_written_are_refused_with_a_sentence(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("important")
+    with pytest.raises(lo.RunError, match=r"cannot be written \(.*\): choose another directory"):
+        trained(tmp_path / place, epochs=1)
+    with pytest.raises(lo.RunError, match=r"cannot be written \(.*\): choose another directory"):
+        run_config(Config(train=TrainPart(epochs=1)), tmp_path / place)
+    with pytest.raises(lo.RunError):
+        lo.open_run(tmp_path / place)
+    assert list(contents(tmp_path)) == ["file"]
 
 
 def test_a_failed_shard_is_noticed_and_loses_no_earlier_one(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from leaveout.resources import Resources
 from leaveout.store import MANIFEST, Run, cut_short
 from leaveout.task import Task
 from leaveout.train import train
-from leaveout.writer import check_free
+from leaveout.writer import claim
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "sgd": (torch.optim.SGD, ("lr", "momentum", "dampening", "nesterov", "weight_decay")),
@@ -182,16 +182,23 @@ def run_config(config: Config, out: Path, resources: Resources | None = None) ->
 
 
 def _leave(config: Config, out: Path) -> bool:
-    """Writes the config into the new directory; says whether a run that it describes was cut short there."""
+    """Writes the config into the new directory; says whether a run that it describes was cut short there.
+
+    As the directory's one writer: of two trainings at once, the second finds the config of the first.
+    """
     file = Beside(out).config
-    begun = cut_short(out) and file.exists()
-    if (out / MANIFEST).exists() and not begun:
-        raise RunError(f"{out} already holds a run: choose another directory with --out, or delete it first.")
-    check_free(out, resume=begun)
-    out.mkdir(parents=True, exist_ok=True)
-    if not file.exists():
-        write_text(file, to_toml(config))
-    elif read(file) != config:
+    lock = claim(out, resume=True)
+    try:
+        begun = cut_short(out) and file.exists()
+        if (out / MANIFEST).exists() and not begun:
+            raise RunError(f"{out} already holds a run: choose another directory with --out, or delete it first.")
+        if not file.exists():
+            write_text(file, to_toml(config))
+    except OSError as error:
+        raise RunError(f"{file} cannot be written ({error}): make room, or choose another directory.") from None
+    finally:
+        lock.release()
+    if read(file) != config:
         raise InputError(f"{file} describes another run: choose another directory, or give this file as the config.")
     return begun
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
+import stat
+import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -12,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch import uint8 as byte
 
 from leaveout.errors import InputError, RunError
 
@@ -39,7 +42,17 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: if it says something else now.
     """
-    return unsealed(json.loads(file.read_text(encoding="utf-8")))
+    try:
+        return unsealed(json.loads(plain(file).read_text(encoding="utf-8")))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def plain(file: Path) -> Path:
+    """The file, if it is one: whoever opens a pipe waits for ever."""
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file.name} is no plain file")
+    return file
 
 
 def unsealed(told: Any) -> dict[str, Any]:
@@ -101,7 +114,7 @@ def read_sealed(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ValueError: if it is something else, or was changed.
     """
     try:
-        with safe_open(str(file), framework="pt") as opened:
+        with safe_open(str(plain(file)), framework="pt") as opened:
             metadata = opened.metadata() or {}
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
@@ -129,7 +142,9 @@ def tensor_checksum(tensor: Tensor, start: int = 0) -> int:
     """CRC-32 of a tensor's type, shape and values."""
     found = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), start)
     data = tensor.detach().cpu().contiguous().flatten()
-    return zlib.crc32(data.view(byte).numpy().data, found) if data.numel() else found
+    if data.stride(0) != 1:  # a single value of a larger tensor counts as contiguous
+        data = data.clone(memory_format=torch.contiguous_format)
+    return zlib.crc32(data.view(torch.uint8).numpy().data, found) if data.numel() else found
 
 
 def _seal(words: str, tensors: dict[str, Tensor]) -> int:
@@ -144,15 +159,24 @@ def _json_checksum(told: dict[str, Any]) -> int:
 
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:
-    """Writes aside, waits for the disk, and renames: after a crash there is either the old file or the new one."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    """Writes aside, waits for the disk, and renames: after a crash there is either the old file or the new one.
+
+    Aside is a new directory of this user alone: nobody can have put a link there, and what a library leaves in it when
+    the process is killed is known by the directory's name.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f".{file.name}.", dir=file.parent))
     try:
-        write(aside)
-        _sync(aside)
-        os.replace(aside, file)
+        write(folder / "new")
+        _sync(folder / "new")
+        os.replace(folder / "new", file)
         _sync(file.parent)
     finally:
-        aside.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def asides(names: str) -> str:
+    """A pattern of what writing files with such names leaves when it is killed; a file for a version before this."""
+    return rf"\.(?:{names})\.(?:\d+|[a-z0-9_]{{8}})"
 
 
 def _sync(path: Path) -> None:
@@ -168,6 +192,7 @@ class Lock:
 
     Raises:
         RunError: if there is another writer, in this process or another.
+        OSError: if there can be no lock in this directory.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -201,7 +226,11 @@ os.register_at_fork(after_in_child=_forget_all)
 
 def _locked(file: Path) -> int:
     while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        told = os.fstat(descriptor)
+        if not stat.S_ISREG(told.st_mode) or told.st_nlink > 1:  # another's file, by a second name
+            os.close(descriptor)
+            raise OSError(f"{file} is no lock file")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -221,6 +250,6 @@ def _locked(file: Path) -> int:
 def _is_still(file: Path, descriptor: int) -> bool:
     """Whether the last writer did not take its lock file away between opening and locking."""
     try:
-        return os.path.samestat(os.fstat(descriptor), file.stat())
+        return os.path.samestat(os.fstat(descriptor), file.lstat())
     except FileNotFoundError:
         return False

@@ -21,7 +21,7 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from leaveout.disk import LOCK, checksum, tensor_checksum, unsealed, write_json
+from leaveout.disk import LOCK, checksum, plain, tensor_checksum, unsealed, write_json
 from leaveout.errors import RunError
 from leaveout.optim import HYPERS, Hyper, Rule
 from leaveout.remote import local, source
@@ -99,10 +99,10 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a run directory, held against its checksum."""
     file = path / MANIFEST
-    if not file.exists():
-        raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        if not file.exists():
+            raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
+        raw = json.loads(plain(file).read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise RunError(
                 f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it, or "

@@ -7,6 +7,7 @@ last shard that the manifest names; writing goes on from there.
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from leaveout.beside import CONFIG
-from leaveout.disk import LOCK, Lock, checksum, tensor_checksum, write_tensors
+from leaveout.disk import LOCK, Lock, asides, checksum, tensor_checksum, write_tensors
 from leaveout.errors import RunError
 from leaveout.optim import HYPERS
 from leaveout.store import INITIAL, MANIFEST, Manifest, Record, Run, Shard, read_manifest, shard_name, write_manifest
@@ -26,10 +27,12 @@ from leaveout.vectors import State, nbytes
 SHARD_BYTES = 64_000_000
 SHARD_STEPS = 4096
 SHARD_SECONDS = 10.0
-EARLY = re.compile(rf"{re.escape(LOCK)}|{re.escape(INITIAL)}|{re.escape(CONFIG)}|\.(manifest|initial|shard-\d+)\..*")
-"""What a writer leaves that is killed before its manifest is there."""
-LEFT = re.compile(rf"shard-\d+\.safetensors|{EARLY.pattern}")
+SHARDS = r"shard-\d+\.safetensors"
+EARLY = re.compile("|".join(map(re.escape, (LOCK, INITIAL, CONFIG))))
+"""What a writer leaves that is killed before its manifest is there, beside what it had written aside."""
+LEFT = re.compile(f"{EARLY.pattern}|{SHARDS}")
 """What one leaves that is killed later."""
+ASIDE = re.compile(asides("|".join((*map(re.escape, (MANIFEST, INITIAL, CONFIG)), SHARDS))))
 
 
 class Writer:
@@ -103,11 +106,11 @@ class Writer:
                     self._states[self._records[-1].index + 1] = final
                 # Not in the thread: none starts any more while the interpreter ends.
                 self._manifest = _write_shard(self.path, self._number, self._records, self._states, self._manifest)
-            if complete and self._manifest is not None:
-                self._manifest = replace(self._manifest, finished=True)
-                write_manifest(self.path, self._manifest)
             if self._manifest is not None:
-                _tidy(self.path, self._manifest)
+                _tidy(self.path, self._manifest)  # before it is finished: nobody tidies a finished run
+                if complete:
+                    self._manifest = replace(self._manifest, finished=True)
+                    write_manifest(self.path, self._manifest)
         finally:
             self.abandon()
 
@@ -151,9 +154,12 @@ class Writer:
 
 def claim(path: Path, *, resume: bool = False) -> Lock:
     """Makes the directory its writer's, or refuses if something is there or somebody is writing."""
-    check_free(path, resume=resume)
-    path.mkdir(parents=True, exist_ok=True)
-    lock = Lock(path)
+    try:
+        check_free(path, resume=resume)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = Lock(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be written ({error}): choose another directory for the run.") from None
     try:
         check_free(path, resume=resume)
     except RunError:
@@ -172,7 +178,7 @@ def check_free(path: Path, *, resume: bool) -> None:
         )
     if not path.exists():
         return
-    if not path.is_dir() or not all(EARLY.fullmatch(file.name) and file.is_file() for file in path.iterdir()):
+    if not path.is_dir() or not all(_ours(file, EARLY) for file in path.iterdir()):
         raise RunError(f"{path} is there already and not an empty directory: choose another one for the run.")
 
 
@@ -180,8 +186,12 @@ def _tidy(path: Path, manifest: Manifest) -> None:
     """Takes away what a killed writer left beside the run; only its one writer may do so."""
     named = {MANIFEST, INITIAL, LOCK, CONFIG, *(shard.name for shard in manifest.shards)}
     for file in path.iterdir():
-        if LEFT.fullmatch(file.name) and file.name not in named and file.is_file():
-            file.unlink()
+        if file.name not in named and _ours(file, LEFT):
+            shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
+
+
+def _ours(file: Path, names: re.Pattern[str]) -> bool:
+    return bool(ASIDE.fullmatch(file.name) or (names.fullmatch(file.name) and file.is_file()))
 
 
 def _write_shard(
