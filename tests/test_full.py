@@ -33,6 +33,8 @@ def train(path: Path, on_full: str, *, resume: bool = False, small: bool = True)
         warnings.simplefilter("always")
         try:
             with lo.Recorder(path, model, optimizer, keep=5, on_full=on_full, resume=resume) as recorder:
+                for listen in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+                    listen(lambda *_: None)  # the recorder is not the only one
                 for step in range(recorder.done, STEPS):
                     x = torch.randn(4, 20, generator=torch.Generator().manual_seed(step))
                     optimizer.zero_grad()
@@ -98,8 +100,28 @@ def test_a_disk_that_is_full_at_the_end_or_from_the_beginning(on_full: str, tmp_
     assert told["taken"] == STEPS
     assert "no complete step on disk" in told["error"] if on_full == "continue" else "too large" in told["error"]
     told = limited(tmp_path / "begin", on_full, 100)
-    assert told["taken"] == 0
-    assert "make room for the run" in told["error"]
+    assert told["taken"] == (STEPS if on_full == "continue" else 0)
+    assert ("holds no run" if on_full == "continue" else "nothing is on disk yet; make room") in told["error"]
+    assert len(told["warnings"]) == (on_full == "continue")
+
+
+def test_parameters_that_are_nan_on_a_full_disk_are_still_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer, on_full="continue")
+
+    def step(scale: float) -> None:
+        (scale * model(torch.ones(1, 2))).sum().backward()
+        recorder.step([0])
+        optimizer.step()
+
+    step(1.0)
+    (tmp_path / "run" / shard_name(0)).mkdir()  # a file cannot be put in its place
+    with (
+        pytest.warns(lo.LeaveoutWarning, match="could not be written"),
+        pytest.raises(lo.RunError, match="Step 1 made"),
+    ):
+        step(float("nan"))
 
 
 def test_another_word_is_refused(tmp_path: Path) -> None:

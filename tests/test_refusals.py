@@ -1,5 +1,6 @@
 """What cannot be done exactly is refused: the right exception, culprit and remedy in its words, nothing written."""
 
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import leaveout as lo
+from leaveout.batches import fingerprint
+from leaveout.disk import tensor_checksum
 from leaveout.vectors import PARAM
 
 SIZE = 18
@@ -568,6 +571,11 @@ def test_a_step_without_any_batch(tmp_path: Path) -> None:
         loop.optimizer.step()
 
 
+def untyped(function: Callable) -> Callable:
+    """The function as users have it, without the type checker of the tests, which would refuse first."""
+    return inspect.unwrap(function)
+
+
 def test_a_closure(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.backward()
@@ -655,12 +663,46 @@ def test_training_that_diverges_on_its_own(tmp_path: Path) -> None:
         (torch.tensor(3), ["shape []"]),
         (torch.tensor([True, False, True]), ["bool", "example numbers"]),
         (torch.tensor([0.5, 1.5]), ["float32", "example numbers"]),
+        (torch.tensor([1 + 0j]), ["complex64", "example numbers"]),
+        (["a", "b"], ["do not name a batch", "example numbers"]),
+        ([[0], [1, 2]], ["do not name a batch", "example numbers"]),
+        ({0, 1}, ["do not name a batch", "example numbers"]),
+        (None, ["do not name a batch", "example numbers"]),
+        ([2**63], ["do not name a batch", "example numbers"]),
     ],
 )
 def test_ids_that_name_no_batch(ids: Any, words: list[str], tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     with refused(lo.InputError, *words, unchanged=tmp_path):
-        loop.recorder.step(ids)
+        untyped(lo.Recorder.step)(loop.recorder, ids)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [lambda x: x[:, 0], lambda x: x[0, :1].expand(4), lambda x: x[:1, 1], lambda x: x[:1, 1::3], lambda x: x.T[:2]],
+)
+def test_tensors_cut_out_of_others_have_the_fingerprints_of_their_values(cut: Callable) -> None:
+    x = torch.randn(4, 4)
+    assert fingerprint(cut(x)) == fingerprint(torch.tensor(cut(x).tolist()))
+    assert tensor_checksum(cut(x)) == tensor_checksum(torch.tensor(cut(x).tolist()))
+
+
+@pytest.mark.parametrize("epoch", [0.33, None, "first", -1, 2**63, [0]], ids=str)
+def test_epochs_that_count_nothing(epoch: Any, tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with refused(lo.InputError, f"epoch={epoch!r}", "whole number from 0 on", unchanged=tmp_path):
+        untyped(lo.Recorder.step)(loop.recorder, [0], epoch=epoch)
+
+
+@pytest.mark.parametrize("sampler", [[[0, -1]], [["a"]], [[0.5]], [[]]], ids=str)
+@pytest.mark.parametrize("single", [False, True])
+def test_samplers_that_draw_no_example_numbers(sampler: list, single: bool, tmp_path: Path) -> None:
+    loader = DataLoader(examples(), batch_sampler=sampler)
+    if single:
+        loader = DataLoader(examples(), batch_size=None, sampler=sampler[0] or [[]])
+    recorder = Loop(tmp_path).recorder
+    with refused(lo.InputError, "ids count from 0" if -1 in sampler[0] else "example numbers", unchanged=tmp_path):
+        list(recorder.watch(loader))
 
 
 def test_a_loop_of_no_epochs(tmp_path: Path) -> None:

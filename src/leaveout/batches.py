@@ -39,6 +39,27 @@ def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -
     return (collate or default_collate)([dataset[i] for i in ids])
 
 
+def numbers(ids: Any) -> Tensor:
+    """The numbers of a batch's examples, as a tensor of their own.
+
+    >>> numbers(range(3))
+    tensor([0, 1, 2])
+    """
+    try:
+        found = torch.as_tensor(ids).cpu().clone()
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise InputError(f"ids do not name a batch ({error}): give a list of example numbers.") from None
+    if found.ndim != 1 or len(found) == 0:
+        raise InputError(f"ids of shape {list(found.shape)} do not name a batch: give a list of example numbers.")
+    if found.dtype.is_floating_point or found.dtype.is_complex or found.dtype == torch.bool:
+        kind = str(found.dtype).removeprefix("torch.")
+        raise InputError(f"ids of type {kind} do not name a batch: give a list of example numbers.")
+    found = found.long()
+    if int(found.min()) < 0:
+        raise InputError(f"Example number {int(found.min())} is negative: ids count from 0 in the data set's order.")
+    return found
+
+
 def size(dataset: Dataset) -> int:
     """How many examples a data set holds."""
     if isinstance(dataset, IterableDataset):
@@ -105,7 +126,9 @@ def _leaf_fingerprint(leaf: Any) -> tuple[int, int]:
         return checksum, checksum
     kind = np.uint64(zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode()))
     data = leaf.detach().cpu()
-    data = data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1).contiguous()
+    data = (data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1)).contiguous()
+    if data.stride(-1) != 1:  # a single value of a larger tensor counts as contiguous
+        data = data.clone(memory_format=torch.contiguous_format)
     rows = row_hashes(data.view(torch.uint8).numpy()) if data.numel() else np.zeros(0, np.uint64)
     sums = mixed(np.stack([(rows * weights(len(rows))).sum(dtype=np.uint64), rows.sum(dtype=np.uint64)]) + kind)
     return int(sums[0] >> np.uint64(1)), int(sums[1] >> np.uint64(1))  # a signed integer on disk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -52,8 +52,8 @@ class _NotingSampler:
 
     def __iter__(self) -> Iterator[Any]:
         for indices in self.sampler:
-            noted = torch.as_tensor(indices).reshape(-1)  # a number, or any sequence or array of them
-            self.drawn.append(noted.tolist())
+            single = not isinstance(indices, Sized) or getattr(indices, "shape", None) == ()
+            self.drawn.append(batches.numbers([indices] if single else indices).tolist())
             yield indices
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import operator
 import os
 import warnings
 import weakref
@@ -137,19 +138,11 @@ class Recorder:
         The gradient must be that of the mean loss over exactly these examples; an accumulated one is, if every
         micro-batch's ids are given here together and the losses were averaged over all of them.
         """
-        ids = torch.as_tensor(ids).cpu().clone()
-        if len(ids.shape) == 1 and len(ids) and (ids.dtype.is_floating_point or ids.dtype == torch.bool):
-            kind = str(ids.dtype).removeprefix("torch.")
-            raise InputError(f"ids of type {kind} do not name a batch: give a list of example numbers.")
-        ids = ids.long()
-        if ids.ndim != 1 or len(ids) == 0:
-            raise InputError(f"ids of shape {list(ids.shape)} do not name a batch: give a list of example numbers.")
-        if int(ids.min()) < 0:
-            raise InputError(f"Example number {int(ids.min())} is negative: ids count from 0 in the data set's order.")
-        self._epoch = epoch
+        found = batches.numbers(ids)
+        self._epoch = _whole(epoch)
         if not self._hooks:
             return  # the disk is full, or the run is finished
-        self._pending.append((ids, [] if batch is None else batches.fingerprint(batch), batch))
+        self._pending.append((found, [] if batch is None else batches.fingerprint(batch), batch))
 
     def finish(self) -> Run:
         """Writes what is left, lets go of the optimizer, and returns the run."""
@@ -160,7 +153,7 @@ class Recorder:
                 f"The run was cut short after step {self._steps - 1}: continue it with resume=True, record it again, "
                 "or use open_run(path, partial=True) for the steps that are there."
             )
-        if self._steps == 0:
+        if self._steps == 0 and not self._full:
             self._writer.abandon()
             raise RunError("Nothing was recorded: optimizer.step() was never called between Recorder() and finish().")
         if recording:
@@ -206,13 +199,15 @@ class Recorder:
 
     def _give_up(self, error: OSError) -> None:
         """The disk takes no more: what is there stays."""
+        self._hooks = []  # not removed: torch may be going through them; they do nothing any more
         self._release()
         self._pending.clear()
         self._writer.abandon()
         self._full = True
+        there = "nothing is on disk yet" if self._steps == 0 else "open_run(path, partial=True) reads what is on disk"
         told = (
-            f"The run in {self._writer.path} could not be written on ({error}): the steps that are on disk can be read "
-            "with open_run(path, partial=True); make room and go on with resume=True"
+            f"The run in {self._writer.path} could not be written on ({error}): {there}; make room and go on with "
+            "resume=True"
         )
         if self._stop_when_full:
             self._cut = True
@@ -239,6 +234,8 @@ class Recorder:
         return self._loaders[id(loader)]
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._hooks:
+            return
         where = f"At step {self._steps}"
         if self._past.finished:
             raise RunError(f"The run in {self._writer.path} is finished: record further steps into another directory.")
@@ -282,9 +279,11 @@ class Recorder:
             try:
                 self._writer.begin(manifest, self._state())
             except OSError as error:
-                raise RunError(f"{self._writer.path} cannot be written ({error}): make room for the run.") from error
+                self._give_up(error)
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
+        if not self._hooks:
+            return
         # One question a step: a sum is finite only if all its terms are.
         if not torch.isfinite(sum_of(param.detach().sum() for param in self._params.values())):
             self._stop_at_nan()
@@ -304,8 +303,8 @@ class Recorder:
             return  # large finite values whose sum overflows
         self._release()
         self._cut = True
-        self._close(complete=False)
         ids, _, batch = self._pending.pop()
+        self._close(complete=False)
         bad = [int(ids[i]) for i in batches.broken(batch) if i < len(ids)]
         blame = (
             f"example {bad[0]} of its batch holds NaN or infinite values; repair or leave out that example"
@@ -368,6 +367,16 @@ def _never_finished(writer: Writer, owner: int) -> None:
         LeaveoutWarning,
         stacklevel=2,
     )
+
+
+def _whole(epoch: Any) -> int:
+    try:
+        found = operator.index(epoch)
+    except TypeError:
+        found = -1
+    if not 0 <= found < 2**63:
+        raise InputError(f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.")
+    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:
