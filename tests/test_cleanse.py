@@ -2,6 +2,7 @@
 
 import copy
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.disk import unsealed
 from problems import recorded, shuffled
 
 
@@ -150,9 +152,17 @@ def test_saved_and_loaded(case, tmp_path):
         curve.save(file)
     assert file.read_text() == before
     curve.save(file, overwrite=True)
-    told = json.loads(before)
-    del told["table"]["loss"]
-    file.write_text(json.dumps(told))
+    told = unsealed(json.loads(before))
+    table = told["table"]
+    without = {key: value for key, value in table.items() if key != "loss"}
+    strange = [{**table, "choice": ["all"] * 4}, {**table, "removed": ["few"] * 4}, {**table, "removed": [None] * 4}]
+    for changes in (*({"table": odd} for odd in (without, *strange)), {"test_size": float("inf")}):
+        other = {**told, **changes}
+        words = json.dumps(other, sort_keys=True, separators=(",", ":"))
+        file.write_text(json.dumps({**other, "crc32": zlib.crc32(words.encode())}))
+        with pytest.raises(lo.RunError, match=r"Curve\.save"):
+            lo.Curve.load(file)
+    file.write_text("[" * 100_000)
     with pytest.raises(lo.RunError, match=r"Curve\.save"):
         lo.Curve.load(file)
 

@@ -130,6 +130,8 @@ def test_a_config_in_an_otherwise_empty_directory_is_used_and_kept(shell):
         (["--model", "logistic", "--hidden", "3"], 1, ["takes (features: int)"]),
         (["--epochs", "0"], 1, ["epochs=0", "at least 1"]),
         (["--flip", "2"], 1, ["fraction=2.0"]),
+        (["--seed", "-1"], 1, ["seed=-1", "from 0 to 4294967295"]),
+        (["--hidden", "1000000000000000"], 1, ["hidden", "make it smaller"]),
         (["--keep", "some"], 1, ["keep='some'"]),
         (["--n-train", "5000"], 1, ["n_train=5000", "together at most 1797"]),
         (["--hidden", "a,b"], 2, ["not a list of widths"]),
@@ -160,6 +162,24 @@ def test_everything_wrong_in_a_config_is_said_at_once(shell):
         "[model] hidden = [1, 'x'] must be a list of whole numbers",
     ):
         assert words in done.refusal
+    assert not (shell.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[data]\nflip = 0\nflip = 1\n", "is not TOML"),
+        (f"[data]\nseed = {'9' * 5000}\n", "is not TOML"),
+        (f"[model]\nhidden = {'[' * 5000}\n", "is not TOML"),
+        ("[model]\nseed = 99999999999999999999\n", "seed=99999999999999999999"),
+        ('[optimizer]\nname = "adam"\nbetas = [0.9]\n', "betas=[0.9] must be two numbers"),
+        ("[train]\nl2 = nan\n", "l2=nan must be a finite number"),
+    ],
+)
+def test_a_config_that_no_run_can_have(shell, text, words):
+    (shell.folder / "bad.toml").write_text(text)
+    done = shell("train", "--config", "bad.toml", "--out", "runs/a")
+    assert (done.code, words in done.refusal) == (1, True), done.err
     assert not (shell.folder / "runs").exists()
 
 
@@ -553,3 +573,26 @@ def test_show_names_damaged_files(run, shell):
     done = shell("show", "runs/x", "--check", "--json")
     assert (done.code, len(json.loads(done.out)["damage"])) == (1, 1)
     assert shell("show", "runs/y").code == 1
+
+
+def test_show_counts_damaged_results_as_damage(run, shell):
+    for name in ("scores/a.safetensors", "checks/a.json", "cleanse.json"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("something else")
+    assert shell("show", "runs/x").code == 0
+    done = shell("show", "runs/x", "--check")
+    assert (done.code, "Every file is as it was written" in done.words) == (1, False)
+    for words in ("holds no scores", "holds no check", "holds no curve"):
+        assert words in done.refusal
+    assert len(json.loads(shell("show", "runs/x", "--check", "--json").out)["damage"]) == 3
+
+
+def test_names_are_never_taken_for_markup(run, shell):
+    scores = lo.Scores(torch.zeros(1, 1), (0,), ("mean",), "[/red]method")
+    scores.save(run / "scores" / "a.safetensors")
+    run.rename(shell.folder / "[bold]")
+    done = shell("show", "[bold]")
+    assert done.code == 0, done.err
+    assert all(words in done.words for words in ("[bold]", "[/red]method"))
+    done = shell("data", "fetch", "[/x]")
+    assert (done.code, "no data set '[/x]'" in done.words) == (1, True)

@@ -69,10 +69,18 @@ def test_a_split_is_repeatable_and_depends_on_the_seed() -> None:
     assert (first != other).any()
 
 
-@pytest.mark.parametrize(("n_train", "n_val"), [(0, 5), (5, 0), (-1, 5), (6, 5)])
+@pytest.mark.parametrize(("n_train", "n_val"), [(0, 5), (5, 0), (-1, 5), (6, 5), (True, 3)])
 def test_impossible_splits_are_refused(n_train: int, n_val: int) -> None:
     with pytest.raises(InputError, match="together at most 10"):
         data.split(10, n_train, n_val)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_that_are_none_are_refused(seed: int) -> None:
+    with pytest.raises(InputError, match="must be a whole number from 0 to 4294967295"):
+        data.load("digits", seed=seed)
+    with pytest.raises(InputError, match="must be a whole number from"):
+        data.flip(data.load("digits").train, 0.1, seed=2**64)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:

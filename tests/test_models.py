@@ -94,3 +94,8 @@ def test_unknown_names_and_options_are_refused() -> None:
         models.build("mnist-cnn", features=784)
     with pytest.raises(InputError, match="at least one unit"):
         models.build("mlp", features=5, hidden=(8, 0))
+    for width in (10**15, 10**30):
+        with pytest.raises(InputError, match="make it smaller"):
+            models.build("mlp", features=5, hidden=(width,))
+    with pytest.raises(InputError, match="seed=18446744073709551616 must be"):
+        models.build("mlp", seed=2**64, features=5)

@@ -65,6 +65,9 @@ def test_report_of_a_run_of_ones_own(shell, monkeypatch):
     task, query = mine.make_task()
     run = lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.1), 3, 10, 0, "runs/own")
     lo.SGDIE().score(run, task, query).save("runs/own/scores/sgd-ie.safetensors")
+    for out in ("mine.py/page.html", "x" * 300):
+        refused = shell("report", "runs/own", "--out", out, "--task", "mine:broken")
+        assert (refused.code, "cannot be written" in refused.refusal) == (1, True)
     bare = shell("report", "runs/own")
     assert bare.code == 0, bare.err
     assert "Give --task" in bare.words

@@ -265,6 +265,29 @@ def test_a_page_that_is_there_is_kept(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["report.html"]
 
 
+@pytest.mark.parametrize("name", ["file/page.html", "folder", "x" * 300, "x" * 300 + "/page.html", "/sys/page.html"])
+def test_a_place_that_cannot_be_written_is_told_before_the_work(name, rowed, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    worked = lo.Show(example=lambda example: pytest.fail("it worked before it looked"))
+    with pytest.raises(lo.RunError, match=r"cannot be written .* choose another place"):
+        lo.report(tmp_path / name, rowed.run, rowed.scores, task=rowed.task, show=worked, overwrite=True)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+@pytest.mark.filterwarnings("ignore:std")
+def test_a_single_test_example_has_no_interval(rowed, tmp_path):
+    one = TensorDataset(*(tensor[:1] for tensor in rowed.query.tensors))
+    curve = lo.cleanse(rowed.scores, rowed.run, rowed.task, one, remove=[2], random=2)
+    lines = data(lo.report(tmp_path / "page.html", rowed.run, rowed.scores, curve=curve))["cleansing"]["lines"]
+    assert [(line["name"], len(line["low"]), len(line["high"])) for line in lines] == [
+        ("most harmful by SGD-IE", 0, 0),
+        ("at random", 1, 1),
+    ]
+    broken = replace(curve, table=curve.table.assign(loss=float("nan")))
+    refuse(rowed, tmp_path / "new", "test loss that is NaN or infinite.*leave the curve out", curve=broken)
+
+
 def refuse(rowed, tmp_path, match, **given):
     path = tmp_path / "page.html"
     with pytest.raises(lo.InputError, match=match):
@@ -275,6 +298,9 @@ def refuse(rowed, tmp_path, match, **given):
 def test_refusals(rowed, tmp_path):
     said = lambda match, **given: refuse(rowed, tmp_path, match, **given)  # noqa: E731
     said(r"without its task: give task=", task=None, query=rowed.query)
+    holed = rowed.scores.values.clone()
+    holed[3] = float("nan")
+    said(r"score of 3 is NaN or infinite: score the run again", scores=replace(rowed.scores, values=holed))
     said(r"4 feature names for rows of 5 values: name every feature", show=lo.Show(features=FEATURES[:4]))
     said(r"Example 77 in group 'a' does not exist", show=lo.Show(groups={"a": [77]}))
     said(r"scored for other queries.*give the query set", query=TensorDataset(*rowed.task.train_set[:5]))

@@ -89,6 +89,14 @@ def test_parts_share_the_cells(tmp_path, spec):
         runner.compute(spec, tmp_path, part=(3, 2))
 
 
+def test_results_that_could_not_be_written_are_not_computed(tmp_path, spec):
+    (tmp_path / "file").write_text("mine")
+    idle = replace(spec, compute=lambda settings: pytest.fail("it computed before it looked"))
+    for out in (tmp_path / "file", tmp_path / ("x" * 300)):
+        with pytest.raises(lo.RunError, match=r"cannot be written .* choose another place"):
+            runner.compute(idle, out, 1)
+
+
 def test_damaged_or_foreign_cells_are_named(tmp_path, spec):
     runner.compute(spec, tmp_path, 1)
     file = next((tmp_path / "small" / "cells").iterdir())

@@ -66,7 +66,7 @@ def test_a_check_on_disk_is_replaced_only_when_told(check, tmp_path):
     assert lo.Check.load(path).method == "other"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[]", b"{}", b"\xff\xfe", b'{"table": 3}'])
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{}", b"\xff\xfe", b'{"table": 3}', b"[" * 100_000])
 def test_other_files_are_refused(content, tmp_path):
     path = tmp_path / "check.json"
     if content is not None:
@@ -81,6 +81,9 @@ def test_a_file_with_a_part_missing_is_refused(check, tmp_path):
         write_json(tmp_path / "part.json", {k: v for k, v in told.items() if k not in (key, "crc32")})
         with pytest.raises(lo.RunError, match=key):
             lo.Check.load(tmp_path / "part.json")
+    write_json(tmp_path / "part.json", {**{k: v for k, v in told.items() if k != "crc32"}, "spread": {"random": 1.0}})
+    with pytest.raises(lo.RunError, match="extreme"):
+        lo.Check.load(tmp_path / "part.json")
 
 
 def test_scores_are_held_against_their_own_run_only(tmp_path):

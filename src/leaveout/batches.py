@@ -36,7 +36,17 @@ def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -
         return [tensor[index] for tensor in dataset.tensors]
     if collate is None and type(dataset) is Subset:
         return read(dataset.dataset, [dataset.indices[i] for i in ids])
-    return (collate or default_collate)([dataset[i] for i in ids])
+    examples = [dataset[i] for i in ids]
+    if collate is not None:
+        return collate(examples)
+    try:
+        return default_collate(examples)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(
+            f"Examples {list(ids[:3])}... cannot be joined into a batch ({reason}): let them have tensors of one shape "
+            "and nothing that is None, or give collate= the function that joins them."
+        ) from error
 
 
 def numbers(ids: Any) -> Tensor:

@@ -104,8 +104,11 @@ class Curve:
             table = pd.DataFrame({name: told["table"][name] for name in COLUMNS})
             measured = [name for name in COLUMNS if name.startswith(MEASURES)]
             table[measured] = table[measured].astype(float)
+            table = table.astype({"choice": str, "removed": int})
+            if NOTHING not in table["choice"].tolist():
+                raise ValueError("it does not say what removing nothing gives")
             return cls(table, str(told["batches"]), int(told["test_size"]), Cost(**told["cost"]))
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RunError(f"{path} holds no curve ({error}): give a file that Curve.save wrote.") from None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomlkit
 import torch
-from tomlkit.exceptions import ParseError
+from tomlkit.exceptions import ParseError, TOMLKitError
 from torch import nn
 
 from leaveout import data, models
@@ -147,6 +147,8 @@ def read(path: str | Path) -> Config:
         raise InputError(f"{path} cannot be read ({error}): give a TOML file, such as a run's config.toml.") from None
     except ParseError as error:
         raise InputError(f"{path} is not TOML, line {error.line}: {error}.") from None
+    except (TOMLKitError, ValueError, RecursionError) as error:  # a key twice, a number too long, brackets too deep
+        raise InputError(f"{path} is not TOML: {error}.") from None
     return from_dict(raw, str(path))
 
 
@@ -243,6 +245,8 @@ def _optimizer(part: OptimizerPart, model: nn.Module) -> torch.optim.Optimizer:
     given = {key: value for key, value in asdict(part).items() if key != "name" and value is not None}
     if foreign := sorted(set(given) - set(known)):
         raise InputError(f"{part.name} takes {', '.join(known)}, but not {', '.join(foreign)}: leave that out.")
+    if part.betas is not None and len(part.betas) != 2:
+        raise InputError(f"betas={part.betas} must be two numbers, such as [0.9, 0.999].")
     try:
         return kind(model.parameters(), **given)
     except (ValueError, TypeError) as error:

@@ -91,6 +91,21 @@ def save_json(file: Path, told: dict[str, Any]) -> None:
         write_json(file, told)
 
 
+def save_text(file: Path, text: str) -> None:
+    """A result in a text file of the user's choice."""
+    with _told(file):
+        write_text(file, text)
+
+
+def check_writable(file: Path) -> None:
+    """Says before the work that its result could not be written, not after it; makes the directories above it."""
+    with _told(file):
+        if file.is_dir():
+            raise IsADirectoryError("it is a directory")
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):
+            pass
+
+
 def save_sealed(file: Path, tensors: dict[str, Tensor], told: dict[str, Any]) -> None:
     """A result in a safetensors file of the user's choice: tensors, what is to be said of them, a checksum of both."""
     words = json.dumps(told)

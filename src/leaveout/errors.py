@@ -1,7 +1,9 @@
 """What leaveout refuses, and why: every error says in one sentence what is wrong and what to do."""
 
 import difflib
+import operator
 from collections.abc import Iterable
+from typing import Any
 
 
 class LeaveoutError(Exception):
@@ -40,3 +42,23 @@ def closest(word: str, among: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(word, list(among), 1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def is_whole(value: Any, low: int, high: int | None = None) -> bool:
+    """Whether a value is a whole number in this range; those of numpy and PyTorch are as well, True is none.
+
+    >>> is_whole(3, 1), is_whole(0, 1), is_whole(1.5, 1), is_whole(True, 1)
+    (True, False, False, False)
+    """
+    try:
+        found = operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool) and low <= found and (high is None or found <= high)
+
+
+def check_seed(seed: Any, low: int = -(2**63), high: int = 2**64 - 1) -> int:
+    """The seed, if it is one; without other bounds, one that PyTorch takes."""
+    if not is_whole(seed, low, high):
+        raise InputError(f"seed={seed!r} must be a whole number from {low} to {high}.")
+    return operator.index(seed)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaveout.errors import InputError, closest
+from leaveout.errors import InputError, check_seed, closest
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -111,5 +111,9 @@ def build(name: str, seed: int | None = None, **options: Any) -> nn.Module:
         raise InputError(f"the model {name!r} takes {inspect.signature(make)}, but {error}.") from error
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
-            torch.manual_seed(seed)
-        return make(**options)
+            torch.manual_seed(check_seed(seed))
+        try:
+            return make(**options)
+        except (RuntimeError, TypeError, OverflowError) as error:  # PyTorch's words for widths beyond memory
+            reason = str(error).splitlines()[0]
+            raise InputError(f"the model {name!r} cannot be made with {options}: {reason}; make it smaller.") from None

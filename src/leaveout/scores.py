@@ -143,5 +143,5 @@ class Scores:
                 told.get("groups"),
                 told.get("run_fingerprint"),
             )
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RunError(f"{path} holds no scores ({error}): give a file that Scores.save wrote.") from None

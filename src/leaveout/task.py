@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -57,8 +59,8 @@ class Task:
     ) -> None:
         if batches.size(train_set) == 0:
             raise InputError("The training set is empty: give one with at least one example.")
-        if l2 < 0:
-            raise InputError(f"l2 is {l2}, which is negative: give 0 or a positive strength.")
+        if not _is_strength(l2):
+            raise InputError(f"l2={l2!r} must be a finite number, 0 or more.")
         self.model = model
         self.train_set = train_set
         self.l2 = l2
@@ -180,6 +182,11 @@ class Task:
     def over(self, function: Callable, in_dims: Any = 0) -> Callable:
         """``vmap``, or a plain loop where the model has an operation that ``vmap`` cannot batch."""
         return vmap(function, in_dims) if self.abilities.vmap else looped(function, in_dims)
+
+
+def _is_strength(value: Any) -> bool:
+    real = isinstance(value, Real)
+    return real and bool(0 <= value <= sys.float_info.max)
 
 
 class _Bound(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from leaveout.batches import Batch
-from leaveout.errors import InputError, LeaveoutWarning, MismatchError, RunError
+from leaveout.errors import InputError, LeaveoutWarning, MismatchError, RunError, check_seed, is_whole
 from leaveout.members import Members
 from leaveout.moment import Moment
 from leaveout.optim import Hyper
@@ -53,9 +53,9 @@ def train(
             the one that would have been recorded undisturbed. A finished one is returned as it is.
         resources: whether to show progress.
     """
-    if epochs < 1 or batch_size < 1:
-        raise InputError(f"epochs={epochs} and batch_size={batch_size} must both be at least 1.")
-    order = torch.Generator().manual_seed(seed)
+    if not is_whole(epochs, 1) or not is_whole(batch_size, 1):
+        raise InputError(f"epochs={epochs} and batch_size={batch_size} must both be whole numbers of at least 1.")
+    order = torch.Generator().manual_seed(check_seed(seed))
     plan = (
         (epoch, ids) for epoch in range(epochs) for ids in torch.randperm(task.size, generator=order).split(batch_size)
     )

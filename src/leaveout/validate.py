@@ -73,8 +73,13 @@ def trial_problems(task: Task) -> tuple[list[str], Abilities]:
     """Problems that show on the first examples, and what the model's operations support."""
     none = Abilities()
     ids = list(range(min(TRIAL, task.size)))
-    batch = task.read(ids)
-    if batches.fingerprint(batch) != batches.fingerprint(task.read(ids)):
+    try:
+        batch, again = task.read(ids), task.read(ids)
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is passed on in words
+        return [f"the first training examples cannot be read: {_line(error)}"], none
+    if batches.fingerprint(batch) != batches.fingerprint(again):
         return [
             "the training set gives something else each time it is read (random augmentation?); "
             "make it return the same example for the same number"

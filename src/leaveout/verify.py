@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from leaveout.disk import free, read_json, save_json
-from leaveout.errors import InputError, RunError
+from leaveout.errors import InputError, RunError, check_seed, is_whole
 from leaveout.estimators.replay import replayed
 from leaveout.metrics import Agreement, Interval, compare
 from leaveout.resources import Cost, Resources
@@ -72,15 +72,17 @@ class Check:
         try:
             told = read_json(Path(path))
             rows = told["table"]
-            return cls(
+            check = cls(
                 _agreement(told["extreme"]),
                 _agreement(told["random"]),
                 {sample: _float(value) for sample, value in told["spread"].items()},
                 pd.DataFrame({name: rows[name] for name in COLUMNS}, index=pd.Index(rows["train"], name="train")),
-                told["method"],
+                str(told["method"]),
                 Cost(**told["cost"]),
             )
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            str(check)  # whatever the sentence needs is there
+            return check
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise RunError(f"{path} holds no check ({error}): give a file that Check.save wrote.") from None
 
     def _part(self, sample: str, agreement: Agreement) -> str:
@@ -129,7 +131,7 @@ def verify(
         seed: of the random sample.
         resources: memory budget and progress.
     """
-    if len(scores.train_ids) < 2 * MINIMUM or replays < 2 * MINIMUM:
+    if len(scores.train_ids) < 2 * MINIMUM or not is_whole(replays, 2 * MINIMUM):
         raise InputError(
             f"verify needs at least {2 * MINIMUM} scored examples or groups, and replays: it compares rankings."
         )
@@ -156,7 +158,7 @@ def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int
     half = max(MINIMUM, replays // 2)
     extreme = scores.extreme(half)
     rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
-    picked = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))[: replays - half]
+    picked = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed)))[: replays - half]
     return extreme, [rest[i] for i in picked.tolist()]
 
 

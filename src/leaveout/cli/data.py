@@ -45,7 +45,7 @@ def _fetched(name: str) -> bool:
     try:
         found = sets.load(name)
     except InputError as error:
-        console.print(f"[red]{name}: {error}[/red]", soft_wrap=True)
+        console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
         return False
     console.print(f"{name}: {len(found.train):,} training, {len(found.val):,} validation, {len(found.test):,} test")
     return True

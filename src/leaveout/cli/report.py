@@ -12,6 +12,7 @@ from leaveout.cleanse import Curve
 from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
 from leaveout.cli.made import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
+from leaveout.disk import check_writable
 from leaveout.errors import InputError
 from leaveout.report import Show
 from leaveout.report import report as lo_report
@@ -47,6 +48,7 @@ def report(
     """
     recorded, beside = opened(run), Beside(run)
     target = out or beside.report
+    check_writable(target)
     if target.exists() and not again:
         raise InputError(f"{target} exists already: give --again to replace it, or another name with --out.")
     files = chosen(recorded, [method] if method else None)
@@ -77,4 +79,4 @@ def report(
     if known is None:
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
     if check is None and scores.method != "Replay":
-        console.print(f"These scores are not verified: leaveout verify {run} does that.", highlight=False)
+        console.print(f"These scores are not verified: leaveout verify {run} does that.", highlight=False, markup=False)

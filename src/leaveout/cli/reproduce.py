@@ -49,5 +49,5 @@ def reproduce(
             share = (int(shared[1]), int(shared[2]))
             count = runner.compute(spec, out, seeds, quick=quick, part=share, resources=resources)
             console.print(f"{spec.name}: {count} cells computed")
-        console.print(f"{spec.name}: {report.write(spec, out, seeds, quick=quick)}")
-    console.print(f"plots: {report.page(SPECS.values(), out, seeds, quick=quick)}")
+        console.print(f"{spec.name}: {report.write(spec, out, seeds, quick=quick)}", markup=False)
+    console.print(f"plots: {report.page(SPECS.values(), out, seeds, quick=quick)}", markup=False)

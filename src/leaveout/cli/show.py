@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from leaveout.beside import Beside
+from leaveout.cleanse import Curve
 from leaveout.cli.app import AsJson, app, complaints, console, opened, print_json
 from leaveout.errors import LeaveoutError
 from leaveout.scores import Scores
@@ -32,6 +35,10 @@ def show(
     """
     damage = check_run(run) if check else []
     told = {} if damage else _facts(opened(run, partial=True))
+    beside = _beside(run)
+    if check:
+        damage += [found["problem"] for part in beside.values() for found in part if "problem" in found]
+    told |= beside if told else {}
     if as_json:
         print_json({"run": str(run), **told, **({"damage": damage} if check else {})})
     else:
@@ -66,30 +73,43 @@ def _facts(run: Run) -> dict[str, Any]:
         "train_size": manifest.train_size,
         "states_kept": len(run.kept),
         "disk": sum(file.stat().st_size for file in files),
-        "scores": [_scores(file) for file in Beside(run.path).scored()],
-        "checks": [_check(file) for file in Beside(run.path).checked()],
     }
 
 
-def _scores(file: Path) -> dict[str, Any]:
+def _beside(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """The results that lie beside a run, each with what it holds or with its problem."""
+    beside = Beside(run)
+    return {
+        "scores": [_found(file, _scores) for file in beside.scored()],
+        "checks": [_found(file, _check) for file in beside.checked()],
+        "curves": [_found(file, _curve) for file in [beside.cleanse] if file.exists()],
+    }
+
+
+def _found(file: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     try:
-        scores = Scores.load(file)
+        return {"file": str(file), **read(file)}
     except LeaveoutError as error:
         return {"file": str(file), "problem": str(error)}
-    return {"file": str(file), "method": scores.method, "rows": len(scores.train_ids), "queries": len(scores.query_ids)}
+
+
+def _scores(file: Path) -> dict[str, Any]:
+    scores = Scores.load(file)
+    return {"method": scores.method, "rows": len(scores.train_ids), "queries": len(scores.query_ids)}
 
 
 def _check(file: Path) -> dict[str, Any]:
-    try:
-        return {"file": str(file), "sentence": Check.load(file).sentence}
-    except LeaveoutError as error:
-        return {"file": str(file), "problem": str(error)}
+    return {"sentence": Check.load(file).sentence}
+
+
+def _curve(file: Path) -> dict[str, Any]:
+    return {"sentence": str(Curve.load(file))}
 
 
 def _print(told: dict[str, Any], run: Path) -> None:
     if not told:
         return
-    table = Table(title=str(run), show_header=False)
+    table = Table(title=Text(str(run), "table.title"), show_header=False)
     steps = f"{told['steps']}, {'finished' if told['finished'] else 'cut short: the rest was not recorded'}"
     rows = {
         "model": f"{told['parameters']:,} parameters in {len(told['tensors'])} tensors, {', '.join(told['dtypes'])}",
@@ -106,9 +126,10 @@ def _print(told: dict[str, Any], run: Path) -> None:
     for found in told["scores"]:
         kind = f"{found['method']}, {found['rows']} x {found['queries']}" if "method" in found else found["problem"]
         table.add_row("scores", kind)
-    for found in told["checks"]:
-        table.add_row("check", found.get("sentence") or found["problem"])
-    console.print(table)
+    for kind, part in (("check", "checks"), ("cleansing", "curves")):
+        for found in told[part]:
+            table.add_row(kind, found.get("sentence") or found["problem"])
+    console.print(table, markup=False)  # names in a stranger's files are no markup
 
 
 def _hypers(groups: list[dict[str, float]]) -> str:

@@ -10,7 +10,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from leaveout.errors import InputError
+from leaveout.errors import InputError, check_seed, is_whole
 
 
 class Examples(TensorDataset):
@@ -71,11 +71,13 @@ def split(
     >>> train, val, rest
     (array([9, 1, 6, 7]), array([2, 8, 4]), array([0, 3, 5]))
     """
-    if min(n_train, n_val) < 1 or n_train + n_val > n:
+    if not (is_whole(n_train, 1) and is_whole(n_val, 1)) or n_train + n_val > n:
         raise InputError(
-            f"n_train={n_train} and n_val={n_val} must be at least 1 and together at most {n}, the rows there are."
+            f"n_train={n_train} and n_val={n_val} must be whole numbers of at least 1 and together at most {n}, the "
+            "rows there are."
         )
-    train, val = train_test_split(np.arange(n), train_size=n_train, test_size=n_val, random_state=seed)
+    state = check_seed(seed, 0, 2**32 - 1)
+    train, val = train_test_split(np.arange(n), train_size=n_train, test_size=n_val, random_state=state)
     return train, val, np.setdiff1d(np.arange(n), np.concatenate([train, val]))
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from leaveout.data.examples import Examples
-from leaveout.errors import InputError
+from leaveout.errors import InputError, check_seed
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def flip(examples: Examples, fraction: float, seed: int = 0) -> Noisy:
 
 
 def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator().manual_seed(check_seed(seed))
 
 
 def _count(fraction: float, n: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from leaveout.disk import write_text
+from leaveout.disk import check_writable, write_text
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.experiments.plots import interactive, png
 from leaveout.experiments.runner import finished, folder_of
@@ -35,6 +35,7 @@ def write(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = Fals
     """Writes ``results.parquet``, ``table.md`` and a PNG for each plot; gives the directory."""
     frame = finished(spec, out, seeds, quick=quick)
     folder = folder_of(spec, out, quick=quick)
+    check_writable(folder / "table.md")
     aside = folder / f".results.{os.getpid()}"
     try:
         frame.to_parquet(aside)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from leaveout.disk import write_text
+from leaveout.disk import check_writable, save_text
 from leaveout.errors import InputError, RunError
 from leaveout.experiments.spec import Row, Settings, Spec
 from leaveout.resources import Resources
@@ -48,10 +48,10 @@ def compute(
         raise InputError(f"part {first}/{parts} does not exist: write 1/{parts} to {parts}/{parts}.")
     cells = spec.cells(seeds or spec.seeds, quick)[first - 1 :: parts]
     folder = folder_of(spec, out, quick=quick) / "cells"
-    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder / "cell")
     missing = [settings for settings in cells if not (folder / spec.file(settings)).exists()]
     for place, told in (resources or Resources()).map(partial(_computed, spec), missing, spec.name):
-        write_text(folder / spec.file(missing[place]), json.dumps(told, allow_nan=False) + "\n")
+        save_text(folder / spec.file(missing[place]), json.dumps(told, allow_nan=False) + "\n")
     return len(missing)
 
 

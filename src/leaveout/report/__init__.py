@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from leaveout.cleanse import Curve
-from leaveout.disk import free, write_text
+from leaveout.disk import check_writable, free, save_text
+from leaveout.errors import InputError
 from leaveout.report.cleansing import cleansing
 from leaveout.report.gather import gather
 from leaveout.report.page import page
@@ -55,10 +57,20 @@ def report(
         overwrite: replace an existing file.
         resources: memory budget and progress.
     """
+    check_writable(Path(path))
     path = free(path, overwrite=overwrite)
     scores.check_same_run(run)
+    _check_finite(scores)
     topic = Topic(run, scores, task, query, show_of(show), resources or Resources())
     text = page(gather(topic, check, cleansing(curve) if curve else None))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    save_text(path, text)
     return path
+
+
+def _check_finite(scores: Scores) -> None:
+    broken = (~torch.isfinite(scores.values)).nonzero()
+    if len(broken):
+        raise InputError(
+            f"The score of {scores.train_ids[int(broken[0, 0])]!r} is NaN or infinite: score the run again, or leave "
+            "that row out."
+        )

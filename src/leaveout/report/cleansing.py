@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
 from leaveout.cleanse import NOTHING, RANDOM, Curve
+from leaveout.errors import InputError
 from leaveout.report.content import Cleansing, Line, digits, rounded
 
 
@@ -12,12 +14,19 @@ def cleansing(curve: Curve) -> Cleansing:
     """Test error after retraining, or the loss where there is no error to count."""
     frame = curve.to_frame()
     measure = "loss" if frame["error"].isna().all() else "error"
+    if not np.isfinite(frame[measure]).all():
+        raise InputError(
+            f"The curve has a test {measure} that is NaN or infinite: look at what was removed there, or leave the "
+            "curve out."
+        )
     base = frame[frame["choice"] == NOTHING].iloc[0]
     lines = []
     for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
         name = "at random" if choice == RANDOM else f"most harmful by {choice}"
-        keys = ("removed", measure, f"{measure}_low", f"{measure}_high")
-        lines.append(Line(name, *(rounded(part.sort_values("removed")[key].astype(float)) for key in keys)))
+        ends = (f"{measure}_low", f"{measure}_high")
+        x, y, low, high = (part.sort_values("removed")[key].astype(float) for key in ("removed", measure, *ends))
+        known = bool(np.isfinite([low, high]).all())  # a single test example has no standard error
+        lines.append(Line(name, rounded(x), rounded(y), rounded(low) if known else [], rounded(high) if known else []))
     sentence = _sentence(frame, base, measure, curve.test_size)
     return Cleansing(sentence, f"Test {measure}", digits(float(base[measure])), lines)
 

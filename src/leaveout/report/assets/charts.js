@@ -199,7 +199,7 @@ function cleansing() {
     names.x_ticks = powers.map(place);
     names.x_tick = (tick) => powers[names.x_ticks.indexOf(tick)].toLocaleString("en");
   }
-  const rows = lines.flatMap((line) => line.counts.map((count, k) => [line.name, count, told(line.y[k]), `${told(line.low[k])} to ${told(line.high[k])}`]));
+  const rows = lines.flatMap((line) => line.counts.map((count, k) => [line.name, count, told(line.y[k]), line.low.length ? `${told(line.low[k])} to ${told(line.high[k])}` : "unknown"]));
   curves("curve", lines, names, { heads: ["Removed by", "Examples", measure, "Interval"], rows });
 }
 
