@@ -77,6 +77,8 @@ def test_scores_by_another_method_or_of_groups_are_refused(tmp_path: Path) -> No
         lo.rounding(lo.SGDIE().score(run, task, query, groups=[[0, 1]]), lo.SGDIE(), run, task, query)
     with pytest.raises(lo.InputError, match="sample=0"):
         lo.rounding(scores, lo.SGDIE(), run, task, query, sample=0)
+    with pytest.raises(lo.InputError, match="seed=18446744073709551616 must be"):
+        lo.rounding(scores, lo.SGDIE(), run, task, query, sample=2, seed=2**64)
 
 
 # Growth

@@ -95,6 +95,8 @@ def test_results_that_could_not_be_written_are_not_computed(tmp_path, spec):
     for out in (tmp_path / "file", tmp_path / ("x" * 300)):
         with pytest.raises(lo.RunError, match=r"cannot be written .* choose another place"):
             runner.compute(idle, out, 1)
+        with pytest.raises(lo.RunError, match="holds no finished cell"):
+            report.write(idle, out, 1)
 
 
 def test_damaged_or_foreign_cells_are_named(tmp_path, spec):
@@ -104,9 +106,10 @@ def test_damaged_or_foreign_cells_are_named(tmp_path, spec):
     file.write_text(json.dumps({**told, "settings": {**told["settings"], "lr": 1.0}}))
     with pytest.raises(lo.RunError, match="computed again"):
         runner.finished(spec, tmp_path)
-    file.write_text("{")
-    with pytest.raises(lo.RunError, match=file.name):
-        runner.finished(spec, tmp_path)
+    for damaged in ("{", "[" * 100_000):
+        file.write_text(damaged)
+        with pytest.raises(lo.RunError, match=file.name):
+            runner.finished(spec, tmp_path)
     with pytest.raises(lo.RunError, match="no finished cell"):
         runner.finished(spec, tmp_path / "elsewhere")
 

@@ -30,6 +30,12 @@ def example() -> Scores:
 # Order and sign
 
 
+def test_a_name_that_is_too_long_is_told(tmp_path):
+    scores = lo.Scores(torch.zeros(1, 1), (0,), ("mean",), "SGD-IE")
+    with pytest.raises(lo.RunError, match="cannot be written"):
+        scores.save(tmp_path / ("x" * 300))
+
+
 def test_helpful_and_harmful_are_ids_in_order_of_the_mean() -> None:
     scores = example()  # means 0.3, -1.5, 0.125, 1.4375
     assert scores.helpful(2) == [0, 7]

@@ -80,7 +80,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 def free(path: str | Path, *, overwrite: bool) -> Path:
     """The path of a result, which may be there already only if it is to be replaced."""
     path = Path(path)
-    if path.exists() and not overwrite:
+    if os.path.exists(path) and not overwrite:  # no OSError of a name that is too long: saving tells that
         raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
     return path
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.data import Dataset
 
-from leaveout.errors import InputError
+from leaveout.errors import InputError, check_seed
 from leaveout.estimators import Estimator, Replay
 from leaveout.matching import constants_of
 from leaveout.resources import Cost, Resources
@@ -122,7 +122,7 @@ def rounding(
 def _chosen(scores: Scores, sample: int, seed: int) -> list[int]:
     extreme = scores.extreme((sample + 1) // 2)
     rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
-    order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed))).tolist()
     return extreme + [rest[i] for i in order[: sample - len(extreme)]]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from leaveout.cli.app import app, console
@@ -54,4 +55,4 @@ def _show(found: Demo) -> None:
             f"{len(found.flipped)} most harmful examples ({scores.cost.seconds:.1f} s, {scores.cost.hvps} "
             f"Hessian-vector products).\n{found.checks[name]}"
         )
-    console.print(f"\nThe report, with pictures: [bold]{found.page}[/bold] (open it in a browser)")
+    console.print(f"\nThe report, with pictures: [bold]{escape(str(found.page))}[/bold] (open it in a browser)")

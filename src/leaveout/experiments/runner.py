@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,7 @@ def finished(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = F
     rows: list[Row] = []
     for settings in spec.cells(max(seeds or 0, spec.seeds), quick):
         file = folder / spec.file(settings)
-        if file.exists():
+        if os.path.exists(file):  # without an OSError where the name is too long
             rows += [
                 {**settings, **row, "cell_seconds": told["seconds"]}
                 for told in [_read(file, settings)]
@@ -90,7 +91,7 @@ def _read(file: Path, settings: Settings) -> Row:
         if told["settings"] != json.loads(json.dumps(settings)):
             raise ValueError("its settings are not those that its name stands for")
         return {"seconds": float(told["seconds"]), "rows": list(told["rows"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{file} cannot be read ({error}): delete it, and the cell is computed again.") from None
 
 
