@@ -1053,6 +1053,12 @@ def test_verification_of_what_cannot_be_verified(scored: tuple[lo.Run, lo.Task])
         lo.verify(scores, *scored, query, replays=3)
     with refused(lo.InputError, f"seed={2**64}"):
         lo.verify(scores, *scored, query, replays=8, seed=2**64)
+    with refused(lo.InputError, f"seed={2**44}"):
+        lo.cleanse(scores, *scored, query, [1], seed=2**44)
+    with refused(lo.InputError, f"seed={2**64}"):
+        lo.InfluenceFunction("lissa", seed=2**64)
+    with refused(lo.InputError, "seed=-1"):
+        lo.metrics.bootstrap(lo.metrics.rmse, [0.0, 1.0], [0.0, 1.0], seed=-1)
     with refused(lo.InputError, "give the query set that was scored", "that was scored"):
         lo.verify(scores, *scored, Subset(query, range(4)), replays=8)
 

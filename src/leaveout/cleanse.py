@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from leaveout.batches import Batch
 from leaveout.disk import free, read_json, save_json
-from leaveout.errors import InputError, RunError
+from leaveout.errors import InputError, RunError, check_seed
 from leaveout.members import Members, rows_of
 from leaveout.readout import Query
 from leaveout.resources import Cost, Resources
@@ -142,6 +142,7 @@ def cleanse(
     """
     methods = [scores] if isinstance(scores, Scores) else list(scores)
     amounts = _checked(methods, task, remove, random, shuffles)
+    check_seed(seed, 0, 2**32 - 1)
     resources, cost = resources or Resources(), Cost()
     trajectory = Trajectory(run, task)
     query = Query(task, trajectory.final()[PARAM], test_set, single=True)

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from scipy import stats
 
-from leaveout.errors import InputError
+from leaveout.errors import InputError, check_seed
 
 Values: TypeAlias = np.ndarray | torch.Tensor | pd.Series | Sequence
 Percents: TypeAlias = Sequence[int | float]
@@ -119,6 +119,7 @@ def bootstrap(
         raise InputError(f"resamples is {resamples}, which draws nothing: give 1 or more (1000 is usual).")
     if not 0 < level < 1:
         raise InputError(f"level is {level}, not a confidence strictly between 0 and 1: give for example 0.95.")
+    check_seed(seed, 0)
     rows = _rows(metric)
     draws = np.concatenate([rows(x, y, index) for index in _resamples(len(x), resamples, seed)])
     draws = draws[~np.isnan(draws)]

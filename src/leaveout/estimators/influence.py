@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from leaveout.coasting import Layout
-from leaveout.errors import InputError
+from leaveout.errors import InputError, check_seed
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import example_blocks
 from leaveout.members import Members
@@ -60,6 +60,7 @@ class InfluenceFunction(Estimator):
             raise InputError(f"solver={self.solver!r} is unknown: use 'cg', 'direct' or 'lissa'.")
         if self.damping < 0 or self.steps < 2:
             raise InputError(f"damping={self.damping} must not be negative, and steps={self.steps} at least 2.")
+        check_seed(self.seed, 0, 2**63 - 1)
 
     @property
     def name(self) -> str:
