@@ -2,6 +2,7 @@
 
 import os
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import settings
@@ -16,6 +17,14 @@ def _one_thread():
     """Two test processes share two cores; tiny tensors gain nothing from threads."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def untyped():
+    """Without the checks of types that the tests add: what is refused here is refused for users."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def pytest_report_header():

@@ -3,6 +3,7 @@
 import copy
 import json
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.disk import unsealed
+from leaveout.disk import unsealed, write_json
 from problems import recorded, shuffled
 
 
@@ -147,7 +148,12 @@ def test_saved_and_loaded(case, tmp_path):
     back = lo.Curve.load(file)
     assert back.table.equals(curve.table)
     assert (back.batches, back.test_size, back.cost) == (curve.batches, curve.test_size, curve.cost)
+    assert back.run_fingerprint == problem.run.fingerprint
     before = file.read_text()
+    told = json.loads(before)
+    older = {name: told[name] for name in told if name not in ("crc32", "run_fingerprint")}
+    write_json(tmp_path / "older.json", older)
+    assert lo.Curve.load(tmp_path / "older.json").run_fingerprint is None
     with pytest.raises(lo.InputError, match="overwrite=True"):
         curve.save(file)
     assert file.read_text() == before
@@ -172,12 +178,14 @@ def test_nonsense_is_refused(case):
     run, task, query = problem.run, problem.task, problem.query
     scores = lo.SGDIE().score(run, task, query)
     groups = lo.SGDIE().score(run, task, query, groups=[[0, 1], [2]])
+    foreign = replace(scores, run_fingerprint=1)
     for given, options, words in (
         (scores, {"remove": [0]}, "from 1 to 12"),
         (scores, {"remove": [13]}, "from 1 to 12"),
         (scores, {"remove": []}, "from 1 to 12"),
         (scores, {"remove": [1], "random": -1}, "0 or more"),
         (groups, {"remove": [1]}, "groups"),
+        (foreign, {"remove": [1]}, "of another run"),
         ([], {"remove": [1]}, "at least one method"),
         ([scores, scores], {"remove": [1]}, "each method's scores once"),
     ):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,72 @@ def test_scores_of_another_question_are_not_taken_for_the_answer(shell, run):
     assert len(lo.Scores.load(file).train_ids) == 60
 
 
+def test_scores_in_the_place_of_others_are_not_taken_for_them(shell, run):
+    """Of another run, by another method, by another weight, or of groups with the same names and other members."""
+    (shell.folder / "by.json").write_text(json.dumps({"a": [0, 1], "b": [2, 3]}))
+    asked = ("score", "runs/x", "--method", "sgd-ie")
+    assert shell(*asked).code == shell(*asked, "--groups", "by.json").code == 0
+    file = run / "scores/sgd-ie.safetensors"
+    good = lo.Scores.load(file)
+    for given, words in (
+        ({"run_fingerprint": 1}, "scores of another run: give --again"),
+        ({"method": "TracIn"}, "scores of another method, TracIn: give --again"),
+    ):
+        replace(good, **given).save(file, overwrite=True)
+        done = shell(*asked)
+        assert (done.code, words in done.refusal) == (1, True), done.refusal
+    replace(good, run_fingerprint=None, query_fingerprint=None).save(file, overwrite=True)
+    assert shell(*asked, "--json").told["scores"][0]["new"] is False  # an older file does not say
+    (shell.folder / "by.json").write_text(json.dumps({"a": [0, 4], "b": [2, 3]}))
+    done = shell(*asked, "--groups", "by.json")
+    assert (done.code, "groups with other members: give --again" in done.refusal) == (1, True)
+    assert shell("score", "runs/x", "--method", "replay(ids=[0, 1], weight=0.5)").code == 0
+    told = shell("score", "runs/x", "--method", "replay(ids=[0, 1])", "--json").told["scores"][0]
+    assert (told["new"], told["method"]) == (True, "Replay")
+
+
+def test_methods_that_were_swept_together_are_so_after_a_crash_between_them(shell, run):
+    asked = ("score", "runs/x", "--method", "acc", "--method", "sgd-ie", "--json")
+    first = [lo.Scores.load(row["file"]).values for row in shell(*asked).told["scores"]]
+    for name in ("sgd-ie", "acc-free"):
+        (run / f"scores/{name}.safetensors").unlink()
+        told = shell(*asked).told["scores"]
+        assert sorted(row["new"] for row in told) == [False, True]
+        again = {row["method"]: lo.Scores.load(row["file"]).values for row in told}
+        assert torch.equal(again["ACC(free)"], first[0])
+        assert torch.equal(again["SGD-IE"], first[1])
+
+
+@pytest.mark.parametrize("folder", ["scores", ".work"])
+def test_folders_that_are_links_are_refused(shell, run, folder):
+    """A stranger's run must not lead elsewhere what is written or deleted."""
+    (shell.folder / "mine").mkdir()
+    (shell.folder / "mine/kept").write_text("here")
+    (run / folder).symlink_to(shell.folder / "mine")
+    done = shell("score", "runs/x", "--method", "sgd-ie")
+    assert (done.code, f"{folder} is a link to another place" in done.refusal) == (1, True), done.refusal
+    assert [file.name for file in (shell.folder / "mine").iterdir()] == ["kept"]
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"x": "12"}', "group 'x' holds '1'"),
+        ('{"x": [2.9]}', "group 'x' holds 2.9"),
+        ('{"x": 5}', "group 'x' is 5, not a list"),
+        ('{"x": [0], "x": [1]}', "'x' is there twice"),
+        ("[[0], [1]]", "holds no groups"),
+        ("[" * 100_000, "holds no groups"),
+    ],
+)
+def test_a_groups_file_is_taken_as_it_is_or_not_at_all(shell, run, text, said):
+    (shell.folder / "by.json").write_text(text)
+    done = shell("score", "runs/x", "--groups", "by.json")
+    assert (done.code, said in done.refusal) == (1, True), done.refusal
+    assert not (run / "scores").exists()
+
+
 def test_each_query_and_groups_have_files_of_their_own(shell, run):
     (shell.folder / "thirds.json").write_text(json.dumps({"a": list(range(20)), "b": list(range(20, 60))}))
     assert shell("score", "runs/x", "--queries", "each").code == 0
@@ -297,6 +364,7 @@ def test_each_query_and_groups_have_files_of_their_own(shell, run):
         (["runs/x", "--queries", "all"], 1, ["queries='all'"]),
         (["runs/x", "--groups", "nowhere.json"], 1, ["holds no groups"]),
         (["runs/x", "--memory", "lots"], 1, ["memory='lots'"]),
+        (["runs/x", "--top", "-1"], 2, ["--top", "greater than or equal to 0"]),
         (["runs/x", "--task", "mine"], 2, ["package.module:function"]),
         ([], 2, ["Missing argument"]),
     ],
@@ -437,7 +505,12 @@ def test_verify_of_chosen_methods(shell, run):
     assert (wrong.code, "did you mean sgd-ie?" in wrong.refusal) == (1, True)
     groups = shell("verify", "runs/x", "--method", "acc-exact-by-halves")
     assert (groups.code, "at least 8 scored examples or groups" in groups.refusal) == (1, True)
-    assert len(shell("verify", "runs/x", "--replays", "8", "--json").told["checks"]) == 3  # groups are passed over
+    told = shell("verify", "runs/x", "--replays", "8", "--json").told
+    assert len(told["checks"]) == 3
+    assert [(few["method"], few["rows"]) for few in told["too_few"]] == [("ACC(exact)", 2)]
+    said = shell("verify", "runs/x", "--replays", "8").words
+    assert "ACC(exact): 2 rows are too few to rank (it takes 8)" in said
+    assert "leaveout score runs/x --method replay, for groups with the same --groups" in said
 
 
 # cleanse
@@ -459,6 +532,21 @@ def test_cleanse_gives_what_the_library_gives(shell, run):
     assert "1 removed" in again.words  # 2 % of 60
     assert "6 removed" in again.words
     assert "test error of" in again.words
+
+
+def test_cleanse_by_scores_of_single_queries_and_not_by_those_of_groups(shell, run):
+    (shell.folder / "by.json").write_text(json.dumps({"a": [0, 1], "b": [2, 3]}))
+    assert shell("score", "runs/x", "--method", "sgd-ie", "--groups", "by.json").code == 0
+    done = shell("cleanse", "runs/x")
+    assert (done.code, "only of groups" in done.refusal) == (1, True), done.refusal
+    assert "run leaveout score runs/x first" in done.refusal
+    assert shell("score", "runs/x", "--method", "sgd-ie", "--queries", "each").code == 0
+    told = shell("cleanse", "runs/x", "--remove", "3", "--random", "0", "--json").told
+    subject = config.prepare(config.read(run / "config.toml"))
+    each = lo.Scores.load(run / "scores/sgd-ie-each.safetensors")
+    plain = replace(each, values=each.values.mean(1, keepdim=True), query_ids=("mean",))
+    expected = lo.cleanse(plain, lo.open_run(run), subject.task, subject.test, [3], random=0)
+    assert lo.Curve.load(told["file"]).table.round(6).equals(expected.table.round(6))
 
 
 def test_cleanse_refuses_with_a_sentence(own):

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.engine import RETRIES
 from leaveout.experiments import runner
 from leaveout.experiments.spec import Spec
 from problems import recorded, shuffled
@@ -137,6 +139,21 @@ def test_a_worker_that_dies_is_replaced(tmp_path, engine):
     assert calls[0] == 1, "what was done before the death was done again"
 
 
+def died_once(folder: Path, item: int) -> int:
+    """Kills its own process the first time that it is called with an even item."""
+    if item % 2 == 0 and not (folder / str(item)).exists():
+        (folder / str(item)).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    return item
+
+
+def test_deaths_are_counted_for_each_item(tmp_path):
+    items = range(2 * RETRIES + 2)
+    assert dict(lo.Local(2).run(partial(died_once, tmp_path), items)) == {i: i for i in items}
+    assert len(list(tmp_path.iterdir())) == RETRIES + 1
+
+
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
 def test_a_worker_that_always_dies_is_given_up(tmp_path, engine):
     with pytest.raises(lo.EngineError, match="died 4 times on the same work"):
@@ -195,21 +212,39 @@ def slept(_: int) -> None:
     time.sleep(0.1)
 
 
-def test_a_worker_is_given_the_number_of_threads(cluster):
-    torch.set_num_threads(2)
-    counts = dict(cluster.run(lambda _: torch.get_num_threads(), range(2)))
-    assert counts == {0: 2, 1: 2}
+@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+def test_a_worker_is_given_the_number_of_threads(engine):
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        counts = dict(engine.run(lambda _: torch.get_num_threads(), range(2)))
+        assert counts == {0: threads, 1: threads}
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
         ({"engine": "spark"}, "use 'local', 'ray'"),
         ({"shard": 0}, "at least 1"),
+        ({"shard": "4"}, "at least 1"),
+        ({"shard": 2.5}, "at least 1"),
+        ({"shard": True}, "at least 1"),
+        ({"work": 3}, "give a directory"),
+        ({"memory": True}, "write it like '2GB'"),
+        ({"memory": "9" * 400}, "write it like '2GB'"),
+        ({"memory": "9" * 300 + "T"}, "write it like '2GB'"),
     ],
 )
 def test_resources_that_cannot_be_are_refused(arguments, remedy):
     with pytest.raises(lo.InputError, match=remedy):
         lo.Resources(**arguments)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("count", [0, "2", 2.5, True, None])
+def test_engines_that_cannot_be_are_refused(count):
     with pytest.raises(lo.InputError, match="at least 1"):
-        lo.Local(0)
+        lo.Local(count)
+    if count != 2.5:  # processors may be shared
+        with pytest.raises(lo.InputError, match="a number above 0"):
+            lo.Ray(cpus=count)

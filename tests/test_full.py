@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import leaveout as lo
+from leaveout.coasting import RowFile
 from leaveout.store import shard_name
 from test_store import contents
 
@@ -122,6 +124,27 @@ def test_parameters_that_are_nan_on_a_full_disk_are_still_told(tmp_path: Path) -
         pytest.raises(lo.RunError, match="Step 1 made"),
     ):
         step(float("nan"))
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on the size of files")
+def test_rows_in_a_file_are_written_whole_or_said_to_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    like = torch.zeros((), dtype=torch.float64)
+    held = RowFile((3, 1, 1000), like)
+    rows, values = torch.tensor([0, 2]), torch.randn(2, 1, 1000, dtype=torch.float64)
+    held[rows] = values
+    assert held[rows].equal(values)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))  # amid the second row
+    try:
+        with pytest.raises(lo.RunError, match="make room there, set TMPDIR"):
+            held[torch.tensor([1])] = values[:1]
+        with pytest.raises(lo.RunError, match="make room there, set TMPDIR"):
+            RowFile((3, 1, 1000), like)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(lo.RunError, match="make room there, set TMPDIR"):
+        RowFile((3, 1, 1000), like)
 
 
 def test_another_word_is_refused(tmp_path: Path) -> None:

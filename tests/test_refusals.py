@@ -967,6 +967,7 @@ def test_query_sets_that_do_not_fit(name: str, scored: tuple[lo.Run, lo.Task]) -
             method.score(run, task, query)
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
@@ -974,6 +975,13 @@ def test_query_sets_that_do_not_fit(name: str, scored: tuple[lo.Run, lo.Task]) -
         ((-1,), ["Example -1 in ids does not exist"]),
         ((2, 5, 2), ["Example 2 is named twice", "once"]),
         ((), ["ids is empty", "at least one"]),
+        ((1.7,), ["ids holds 1.7", "example numbers"]),
+        ((True, False), ["ids holds True", "of a mask"]),
+        (("a",), ["ids holds 'a'"]),
+        ("12", ["ids holds '1'"]),
+        (5, ["ids is 5", "give a list"]),
+        (torch.tensor(5), ["ids is tensor(5)", "give a list"]),
+        (torch.tensor([[1, 2]]), ["ids holds tensor([1, 2])"]),
     ],
 )
 def test_ids_of_examples_that_are_not_there(
@@ -983,6 +991,7 @@ def test_ids_of_examples_that_are_not_there(
         lo.Replay(ids).score(*scored, examples(3))
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
@@ -993,6 +1002,14 @@ def test_ids_of_examples_that_are_not_there(
         ({"ann": [0, SIZE]}, [f"Example {SIZE} in group 'ann' does not exist", f"0 to {SIZE - 1}"]),
         ({"ann": [-2]}, ["Example -2 in group 'ann' does not exist"]),
         ({"ann": [True, False, True]}, ["group 'ann'", "True", "example numbers"]),
+        ({"ann": 5}, ["group 'ann' is 5", "give a list"]),
+        ({"ann": ["x"]}, ["group 'ann' holds 'x'"]),
+        ({"ann": "12"}, ["group 'ann' holds '1'"]),
+        ({"ann": [float("nan")]}, ["group 'ann' holds nan"]),
+        ({"ann": [float("inf")]}, ["group 'ann' holds inf"]),
+        ({"ann": [1j]}, ["group 'ann' holds 1j"]),
+        (5, ["groups is 5", "give a list"]),
+        ({1: [0], "1": [1]}, ["Two groups have the name '1'", "a name of its own"]),
     ],
 )
 def test_groups_of_examples_that_are_not_there(groups: Any, words: list[str], scored: tuple[lo.Run, lo.Task]) -> None:

@@ -55,6 +55,15 @@ def test_a_file_that_was_cut_is_fetched_again(shared):
     assert shard.read_bytes() == whole
 
 
+def test_a_file_that_was_damaged_is_fetched_again(shared):
+    folder = lo.open_run("memory://shared").path
+    for name in ("initial.safetensors", "shard-00000.safetensors"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        lo.open_run("memory://shared")
+        assert (folder / name).read_bytes() == whole
+
+
 def test_it_travels_as_its_address(tmp_path, shared):
     run = lo.open_run("memory://shared").head(2)
     sent = pickle.dumps(run)

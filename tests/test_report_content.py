@@ -313,6 +313,12 @@ def test_refusals(rowed, tmp_path):
     check = lo.verify(rowed.scores, rowed.run, rowed.task, rowed.query, replays=8)
     other = lo.TracIn().score(rowed.run, rowed.task, rowed.query)
     said(r"check is of SGD-IE, the scores are of TracIn: give the check of these", scores=other, check=check)
+    changed = replace(rowed.scores, values=rowed.scores.values * 1.01)
+    said(r"check is of other scores by SGD-IE than these: verify these", scores=changed, check=check)
+    foreign = replace(check, run_fingerprint=1)
+    said(r"check is of other scores by SGD-IE than these", check=foreign)
+    curve = lo.cleanse(rowed.scores, rowed.run, rowed.task, rowed.query, [1], random=0)
+    said(r"cleansing curve is of another run", curve=replace(curve, run_fingerprint=1))
     with pytest.raises(lo.InputError, match="top=0 shows nothing"):
         lo.Show(top=0)
 

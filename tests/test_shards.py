@@ -12,6 +12,7 @@ from torch import nn
 import leaveout as lo
 from commands import Shell, started
 from leaveout import config
+from leaveout.disk import read_sealed, save_sealed
 from leaveout.shards import _files
 from problems import recorded, shuffled
 
@@ -179,6 +180,42 @@ def test_shards_of_other_work_are_never_used(tmp_path, problem):
 
 def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+
+
+def test_what_is_free_at_the_moment_does_not_move_the_shards(tmp_path, problem, monkeypatch):
+    for free in (10**12, 1):
+        monkeypatch.setattr("leaveout.resources.free_memory", lambda: free)  # noqa: B023
+        for bytes_each, rows in ((1, 2), (10**8, 2), (3 * 10**8, 1), (10**12, 1)):
+            assert lo.Resources(work=tmp_path, shard=2).shard_size(bytes_each, 9) == rows
+        replay(problem, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 5
+    assert lo.Resources("200MB", work=tmp_path, shard=9).shard_size(10**8, 9) == 2
+
+
+def test_shards_that_a_stranger_made_are_not_believed(tmp_path, problem, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "stranger"))
+    truth = replay(problem, tmp_path / "work").values
+    for file in (tmp_path / "work").iterdir():
+        tensors, told = read_sealed(file)
+        save_sealed(file, {name: tensor + 1 for name, tensor in tensors.items()}, told)
+    assert replay(problem, tmp_path / "work").values.equal(truth + 1)  # the stranger's own
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert replay(problem, tmp_path / "work").values.equal(truth)
+    secret = tmp_path / "mine/leaveout/secret"
+    assert (secret.stat().st_size, secret.stat().st_mode & 0o777) == (32, 0o600)
+    assert [file.name for file in secret.parent.iterdir()] == ["secret"]
+
+
+def test_without_a_place_for_the_secret_the_work_is_done_and_said_to_be_lost(tmp_path, problem, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(lo.LeaveoutWarning, match="will not be found by the next one"):
+        found = replay(problem, tmp_path / "work")
+    assert found.values.equal(lo.Replay().score(*asked(problem), resources=lo.Resources(shard=2)).values)
+
+
+def asked(problem) -> tuple:
+    return problem.run, problem.task, problem.query
 
 
 @pytest.mark.parametrize("harm", ["cut", "flipped", "emptied", "swapped"])

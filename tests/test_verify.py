@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import leaveout as lo
-from leaveout.disk import write_json
+from leaveout.disk import read_json, write_json
 from leaveout.metrics import compare
 from problems import recorded
 
@@ -37,6 +37,15 @@ def test_saving_and_loading_keeps_everything(check, tmp_path):
     assert_same(lo.Check.load(str(path)), check)
     assert [file.name for file in path.parent.iterdir()] == ["sgd-ie.json"]
     assert json.loads(path.read_text())["sentence"] == str(check)
+
+
+def test_a_check_of_before_does_not_say_its_run(check, tmp_path):
+    told = read_json(check.save(tmp_path / "new.json"))
+    assert told.pop("run_fingerprint") == check.run_fingerprint is not None
+    write_json(tmp_path / "old.json", told)
+    older = lo.Check.load(tmp_path / "old.json")
+    assert older.run_fingerprint is None
+    assert_same(older, check)
 
 
 def test_what_is_not_a_number_survives_in_strict_json(check, tmp_path):

@@ -15,6 +15,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from leaveout.errors import RunError
+
 CONFIG = "config.toml"
 
 
@@ -30,6 +32,8 @@ def slug(method: str) -> str:
 @dataclass(frozen=True)
 class Beside:
     """The paths beside one run; nothing is read or made here.
+
+    A run may come from a stranger: folders that are links out of it are refused.
 
     >>> Beside(Path("runs/x")).scores("SGD-IE").as_posix()
     'runs/x/scores/sgd-ie.safetensors'
@@ -54,20 +58,28 @@ class Beside:
 
     def work(self, *asked: object) -> Path:
         """Where a command keeps the shards of what it was asked, until all of it is done."""
-        return self.run / ".work" / hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
+        return self._folder(".work", hashlib.sha256(repr(asked).encode()).hexdigest()[:16])
 
     def scores(self, method: str, variant: str = "") -> Path:
         """The scores of a method; a ``variant`` tells scores of single queries or of groups from the plain ones."""
-        return self.run / "scores" / f"{slug(f'{method} {variant}')}.safetensors"
+        return self._folder("scores") / f"{slug(f'{method} {variant}')}.safetensors"
 
     def check(self, scores: Path) -> Path:
         """The check of the scores in this file."""
-        return self.run / "checks" / f"{scores.stem}.json"
+        return self._folder("checks") / f"{scores.stem}.json"
 
     def scored(self) -> list[Path]:
         """Every scores file that is there, by name."""
-        return sorted((self.run / "scores").glob("[!.]*.safetensors"))
+        return sorted(self._folder("scores").glob("[!.]*.safetensors"))
 
     def checked(self) -> list[Path]:
         """Every check that is there, by name."""
-        return sorted((self.run / "checks").glob("[!.]*.json"))
+        return sorted(self._folder("checks").glob("[!.]*.json"))
+
+    def _folder(self, *names: str) -> Path:
+        folder = self.run
+        for name in names:
+            folder = folder / name
+            if folder.is_symlink():
+                raise RunError(f"{folder} is a link to another place: put a folder there, or take the link away.")
+        return folder

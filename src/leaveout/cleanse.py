@@ -43,12 +43,14 @@ class Curve:
     ``table`` has a row for each training: ``choice`` is the method that chose what was removed, ``"random"`` or
     ``"nothing"``; ``order`` numbers the order of the batches and ``draw`` the random choice. ``loss_se`` and
     ``error_se`` are standard errors over the test examples. ``error`` is NaN where outputs are not class scores.
+    ``run_fingerprint`` tells which run was trained again.
     """
 
     table: pd.DataFrame
     batches: str
     test_size: int
     cost: Cost
+    run_fingerprint: int | None = None
 
     def to_frame(self, level: float = 0.95) -> pd.DataFrame:
         """A row for each choice and number removed: the mean over trainings, with an interval.
@@ -93,8 +95,14 @@ class Curve:
         path = free(path, overwrite=overwrite)
         columns = {name: [_or_none(value) for value in self.table[name].tolist()] for name in COLUMNS}
         told = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
+        told["run_fingerprint"] = self.run_fingerprint
         save_json(path, told)
         return path
+
+    def check_same_run(self, run: Run) -> None:
+        """Refuses to speak of another run than the one that was trained again."""
+        if self.run_fingerprint not in (None, run.fingerprint):
+            raise InputError(f"The cleansing curve is of another run than {run}: give that of this run.")
 
     @classmethod
     def load(cls, path: str | Path) -> Curve:
@@ -107,7 +115,9 @@ class Curve:
             table = table.astype({"choice": str, "removed": int})
             if NOTHING not in table["choice"].tolist():
                 raise ValueError("it does not say what removing nothing gives")
-            return cls(table, str(told["batches"]), int(told["test_size"]), Cost(**told["cost"]))
+            return cls(
+                table, str(told["batches"]), int(told["test_size"]), Cost(**told["cost"]), told.get("run_fingerprint")
+            )
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RunError(f"{path} holds no curve ({error}): give a file that Curve.save wrote.") from None
 
@@ -141,7 +151,7 @@ def cleanse(
         resources: memory budget, progress, engine, and where finished trainings are kept.
     """
     methods = [scores] if isinstance(scores, Scores) else list(scores)
-    amounts = _checked(methods, task, remove, random, shuffles)
+    amounts = _checked(methods, run, task, remove, random, shuffles)
     check_seed(seed, 0, 2**32 - 1)
     resources, cost = resources or Resources(), Cost()
     trajectory = Trajectory(run, task)
@@ -154,16 +164,19 @@ def cleanse(
             chosen = _chosen(methods, task.size, amounts, range(order * random, (order + 1) * random), seed)
             rows += [{**row, "order": order} for row in _trained(again, chosen, resources, cost)]
     table = pd.DataFrame(rows)[list(COLUMNS)]
-    return Curve(table, "shuffled" if shuffles else "recorded", query.size, cost)
+    return Curve(table, "shuffled" if shuffles else "recorded", query.size, cost, run.fingerprint)
 
 
-def _checked(methods: list[Scores], task: Task, remove: Sequence[int], random: int, shuffles: int) -> list[int]:
+def _checked(
+    methods: list[Scores], run: Run, task: Task, remove: Sequence[int], random: int, shuffles: int
+) -> list[int]:
     if not methods:
         raise InputError("No scores were given: give those of at least one method.")
     names = [scores.method for scores in methods]
     if len(set(names)) < len(names) or {NOTHING, RANDOM} & set(names):
         raise InputError(f"The methods' names {names} are not all different: give each method's scores once.")
     for scores in methods:
+        scores.check_same_run(run)
         if any(isinstance(i, str) for i in scores.train_ids):
             raise InputError(f"{scores.method} scored groups: cleanse removes examples; score those.")
         if not all(0 <= int(i) < task.size for i in scores.train_ids):

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from leaveout.errors import RunError
 from leaveout.optim import Hyper, Rule, sgd
 from leaveout.vectors import PARAM, Params
 
@@ -117,17 +119,48 @@ class RowFile:
     def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
         self._shape, self._like = shape[1:], like
         self._bytes = shape[1] * shape[2] * like.element_size()
-        self._file = tempfile.TemporaryFile(prefix="leaveout-")  # noqa: SIM115 - lives as long as the rows
-        os.truncate(self._file.fileno(), shape[0] * self._bytes)
+        with _no_room():
+            self._file = tempfile.TemporaryFile(prefix="leaveout-")  # noqa: SIM115 - lives as long as the rows
+            os.truncate(self._file.fileno(), shape[0] * self._bytes)
 
     def __getitem__(self, rows: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen slots width"]:
-        read = bytearray().join(os.pread(self._file.fileno(), self._bytes, row * self._bytes) for row in rows.tolist())
+        with _no_room():
+            read = bytearray().join(self._read(row * self._bytes) for row in rows.tolist())
         flat = torch.frombuffer(read, dtype=self._like.dtype) if read else torch.zeros(0, dtype=self._like.dtype)
         return flat.reshape(len(rows), *self._shape).to(self._like.device)
 
     def __setitem__(self, rows: Int[Tensor, " chosen"], values: Float[Tensor, "chosen slots width"]) -> None:
-        for row, value in zip(rows.tolist(), values.cpu().contiguous(), strict=True):
-            os.pwrite(self._file.fileno(), value.numpy().tobytes(), row * self._bytes)
+        with _no_room():
+            for row, value in zip(rows.tolist(), values.cpu().contiguous(), strict=True):
+                self._write(value.numpy().tobytes(), row * self._bytes)
+
+    # The system may read or write less than it was asked to: near a full disk, or of more than 2 GB.
+
+    def _read(self, place: int) -> bytes:
+        found = b""
+        while len(found) < self._bytes:
+            part = os.pread(self._file.fileno(), self._bytes - len(found), place + len(found))
+            if not part:
+                raise OSError("it ends before its last row")
+            found += part
+        return found
+
+    def _write(self, data: bytes, place: int) -> None:
+        left = memoryview(data)
+        while left:
+            done = os.pwrite(self._file.fileno(), left, place)
+            left, place = left[done:], place + done
+
+
+@contextmanager
+def _no_room() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"The temporary file that holds what memory does not is no good ({error}): make room there, set TMPDIR to "
+            "another directory, or allow more memory."
+        ) from None
 
 
 class Coasting:

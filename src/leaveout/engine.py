@@ -7,6 +7,7 @@ was doing is done again.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import tempfile
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,8 +57,8 @@ class Local(Engine):
     processes: int = 1
 
     def __post_init__(self) -> None:
-        if self.processes < 1:
-            raise InputError(f"Local(processes={self.processes}) does nothing: give at least 1.")
+        if not is_count(self.processes):
+            raise InputError(f"Local(processes={self.processes!r}) is no number of processes: give at least 1.")
 
     @property
     def elsewhere(self) -> bool:  # type: ignore[override]
@@ -74,16 +76,20 @@ class Local(Engine):
         with tempfile.TemporaryDirectory(prefix="leaveout-") as folder:
             sent = Path(folder) / "function"
             sent.write_bytes(_packed(function))
-            for attempt in range(RETRIES + 1):
+            threads, deaths = torch.get_num_threads(), 0
+            while left:
                 pool = joblib.Parallel(self.processes, return_as="generator_unordered", batch_size=1)
-                calls = [joblib.delayed(_call_sent)(str(sent), place, item) for place, item in left.items()]
+                calls = [joblib.delayed(_call_sent)(str(sent), place, item, threads) for place, item in left.items()]
                 try:
                     for place, result in pool(calls):
                         del left[place]
+                        deaths = 0
                         yield place, result
-                    return
                 except BrokenProcessPool:
-                    if attempt == RETRIES:
+                    # Which of those under way it was is not told. After more deaths than they may have together, one
+                    # of them has died too often.
+                    deaths += 1
+                    if deaths > RETRIES * min(self.processes, len(left)):
                         raise EngineError(_died(RETRIES + 1)) from None
 
 
@@ -101,6 +107,10 @@ class Ray(Engine):
     cpus: float = 1
 
     same_disk = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cpus, bool) or not isinstance(self.cpus, Real) or not 0 < self.cpus < math.inf:
+            raise InputError(f"Ray(cpus={self.cpus!r}) reserves nothing: give a number above 0.")
 
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
         """(position, result) of every item, in the order in which they are done."""
@@ -136,6 +146,15 @@ class Ray(Engine):
             where = self.address or os.environ.get("RAY_ADDRESS")
             raise EngineError(f"No Ray cluster answers at {where} ({error}): start one, or correct it.") from None
         return ray
+
+
+def is_count(given: Any) -> bool:
+    """Whether this is a whole number from 1 on.
+
+    >>> is_count(3), is_count(0), is_count(True), is_count("3"), is_count(2.0)
+    (True, False, False, False, False)
+    """
+    return isinstance(given, Integral) and not isinstance(given, bool) and int(given) >= 1
 
 
 def engine_of(given: str | Engine) -> Engine:
@@ -190,7 +209,8 @@ def _read(file: str) -> Callable:
     return cloudpickle.loads(Path(file).read_bytes())
 
 
-def _call_sent(file: str, place: int, item: Any) -> tuple[int, Any]:
+def _call_sent(file: str, place: int, item: Any, threads: int) -> tuple[int, Any]:
+    torch.set_num_threads(threads)  # as many as where it was asked for: others would round sums differently
     return place, _read(file)(item)
 
 

@@ -86,25 +86,24 @@ def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Gro
     tensor([0, 2])
     """
     if groups is None:
-        if isinstance(ids, int):
-            raise InputError(f"ids={ids} is one number: give a list, [{ids}].")
         if ids is None:
             return Members(tuple(range(size)), torch.arange(size), torch.ones(size, dtype=torch.int64))
-        chosen = [int(i) for i in ids]
-        _check(chosen, size, "ids")
+        chosen = _checked(ids, size, "ids")
         if len(set(chosen)) < len(chosen):
             repeated = next(i for i in chosen if chosen.count(i) > 1)
             raise InputError(f"Example {repeated} is named twice in ids: name each example once.")
         return rows_of(tuple(chosen), [[i] for i in chosen])
     if ids is not None:
         raise InputError("Both ids and groups were given: give one of them.")
-    items = groups.items() if isinstance(groups, Mapping) else enumerate(groups)
-    named = {str(name): group for name, group in items}  # names are strings; numbers are single examples
-    if not named:
+    items = list(groups.items() if isinstance(groups, Mapping) else enumerate(_listed(groups, "groups")))
+    if not items:
         raise InputError("groups is empty: give at least one group of example numbers.")
-    for name, group in named.items():
-        _check(group, size, f"group {name!r}")
-    return rows_of(tuple(named), [sorted({int(i) for i in group}) for group in named.values()])
+    named: dict[str, list[int]] = {}  # names are strings; numbers are single examples
+    for name, group in items:
+        if str(name) in named:
+            raise InputError(f"Two groups have the name {str(name)!r}: give each group a name of its own.")
+        named[str(name)] = sorted(set(_checked(group, size, f"group {str(name)!r}")))
+    return rows_of(tuple(named), list(named.values()))
 
 
 def rows_of(names: tuple[int | str, ...], groups: Sequence[Sequence[int]]) -> Members:
@@ -113,15 +112,37 @@ def rows_of(names: tuple[int | str, ...], groups: Sequence[Sequence[int]]) -> Me
     return Members(names, examples, torch.tensor([len(group) for group in groups]))
 
 
-def _check(ids: Sequence[int], size: int, what: str) -> None:
-    if len(ids) == 0:
+def _checked(ids: Any, size: int, what: str) -> list[int]:
+    """The numbers of examples that exist, from whatever was given for them."""
+    found = []
+    for given in _listed(ids, what):
+        number = _whole(given)
+        if number is None:
+            raise InputError(
+                f"{what} holds {given!r}: name its members by example numbers (of a mask, those where it is true)."
+            )
+        if not 0 <= number < size:
+            raise InputError(
+                f"Example {number} in {what} does not exist: the training set has numbers 0 to {size - 1}."
+            )
+        found.append(number)
+    if not found:
         raise InputError(f"{what} is empty: name at least one example.")
-    for i in ids:
-        if isinstance(i, bool) or int(i) != i or str(getattr(i, "dtype", "")).endswith("bool"):
-            raise InputError(
-                f"{what} holds {i}: name its members by example numbers (of a mask, those where it is true)."
-            )
-        if not 0 <= int(i) < size:
-            raise InputError(
-                f"Example {int(i)} in {what} does not exist: the training set has numbers 0 to {size - 1}."
-            )
+    return found
+
+
+def _listed(given: Any, what: str) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError:
+        raise InputError(f"{what} is {given!r}, not a list: give a list, like [0, 3].") from None
+
+
+def _whole(given: Any) -> int | None:
+    """A whole number as int; None for anything else, such as a truth value or a text of digits."""
+    if isinstance(given, bool | str | bytes) or str(getattr(given, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return int(given) if int(given) == given else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from tensors of several numbers
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from pathlib import Path
@@ -11,11 +12,15 @@ from typing import Any
 import fsspec
 import pooch
 
+from leaveout.disk import checksum
 from leaveout.errors import InputError, RunError
 
 MANIFEST = "manifest.json"
-FILES = re.compile(r"initial\.safetensors|shard-\d+\.safetensors")
+FILES = re.compile(r"initial\.safetensors|shard-(\d+)\.safetensors")
 """What a run directory may hold; other names are left where they are."""
+
+INITIAL = -1
+"""The number of the file that shards follow."""
 
 _SOURCES: dict[Path, str] = {}
 
@@ -23,8 +28,8 @@ _SOURCES: dict[Path, str] = {}
 def local(path: str | Path) -> Path:
     """The directory itself, or for an address like ``s3://bucket/run`` a copy of the run that is there.
 
-    A copy belongs to one manifest: a run that was changed is fetched anew. Files that are there in full are not
-    fetched again.
+    A copy belongs to one manifest: a run that was changed is fetched anew. Files that are there, with the checksum
+    that the manifest tells, are not fetched again.
     """
     if "://" not in str(path):
         return Path(path)
@@ -51,17 +56,27 @@ def _fetched(system: Any, root: str, address: str) -> Path:
     name = hashlib.sha256(address.encode() + b"\0" + manifest).hexdigest()[:32]
     folder = Path(pooch.os_cache("leaveout")) / "runs" / name
     folder.mkdir(parents=True, exist_ok=True)
+    sums = _checksums(manifest)
     for entry in system.ls(root, detail=True):
         file = Path(entry["name"]).name
-        if FILES.fullmatch(file):
-            _fetch(system, entry, folder / file)
+        if found := FILES.fullmatch(file):
+            _fetch(system, entry, folder / file, sums.get(int(found[1] or INITIAL)))
     _put(folder / MANIFEST, lambda aside: aside.write_bytes(manifest))
     _SOURCES[folder] = address
     return folder
 
 
-def _fetch(system: Any, entry: dict[str, Any], file: Path) -> None:
-    if file.exists() and file.stat().st_size == entry["size"]:
+def _checksums(manifest: bytes) -> dict[int, Any]:
+    """The checksums of a run's files by their numbers; none from what is no manifest, which its reader will refuse."""
+    try:
+        told = json.loads(manifest)
+        return {INITIAL: told["initial_crc32"], **{int(shard["number"]): shard["crc32"] for shard in told["shards"]}}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def _fetch(system: Any, entry: dict[str, Any], file: Path, crc32: Any) -> None:
+    if file.exists() and file.stat().st_size == entry["size"] and crc32 in (None, checksum(file)):
         return
 
     def get(aside: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import resource
 import sys
@@ -27,7 +29,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from leaveout.engine import Engine, Local, engine_of
+from leaveout.engine import Engine, Local, engine_of, is_count
 from leaveout.errors import InputError
 
 T = TypeVar("T")
@@ -57,12 +59,13 @@ def parse_bytes(amount: str | int, what: str = "memory") -> int:
     >>> parse_bytes("2GB"), parse_bytes("1.5 kB"), parse_bytes(64)
     (2000000000, 1500, 64)
     """
-    if isinstance(amount, int) and amount > 0:
-        return amount
+    if is_count(amount):
+        return int(amount)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", str(amount), re.IGNORECASE)
-    if not match or float(match[1]) == 0:
-        raise InputError(f"{what}={amount!r} is not an amount of bytes: write it like '2GB' or 500_000_000.")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    found = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
+    if not 1 <= found < math.inf:
+        raise InputError(f"{what}={repr(amount)[:40]} is not an amount of bytes: write it like '2GB' or 500_000_000.")
+    return int(found)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Resources:
             They stay when all is done: delete the directory when the scores are saved.
         shard: rows or query vectors in a shard. By default as many as memory holds, or at most 64 rows or 16 vectors
             where shards go to other processes or are kept. Shards of the same size give the same scores to the last
-            bit, others the same but for rounding.
+            bit, others the same but for rounding. No shard is larger than the budget, or with ``"auto"`` than 500 MB:
+            what is free at the moment does not change the shards.
         mark: the file in which a sweep notes how far it is; told to each shard that is kept.
     """
 
@@ -92,8 +96,10 @@ class Resources:
     def __post_init__(self) -> None:
         if self.memory != "auto":
             parse_bytes(self.memory)
-        if self.shard is not None and self.shard < 1:
-            raise InputError(f"shard={self.shard} holds nothing: give at least 1, or None.")
+        if self.shard is not None and not is_count(self.shard):
+            raise InputError(f"shard={self.shard!r} is no number of rows: give at least 1, or None.")
+        if self.work is not None and not isinstance(self.work, str | os.PathLike):
+            raise InputError(f"work={self.work!r} is no place for shards: give a directory.")
         object.__setattr__(self, "engine", engine_of(self.engine))
 
     @property
@@ -125,11 +131,14 @@ class Resources:
         return self._engine.same_disk
 
     def shard_size(self, bytes_each: int, count: int, most: int = ROWS) -> int:
-        """How many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is told."""
-        fits = self.chunk(bytes_each, count)
+        """How many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is told.
+
+        Where shards are kept or sent, they are always cut in the same way: the next process must find them again.
+        """
         if self.whole:
-            return fits
-        return min(fits, self.shard or shard_rows(bytes_each, most))
+            return self.chunk(bytes_each, count)
+        room = SHARD_BYTES if self.memory == "auto" else self.bytes
+        return max(1, min(count, self.shard or shard_rows(bytes_each, most), room // max(1, bytes_each)))
 
     def inside(self) -> Resources:
         """What a shard may use while it is worked on."""

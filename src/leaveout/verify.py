@@ -30,7 +30,8 @@ class Check:
 
     ``table`` has a row for each replayed example: its score, the true change of the loss, and the sample it is in.
     ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is a good one. It is
-    NaN for scores that are no changes of the loss, which are compared by their order alone.
+    NaN for scores that are no changes of the loss, which are compared by their order alone. ``run_fingerprint`` tells
+    which run was replayed.
     """
 
     extreme: Agreement
@@ -39,6 +40,7 @@ class Check:
     table: pd.DataFrame
     method: str
     cost: Cost
+    run_fingerprint: int | None = None
 
     @property
     def sentence(self) -> str:
@@ -61,10 +63,27 @@ class Check:
             "random": _told(self.random),
             "spread": {sample: _number(value) for sample, value in self.spread.items()},
             "cost": asdict(self.cost),
+            "run_fingerprint": self.run_fingerprint,
             "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
         }
         save_json(path, told)
         return path
+
+    def check_same_scores(self, scores: Scores) -> None:
+        """Refuses to speak for other scores than those that were held against replays."""
+        if self.method != scores.method:
+            raise InputError(
+                f"The check is of {self.method}, the scores are of {scores.method}: give the check of these scores."
+            )
+        mean = scores.mean().double()
+        known = dict(zip(scores.train_ids, mean.tolist(), strict=True))
+        slack = 1e-6 * float(mean.abs().max())  # a mean over queries may be rounded otherwise on another machine
+        told = zip(self.table.index, self.table["score"], strict=True)
+        prints = {self.run_fingerprint, scores.run_fingerprint} - {None}
+        if len(prints) > 1 or any(not abs(known.get(i, math.inf) - score) <= slack for i, score in told):
+            raise InputError(
+                f"The check is of other scores by {self.method} than these: verify these, and give their check."
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> Check:
@@ -79,6 +98,7 @@ class Check:
                 pd.DataFrame({name: rows[name] for name in COLUMNS}, index=pd.Index(rows["train"], name="train")),
                 str(told["method"]),
                 Cost(**told["cost"]),
+                told.get("run_fingerprint"),
             )
             str(check)  # whatever the sentence needs is there
             return check
@@ -150,7 +170,7 @@ def verify(
     # Scores that are no changes of the loss are compared by their order alone.
     comparable = scores.unit == UNIT
     spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
-    return Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost)
+    return Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost, run.fingerprint)
 
 
 def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int]]:

@@ -55,8 +55,8 @@ def cleanse(
         raise InputError(f"{out} exists already: give --again to replace it.")
     files = chosen(recorded, method)
     scores = [Scores.load(file) for file in files]
-    if method is None:  # of groups and of single queries: a ranking of examples comes from the plain ones
-        scores = [one for one in scores if one.query_ids == ("mean",) and isinstance(one.train_ids[0], int)]
+    if method is None:
+        scores = _rankings(scores, run)
     subject = subject_of(run, task)
     amounts = remove or sorted({max(1, round(share * subject.task.size)) for share in SHARES})
     work = Beside(run).work("cleanse", files, amounts, random, shuffles, seed)
@@ -78,6 +78,19 @@ def cleanse(
     else:
         console.print(str(curve), highlight=False, markup=False)
         console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _rankings(scores: list[Scores], run: Path) -> list[Scores]:
+    """The plain scores of examples; where there are none, those of single queries, which are averaged."""
+    examples = [one for one in scores if isinstance(one.train_ids[0], int)]
+    plain = [one for one in examples if one.query_ids == ("mean",)]
+    each = [one for one in examples if isinstance(one.query_ids[0], int)]
+    if not plain and not each:
+        raise InputError(
+            f"{run} has no scores of single examples for the queries, only of groups or of examples for themselves: "
+            f"run leaveout score {run} first."
+        )
+    return plain or each
 
 
 def _test(subject: Subject) -> Dataset:

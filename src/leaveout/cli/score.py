@@ -28,12 +28,13 @@ from leaveout.cli.methods import METHODS, parse
 from leaveout.config import Subject
 from leaveout.errors import InputError
 from leaveout.estimators import Estimator
+from leaveout.estimators.base import Request
 from leaveout.estimators.together import one_by_one
 from leaveout.resources import Resources
 from leaveout.scores import Scores
 from leaveout.store import Run
 
-Groups = dict[str, list[int]]
+Groups = dict[str, Any]
 
 
 @app.command()
@@ -48,7 +49,7 @@ def score(
     groups: Annotated[
         Path | None, typer.Option(help='Leave these out together: a JSON file like {"ann": [0, 3], "bob": [1, 2]}.')
     ] = None,
-    top: Annotated[int, typer.Option(help="How many of the most harmful and helpful to print.")] = 10,
+    top: Annotated[int, typer.Option(min=0, help="How many of the most harmful and helpful to print.")] = 10,
     again: Annotated[bool, typer.Option("--again", help="Replace scores that are there already.")] = False,
     memory: MemoryOption = "auto",
     processes: ProcessesOption = 1,
@@ -94,34 +95,55 @@ def _scored(
     again: bool,
 ) -> Iterator[tuple[Scores, Path, bool]]:
     """Scores with their files, and whether they are new: first those that are there, then each as it is finished."""
-    beside, todo = Beside(run.path), []
+    beside, there = Beside(run.path), set()
+    given = (run, subject.task, subject.query)
     for estimator in dict.fromkeys(estimators):
-        file = beside.scores(estimator.resolved(run).name, variant)
+        name = estimator.resolved(run).name
+        file = beside.scores(name, variant)
         if again or not file.exists():
-            todo.append(estimator)
             continue
         scores = Scores.load(file)
-        asked = estimator.request(run, subject.task, subject.query, queries, groups, False, resources)
-        same = (asked.members.names, asked.query.ids, asked.query.fingerprint())
-        if same != (scores.train_ids, scores.query_ids, scores.query_fingerprint):
-            raise InputError(f"{file} holds scores of other examples or queries: give --again to replace them.")
+        if other := _difference(scores, name, estimator.request(*given, queries, groups, False, resources)):
+            raise InputError(f"{file} holds scores of {other}: give --again to replace them.")
+        there.add(estimator)
         yield scores, file, False
-    if not todo:
-        return
-    finished = one_by_one(todo, run, subject.task, subject.query, queries=queries, groups=groups, resources=resources)
-    for _, scores in finished:
+    asked = list(dict.fromkeys(estimators))
+    for _, scores in one_by_one(asked, *given, queries=queries, groups=groups, resources=resources, there=there):
         file = beside.scores(scores.method, variant)
         yield scores, scores.save(file, overwrite=again), True
 
 
+def _difference(scores: Scores, method: str, asked: Request) -> str | None:
+    """What tells scores from those that are asked for; what an older file does not say is not held against it."""
+    run, query, groups = asked.trajectory.run, asked.query, asked.members.named()
+    if scores.run_fingerprint not in (None, run.fingerprint):
+        return "another run"
+    if scores.method != method:
+        return f"another method, {scores.method}"
+    if (scores.train_ids, scores.query_ids) != (asked.members.names, query.ids):
+        return "other examples or queries"
+    if scores.query_fingerprint not in (None, query.fingerprint()):
+        return "other examples or queries"
+    return "groups with other members" if scores.groups not in (None, groups) else None
+
+
 def _read_groups(file: Path) -> Groups:
     try:
-        raw = json.loads(file.read_text())
-        return {str(name): [int(i) for i in ids] for name, ids in raw.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        if not isinstance(raw, dict):
+            raise ValueError("no object")
+        return raw
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f'{file} holds no groups ({error}): write JSON with ids by name, like {{"ann": [0, 3], "bob": [1, 2]}}.'
         ) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return dict(pairs)
 
 
 def _facts(scores: Scores, file: Path, top: int, new: bool) -> dict[str, Any]:

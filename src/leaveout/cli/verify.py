@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,12 +58,13 @@ def verify(
     recorded, beside = opened(run), Beside(run)
     files = chosen(recorded, method)
     subject = subject_of(run, task)
-    told = []
+    told, few = [], []
     with working(beside.work("verify", files, replays, seed), memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), beside.check(file)
             if method is None and len(scores.train_ids) < 2 * MINIMUM:
-                continue  # a few groups: asked for by name, they are refused with what to do
+                few.append({"file": str(file), "method": scores.method, "rows": len(scores.train_ids)})
+                continue  # asked for by name, they are refused
             if out.exists() and not again:
                 check = _answering(out, scores, replays, seed)
             else:
@@ -75,9 +76,19 @@ def verify(
                 console.print(f"\n{check}", highlight=False, markup=False)
                 console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
     if as_json:
-        print_json({"run": str(run), "checks": told})
+        print_json({"run": str(run), "checks": told, "too_few": few})
     else:
+        for one in few:
+            console.print(f"\n{_too_few(one, run)}", highlight=False, markup=False, soft_wrap=True)
         print_next("report", run, task)
+
+
+def _too_few(scores: dict[str, Any], run: Path) -> str:
+    return (
+        f"{scores['method']}: {scores['rows']} rows are too few to rank (it takes {2 * MINIMUM}), so they were not "
+        f"verified. Exact values to compare them with: leaveout score {run} --method replay, for groups with the same "
+        f"--groups.\n  {scores['file']}"
+    )
 
 
 def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:

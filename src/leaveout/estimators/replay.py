@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from leaveout.errors import InputError
-from leaveout.estimators.base import Estimator, Request
+from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.members import Groups, Members, members_of
 from leaveout.resources import Resources
 from leaveout.scores import Scores
@@ -37,7 +37,7 @@ class Replay(Estimator):
     @property
     def name(self) -> str:
         """The method's name."""
-        return "Replay"
+        return titled("Replay", {"weight": f"weight {self.weight:g}" if self.weight else None})
 
     def _members(self, task: Task, groups: Groups | None) -> Members:
         if self.ids is not None and groups is not None:

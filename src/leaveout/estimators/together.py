@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch.utils.data import Dataset
 
@@ -49,12 +49,22 @@ def one_by_one(
     queries: str = "mean",
     groups: Groups | None = None,
     resources: Resources | None = None,
+    there: Collection[Estimator] = (),
 ) -> Iterator[tuple[Estimator, Scores]]:
-    """Each estimator with its scores as soon as they are there, so that they can be kept before the next begins."""
+    """Each estimator with its scores as soon as they are there, so that they can be kept before the next begins.
+
+    The scores of those that are ``there`` already are left out. They still decide what is swept together: work that
+    was cut short between two methods ends with the same bits.
+    """
     waiting = dict.fromkeys(estimators)
     for estimator in list(waiting):
         chosen = estimator.resolved(run)
         if isinstance(chosen, ACC) and chosen.transport != "exact":
+            beside = SGDIE(readout=chosen.readout, layers=chosen.layers)
+            pair = [one for one in (estimator, beside) if one in waiting]
+            waiting = {one: None for one in waiting if one not in pair}
+            if all(one in there for one in pair):
+                continue
             request = chosen.request(run, task, query, queries, groups, False, resources)
             with request.cost.metered(), kept_memory():
                 choice = chosen.choice()
@@ -62,11 +72,10 @@ def one_by_one(
                 products = choice.products(request)
                 corrected = choice.read(request, products.corrected)
                 plain = choice.read(request, products.plain)
-            del waiting[estimator]
-            yield estimator, request.scores(chosen.name, corrected)
-            beside = SGDIE(readout=chosen.readout, layers=chosen.layers)
-            if beside in waiting:
-                del waiting[beside]
+            if estimator not in there:
+                yield estimator, request.scores(chosen.name, corrected)
+            if beside in pair and beside not in there:
                 yield beside, request.scores(beside.name, plain)
     for estimator in waiting:
-        yield estimator, estimator.score(run, task, query, queries=queries, groups=groups, resources=resources)
+        if estimator not in there:
+            yield estimator, estimator.score(run, task, query, queries=queries, groups=groups, resources=resources)

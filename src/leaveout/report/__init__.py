@@ -61,6 +61,8 @@ def report(
     path = free(path, overwrite=overwrite)
     scores.check_same_run(run)
     _check_finite(scores)
+    if curve is not None:
+        curve.check_same_run(run)
     topic = Topic(run, scores, task, query, show_of(show), resources or Resources())
     text = page(gather(topic, check, cleansing(curve) if curve else None))
     save_text(path, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 from typing import Any
 
-from leaveout.errors import InputError, UnsupportedError
+from leaveout.errors import UnsupportedError
 from leaveout.report import content, rows, words
 from leaveout.report.content import digits, rounded
 from leaveout.report.topic import Topic, membership
@@ -18,10 +18,8 @@ PARTS = 50
 def gather(topic: Topic, check: Check | None, cleansing: content.Cleansing | None) -> content.Content:
     """Everything that the page says."""
     scores, show, mean = topic.scores, topic.show, topic.mean
-    if check is not None and check.method != scores.method:
-        raise InputError(
-            f"The check is of {check.method}, the scores are of {scores.method}: give the check of these scores."
-        )
+    if check is not None:
+        check.check_same_scores(scores)
     when, notes = _timeline(topic)
     columns = rows.chosen_queries(topic)
     drivers = {column: rows.drivers(scores.values[:, column]) for column in columns}
