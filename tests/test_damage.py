@@ -1,19 +1,24 @@
 """Files that were truncated, changed, lost or exchanged: the same score, or a refusal; never another score."""
 
 import json
+import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.disk import unsealed, write_json
-from leaveout.store import INITIAL, MANIFEST, shard_name
+from leaveout import config
+from leaveout.cli.made import subject_of
+from leaveout.disk import checksum, tensor_checksum, unsealed, write_json, write_tensors
+from leaveout.manifest import INITIAL, MANIFEST, shard_name, write_manifest
 from leaveout.writer import Writer
 from test_store import contents
 
@@ -183,15 +188,33 @@ def refusal(path: Path) -> lo.LeaveoutError:
 
 def test_a_file_that_changes_after_it_was_read_is_read_through_again(tmp_path: Path) -> None:
     run, _ = recorded(tmp_path / "run", 0, 1)
-    first = run.record(0)
+    first, state = run.record(0), run.state(1)
+    ids, weights = first.ids.clone(), state["param"]["0.weight"].clone()
     file = run.path / shard_name(0)
-    changed = bytearray(file.read_bytes())
-    changed[-1] ^= 1
-    file.write_bytes(changed)
-    run._shard.cache_clear()
-    with pytest.raises(lo.RunError, match="checksum"):
-        run.record(0)
-    assert first.index == 0
+    with file.open("r+b") as opened:  # in place: it stays the same file
+        opened.seek(-file.stat().st_size // 2, os.SEEK_END)
+        opened.write(bytes([255]) * (file.stat().st_size // 2))
+    for ask in (run.record, run.state):
+        with pytest.raises(lo.RunError, match="checksum"):
+            ask(1)
+    assert torch.equal(first.ids, ids)
+    assert torch.equal(state["param"]["0.weight"], weights)
+
+
+def test_a_config_that_was_changed_after_the_run_is_named(tmp_path: Path) -> None:
+    plan = config.Config(config.DataPart(n_train=30, n_val=5), train=config.TrainPart(epochs=1, l2=0.01))
+    run, _ = config.run_config(plan, tmp_path / "run")
+    file, fingerprint = run.path / "config.toml", run.fingerprint
+    assert subject_of(run.path, None).task.l2 == 0.01
+    file.write_text(file.read_text().replace("0.01", "0.03"))
+    assert [str(file) in told and "was changed" in told for told in lo.check_run(run.path)] == [True]
+    with pytest.raises(lo.RunError, match=r"config.toml was changed since .*: restore it"):
+        subject_of(run.path, None)
+    rewritten(run.path, config_crc32=None)  # as in runs of earlier versions
+    assert lo.check_run(run.path) == []
+    assert lo.open_run(run.path).fingerprint == fingerprint
+    file.unlink()
+    assert lo.check_run(run.path) == []
 
 
 # Runs by strangers: right checksums, wrong contents
@@ -224,6 +247,11 @@ STRANGE = [
     {"initial_crc32": None},
     {"format": [2]},
     {"note": "of somebody else"},
+    {"shards": [{"number": 0, "steps": 10**30, "crc32": 0, "kept_crc32": 0}]},
+    {"shards": [{"number": n, "steps": 2**62, "crc32": 0, "kept_crc32": 0} for n in (0, 1)]},
+    {"train_size": 10**30},
+    {"config_crc32": "none"},
+    {"dtypes": {name: [] for name in ("0.weight", "0.bias", "2.weight", "2.bias")}},
 ]
 
 
@@ -234,6 +262,60 @@ def test_a_manifest_that_says_strange_things_is_refused(changes: dict, tmp_path:
     with pytest.raises(lo.RunError):
         lo.SGDIE().score(lo.open_run(run.path, partial=True), task, data())
     assert lo.check_run(run.path)
+
+
+def reshaped(run: lo.Run, **changes: torch.Tensor) -> None:
+    """The first shard with other tensors, under a manifest that knows them."""
+    entry = run.manifest.shards[0]
+    file = run.path / entry.name
+    tensors = {**load_file(file), **changes}
+    write_tensors(file, tensors)
+    claims = replace(entry, crc32=checksum(file), kept_crc32=tensor_checksum(tensors["kept"]))
+    write_manifest(run.path, replace(run.manifest, shards=(claims, *run.manifest.shards[1:])))
+
+
+ODD: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    "complex states": lambda held: {"kept": held["kept"].to(torch.complex64)},
+    "a table of states": lambda held: {"kept": held["kept"][None]},
+    "lengths that wrap": lambda held: {"lengths": torch.tensor([2**63 - 1, 2**63 - 1, 2]), "ids": held["ids"][:0]},
+    "lengths that wrap to their sum": lambda held: {
+        "lengths": torch.tensor([2**63 - 1, 2**63 - 1, len(held["ids"]) + 2])
+    },
+    "complex hyperparameters": lambda held: {"hypers": held["hypers"].to(torch.complex64)},
+    "negative epochs": lambda held: {"epochs": -held["epochs"] - 1},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_shard_with_strange_tensors_is_refused(name: str, tmp_path: Path) -> None:
+    run, task = recorded(tmp_path / "run", 0, 1)
+    reshaped(run, **ODD[name](load_file(run.path / shard_name(0))))
+    with pytest.raises(lo.RunError, match=shard_name(0)):
+        lo.SGDIE().score(lo.open_run(run.path), task, data())
+    assert lo.check_run(run.path)
+
+
+def test_what_else_a_shard_holds_is_not_looked_at(tmp_path: Path) -> None:
+    run, _ = recorded(tmp_path / "run", 0, 1)
+    whole = run.state(2)["param"]["0.weight"]
+    reshaped(run, **{"state/param/of.another": torch.ones(1)})
+    assert torch.equal(lo.open_run(run.path).state(2)["param"]["0.weight"], whole)
+    assert lo.check_run(run.path) == []
+
+
+@pytest.mark.parametrize("name", [MANIFEST, INITIAL, shard_name(0)])
+def test_nobody_waits_for_a_pipe(name: str, tmp_path: Path) -> None:
+    run, _ = recorded(tmp_path / "run", 0, 1)
+    (run.path / name).unlink()
+    os.mkfifo(run.path / name)
+    with pytest.raises(lo.RunError, match=f"{name}.*no plain file"):
+        lo.open_run(run.path).state(0)
+    assert name in lo.check_run(run.path)[0]
+    (tmp_path / "scores").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "scores")
+    for kind in (lo.Scores, lo.Check, lo.Curve):
+        with pytest.raises(lo.LeaveoutError, match="scores"):
+            kind.load(tmp_path / "scores")
 
 
 def test_a_run_in_the_old_format_is_refused_by_its_number(tmp_path: Path) -> None:

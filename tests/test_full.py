@@ -14,7 +14,7 @@ from torch import nn
 
 import leaveout as lo
 from leaveout.coasting import RowFile
-from leaveout.store import shard_name
+from leaveout.manifest import shard_name
 from test_store import contents
 
 # A process that may not write files beyond this size meets the same refusal as one on a full disk, without a mount.

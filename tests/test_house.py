@@ -28,6 +28,7 @@ FLOORS = [
     "products",
     "remote",
     "beside",
+    "manifest",
     "store",
     "marks",
     "shards",

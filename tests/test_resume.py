@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import leaveout as lo
 from leaveout import config
 from leaveout import writer as writing
-from leaveout.store import shard_name
+from leaveout.manifest import shard_name
 from problems import MODELS, OPTIMIZERS, data_for
 from test_store import contents, manifest, record, state
 

@@ -18,8 +18,9 @@ import leaveout as lo
 from leaveout import writer as writing
 from leaveout.config import Config, TrainPart, run_config
 from leaveout.disk import checksum, unsealed, write_json, write_tensors
+from leaveout.manifest import INITIAL, MANIFEST, Manifest, shard_name, write_manifest
 from leaveout.optim import Rule
-from leaveout.store import INITIAL, MANIFEST, Manifest, Record, shard_name, write_manifest
+from leaveout.store import Record
 from leaveout.vectors import PARAM, State
 from leaveout.writer import Writer
 

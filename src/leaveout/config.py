@@ -16,8 +16,9 @@ from leaveout import data, models
 from leaveout.beside import Beside
 from leaveout.disk import write_text
 from leaveout.errors import InputError, RunError, closest
+from leaveout.manifest import MANIFEST, cut_short
 from leaveout.resources import Resources
-from leaveout.store import MANIFEST, Run, cut_short
+from leaveout.store import Run
 from leaveout.task import Task
 from leaveout.train import train
 from leaveout.writer import claim

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from leaveout import batches
 from leaveout.errors import MismatchError
+from leaveout.manifest import Manifest
 from leaveout.optim import Rule
-from leaveout.store import Manifest
 
 
 def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor]) -> None:

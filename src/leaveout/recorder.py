@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader
 from leaveout import batches
 from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError
 from leaveout.loaders import Noted
+from leaveout.manifest import Manifest
 from leaveout.matching import constants_of
 from leaveout.optim import Hyper, hypers_of, rule_of
 from leaveout.resources import parse_bytes
 from leaveout.resume import Past, restore
-from leaveout.store import Manifest, Record, Run, open_run
+from leaveout.store import Record, Run, open_run
 from leaveout.validate import module_problems
 from leaveout.vectors import PARAM, State, nbytes, sum_of
 from leaveout.writer import Writer

@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -21,23 +20,15 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from leaveout.disk import LOCK, checksum, plain, tensor_checksum, unsealed, write_json
+from leaveout.disk import LOCK, checksum, plain, tensor_checksum
 from leaveout.errors import RunError
+from leaveout.manifest import AGAIN, INITIAL, MANIFEST, Manifest, check_config, read_manifest
 from leaveout.optim import HYPERS, Hyper, Rule
 from leaveout.remote import local, source
-from leaveout.vectors import PARAM, State
+from leaveout.vectors import State
 
-FORMAT = 2
-MANIFEST = "manifest.json"
-INITIAL = "initial.safetensors"
 LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
 """The tensors with a row for each step, and how many dimensions they have."""
-SLOTS = {
-    "SGD": ((PARAM,), (PARAM, "momentum_buffer")),
-    "Adam": ((PARAM, "exp_avg", "exp_avg_sq"),),
-    "AdamW": ((PARAM, "exp_avg", "exp_avg_sq"),),
-}
-AGAIN = "the run is damaged; restore it or record it again."
 
 
 @dataclass(frozen=True)
@@ -51,93 +42,6 @@ class Record:
     fingerprint: list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One shard as the manifest knows it: number, steps, and checksums of its file and of its list of states."""
-
-    number: int
-    steps: int
-    crc32: int
-    kept_crc32: int
-
-    @property
-    def name(self) -> str:
-        """Shards are found by number, never by a name that a manifest gives."""
-        return shard_name(self.number)
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a run directory says of itself."""
-
-    rule: Rule
-    shapes: dict[str, list[int]]
-    dtypes: dict[str, str]
-    constants: dict[str, int]
-    train_size: int | None
-    initial_crc32: int = 0
-    shards: tuple[Shard, ...] = ()
-    finished: bool = False
-    format: int = FORMAT
-
-    @property
-    def steps(self) -> int:
-        """How many steps are on disk."""
-        return sum(shard.steps for shard in self.shards)
-
-
-def shard_name(number: int) -> str:
-    """The file of a shard."""
-    return f"shard-{number:05d}.safetensors"
-
-
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    """The manifest, replaced in one move."""
-    write_json(path / MANIFEST, asdict(manifest))
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of a run directory, held against its checksum."""
-    file = path / MANIFEST
-    try:
-        if not file.exists():
-            raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
-        raw = json.loads(plain(file).read_text(encoding="utf-8"))
-        if raw["format"] != FORMAT:
-            raise RunError(
-                f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it, or "
-                "record the run again."
-            )
-        return _manifest(unsealed(raw))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{file} is not a manifest of a run ({error!r}): {AGAIN}") from None
-
-
-def cut_short(path: Path) -> bool:
-    """Whether a directory holds a run that is not finished."""
-    return (path / MANIFEST).exists() and not read_manifest(path).finished
-
-
-def _manifest(raw: dict[str, Any]) -> Manifest:
-    """The manifest, if every part of it is of its kind: it may come from a stranger."""
-    rule = Rule(raw["rule"]["kind"], dict(raw["rule"]["groups"]), tuple(raw["rule"]["slots"]))
-    shards = tuple(Shard(**shard) for shard in raw["shards"])
-    manifest = Manifest(**{**raw, "rule": rule, "shards": shards})
-    counts = [*rule.groups.values(), *manifest.constants.values(), manifest.initial_crc32, manifest.train_size or 0]
-    counts += [number for part in (*map(astuple, shards), *manifest.shapes.values()) for number in part]
-    if rule.kind not in HYPERS:
-        raise ValueError(f"unknown optimizer {rule.kind!r}")
-    if rule.slots not in SLOTS[rule.kind]:
-        raise ValueError(f"unknown slots {rule.slots}")
-    if not rule.groups or not set(rule.groups) == set(manifest.shapes) == set(manifest.dtypes):
-        raise ValueError("groups, shapes and dtypes name different parameters")
-    if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):
-        raise ValueError("a count that is none")
-    if type(manifest.finished) is not bool:
-        raise ValueError(f"finished is {manifest.finished!r}")
-    return manifest
-
-
 class Run:
     """A recorded run: its steps and the state before and after each."""
 
@@ -146,7 +50,7 @@ class Run:
         self.manifest = manifest
         self.interpolate = interpolate
         self._starts = torch.tensor([0, *accumulate(shard.steps for shard in manifest.shards)])
-        self._shard = lru_cache(maxsize=2)(self._load_shard)
+        self._loaded = lru_cache(maxsize=2)(self._load_shard)
         self._checked: dict[str, tuple[int, int, int]] = {}
 
     def __reduce__(self) -> tuple:
@@ -163,12 +67,12 @@ class Run:
         found = [0]
         for place, shard in enumerate(self.manifest.shards):
             file = self.path / shard.name
-            kept = _load(file, {"kept"}, only=True)["kept"]
+            kept = _load(file, {"kept"})["kept"]
             if tensor_checksum(kept) != shard.kept_crc32:
                 raise RunError(f"{file} is not the file that was written (checksum of 'kept'): {AGAIN}")
-            listed = kept.flatten().tolist()
+            listed = kept.tolist() if kept.dtype == torch.int64 and kept.ndim == 1 else [-1]
             inside = [int(self._starts[place]) < index <= int(self._starts[place + 1]) for index in listed]
-            if kept.dtype != torch.int64 or not all(inside) or listed != sorted(set(listed)):
+            if not all(inside) or listed != sorted(set(listed)):
                 raise RunError(f"{file} keeps states of other steps than its own: {AGAIN}")
             found += listed
         if self.manifest.finished and found[-1] != self.manifest.steps:
@@ -219,7 +123,7 @@ class Run:
         return Record(
             index,
             int(shard["epochs"][offset]),
-            shard["ids"][start : start + int(lengths[offset])],
+            shard["ids"][start : start + int(lengths[offset])].clone(),
             [dict(zip(names, values, strict=True)) for values in shard["hypers"][offset].tolist()],
             [(a, b) for a, b in shard["fingerprints"][offset].tolist() if a >= 0],
         )
@@ -235,7 +139,7 @@ class Run:
             raise RunError(
                 f"{self.path} does not keep the state before step {index}: ask a Trajectory, which replays it."
             )
-        return self._unflatten({key: shard[key][place] for key in shard if key.startswith("state/")})
+        return self._unflatten({key: shard[key][place] for key in self._keys})
 
     def final(self) -> State:
         """The state after the last step."""
@@ -243,7 +147,7 @@ class Run:
 
     def damage(self) -> list[str]:
         """What is wrong with the files, each of which is read in full; nothing where all is well."""
-        checks: list[Any] = [lambda: self.kept, self._initial]
+        checks: list[Any] = [lambda: self.kept, self._initial, lambda: check_config(self.path)]
         checks += [lambda number=number: self._load_shard(number) for number in range(len(self.manifest.shards))]
         return [told for check in checks if (told := _refusal(check)) is not None]
 
@@ -252,6 +156,12 @@ class Run:
             raise RunError(f"{self.path} has {self.manifest.steps} steps and no step {index}: ask for one from 0 on.")
         number = int(torch.searchsorted(self._starts, index, right=True)) - 1
         return number, index - int(self._starts[number])
+
+    def _shard(self, number: int) -> dict[str, Tensor]:
+        """A shard as it was written: its tensors are the file itself, which somebody may change at any time."""
+        entry = self.manifest.shards[number]
+        self._hold_against(self.path / entry.name, entry.crc32)
+        return self._loaded(number)
 
     @property
     def _keys(self) -> set[str]:
@@ -271,18 +181,21 @@ class Run:
         shard = _load(file, {*LOG, "ids", "kept"})
         rows, groups = entry.steps, max(self.rule.groups.values()) + 1
         if (
-            any(shard[key].ndim != LOG[key] or len(shard[key]) != rows for key in LOG)
+            shard["hypers"].dtype != torch.float64
+            or any(shard[key].ndim != LOG[key] or len(shard[key]) != rows for key in LOG)
             or any(shard[key].dtype != torch.int64 for key in ("ids", *LOG) if key != "hypers")
             or shard["hypers"].shape[1] < groups
             or shard["hypers"].shape[2] != len(HYPERS[self.rule.kind])
             or shard["fingerprints"].shape[2] != 2
             or int(shard["lengths"].min()) < 1
-            or shard["ids"].shape != (int(shard["lengths"].sum()),)
+            or shard["ids"].shape != (sum(shard["lengths"].tolist()),)  # a tensor's sum may wrap
             or int(shard["ids"].min()) < 0
+            or int(shard["epochs"].min()) < 0
         ):
             raise RunError(f"{file} does not hold {rows} steps of this run: {AGAIN}")
-        if len(shard["kept"]):
-            self._check_states(file, shard, len(shard["kept"]))
+        if count := shard["kept"].numel():
+            shard |= _load(file, self._keys)
+            self._check_states(file, shard, count)
         return shard
 
     def _hold_against(self, file: Path, crc32: int) -> None:
@@ -292,9 +205,9 @@ class Run:
             seen = (told.st_ino, told.st_size, told.st_mtime_ns)
             if self._checked.get(file.name) == seen:
                 return
-            found = checksum(file)
+            found = checksum(plain(file))
         except OSError as error:
-            raise RunError(f"{file} cannot be read ({error.strerror}): {AGAIN}") from None
+            raise RunError(f"{file} cannot be read ({error.strerror or error}): {AGAIN}") from None
         if found != crc32:
             raise RunError(f"{file} is not the file that was written (checksum): {AGAIN}")
         self._checked[file.name] = seen
@@ -302,13 +215,17 @@ class Run:
     def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
         for slot in self.rule.slots:
             for name in self.rule.groups:
-                tensor, shape = tensors.get(f"state/{slot}/{name}"), self.manifest.shapes[name]
+                tensor, shape = tensors[f"state/{slot}/{name}"], self.manifest.shapes[name]
                 dtype = self.manifest.dtypes[name]
-                if tensor is None or list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
+                if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
                     raise RunError(f"{file} does not hold the states of this run ({slot} of {name!r}): {AGAIN}")
 
     def _unflatten(self, tensors: dict[str, Tensor]) -> State:
-        return {slot: {name: tensors[f"state/{slot}/{name}"] for name in self.rule.groups} for slot in self.rule.slots}
+        """Copies, which stay as they are whatever becomes of the file."""
+        return {
+            slot: {name: tensors[f"state/{slot}/{name}"].clone() for name in self.rule.groups}
+            for slot in self.rule.slots
+        }
 
 
 def _reopened(path: str, steps: int, interpolate: bool) -> Run:
@@ -316,14 +233,13 @@ def _reopened(path: str, steps: int, interpolate: bool) -> Run:
     return run.interpolated() if interpolate else run
 
 
-def _load(file: Path, needed: set[str], *, only: bool = False) -> dict[str, Tensor]:
-    """The tensors of a file, or ``only`` those that are needed."""
+def _load(file: Path, needed: set[str]) -> dict[str, Tensor]:
+    """The tensors of a file that are needed; they change when the file does."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            present = set(opened.keys())
-            if missing := sorted(needed - present):
+        with safe_open(plain(file), framework="pt") as opened:
+            if missing := sorted(needed - set(opened.keys())):
                 raise OSError(f"it has no {missing[0]!r}")
-            return {key: opened.get_tensor(key) for key in (needed if only else present)}
+            return {key: opened.get_tensor(key) for key in needed}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{file} cannot be read ({error}): {AGAIN}") from None
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from leaveout.beside import CONFIG
 from leaveout.disk import LOCK, Lock, asides, checksum, tensor_checksum, write_tensors
 from leaveout.errors import RunError
+from leaveout.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.optim import HYPERS
-from leaveout.store import INITIAL, MANIFEST, Manifest, Record, Run, Shard, read_manifest, shard_name, write_manifest
+from leaveout.store import Record, Run
 from leaveout.vectors import State, nbytes
 
 SHARD_BYTES = 64_000_000
@@ -75,7 +76,12 @@ class Writer:
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Writes the state before the first step."""
         write_tensors(self.path / INITIAL, _flatten(initial))
-        self._manifest = replace(manifest, initial_crc32=checksum(self.path / INITIAL))
+        config = self.path / CONFIG
+        self._manifest = replace(
+            manifest,
+            initial_crc32=checksum(self.path / INITIAL),
+            config_crc32=checksum(config) if config.exists() else None,
+        )
         write_manifest(self.path, self._manifest)
 
     def append(self, record: Record, state: State | None) -> None:

@@ -16,8 +16,9 @@ from rich.console import Console
 from leaveout.beside import Beside
 from leaveout.engine import Engine, Local, Ray
 from leaveout.errors import RunError, closest
+from leaveout.manifest import MANIFEST, cut_short
 from leaveout.resources import Resources
-from leaveout.store import MANIFEST, Run, cut_short, open_run
+from leaveout.store import Run, open_run
 
 INTERRUPTED = 130
 SHARD = 256

@@ -14,6 +14,7 @@ from leaveout import config
 from leaveout.beside import Beside
 from leaveout.config import Subject
 from leaveout.errors import InputError, LeaveoutError, closest
+from leaveout.manifest import check_config
 from leaveout.task import Task
 
 TaskOption = Annotated[
@@ -36,6 +37,7 @@ def subject_of(run: Path, where: str | None) -> Subject:
             f"{run} was not made by leaveout train (it has no {file.name}): say what was trained with "
             "--task package.module:function, a function that returns (task, query set)."
         )
+    check_config(run)
     return config.prepare(config.read(file))
 
 

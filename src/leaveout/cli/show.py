@@ -14,8 +14,9 @@ from leaveout.beside import Beside
 from leaveout.cleanse import Curve
 from leaveout.cli.app import AsJson, app, complaints, console, opened, print_json
 from leaveout.errors import LeaveoutError
+from leaveout.manifest import INITIAL, MANIFEST
 from leaveout.scores import Scores
-from leaveout.store import INITIAL, MANIFEST, Run, check_run
+from leaveout.store import Run, check_run
 from leaveout.verify import Check
 
 
