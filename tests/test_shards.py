@@ -187,8 +187,11 @@ def test_what_is_free_at_the_moment_does_not_move_the_shards(tmp_path, problem, 
         monkeypatch.setattr("leaveout.resources.free_memory", lambda: free)  # noqa: B023
         for bytes_each, rows in ((1, 2), (10**8, 2), (3 * 10**8, 1), (10**12, 1)):
             assert lo.Resources(work=tmp_path, shard=2).shard_size(bytes_each, 9) == rows
-        replay(problem, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 5
+        replay(problem, tmp_path / "replayed")
+        resources = lo.Resources(work=tmp_path / "swept")
+        lo.SGDIE().self_influence(problem.run, problem.task, resources=resources)
+    assert len(list((tmp_path / "replayed").iterdir())) == 5
+    assert len(list((tmp_path / "swept").iterdir())) == 1
     assert lo.Resources("200MB", work=tmp_path, shard=9).shard_size(10**8, 9) == 2
 
 

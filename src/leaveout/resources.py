@@ -131,14 +131,18 @@ class Resources:
         return self._engine.same_disk
 
     def shard_size(self, bytes_each: int, count: int, most: int = ROWS) -> int:
-        """How many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is told.
+        """How many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is told."""
+        fits = self.part(bytes_each, count)
+        return fits if self.whole else min(fits, self.shard or shard_rows(bytes_each, most))
 
-        Where shards are kept or sent, they are always cut in the same way: the next process must find them again.
+    def part(self, bytes_each: int, count: int) -> int:
+        """How many of ``count`` things of this size are worked on at a time, at least one.
+
+        Where shards are kept or sent, what is free at the moment has no say: the next process must find them again.
         """
-        if self.whole:
+        if self.whole or self.memory != "auto":
             return self.chunk(bytes_each, count)
-        room = SHARD_BYTES if self.memory == "auto" else self.bytes
-        return max(1, min(count, self.shard or shard_rows(bytes_each, most), room // max(1, bytes_each)))
+        return shard_rows(bytes_each, count)
 
     def inside(self) -> Resources:
         """What a shard may use while it is worked on."""

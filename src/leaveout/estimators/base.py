@@ -175,7 +175,7 @@ class Estimator(ABC):
         everyone = members_of(task.size, ids)
         bytes_each = 12 * nbytes({PARAM: task.parameters()})
         values, cost = [], Cost()
-        for part in everyone.chunks(resources.chunk(bytes_each, len(everyone))):
+        for part in everyone.chunks(resources.part(bytes_each, len(everyone))):
             own = Subset(task.train_set, part.examples.tolist())
             request = replace(chosen.request(run, task, own, "each", None, False, resources), members=part)
             with request.cost.metered(), kept_memory():
