@@ -93,6 +93,11 @@ def test_the_size_of_the_shards_changes_neither_states_nor_scores(tmp_path: Path
             assert torch.equal(method.score(other, task, data()).values, values)
 
 
+def test_all_files_are_for_the_same_readers(tmp_path: Path) -> None:
+    run, _ = trained(tmp_path / "run", epochs=1)
+    assert len({file.stat().st_mode for file in run.path.iterdir()}) == 1
+
+
 def test_steps_beyond_the_ends_are_refused(tmp_path: Path) -> None:
     run, _ = trained(tmp_path / "run", epochs=1)
     for ask in (run.record, run.state):

@@ -69,10 +69,13 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """A safetensors file that is there whole or not at all."""
 
     def save(aside: Path) -> None:
+        aside.touch()
+        usual = aside.stat().st_mode
         try:
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside, metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from None  # the library's word for a full disk as well
+        aside.chmod(usual)  # the library's own is for its writer alone, and a run may be shared
 
     _write(file, save)
 
