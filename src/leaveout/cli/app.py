@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
@@ -85,6 +86,8 @@ def engine_of(processes: int, ray: str | None) -> Engine:
     """The engine that the options name."""
     if ray is not None and processes != 1:
         raise typer.BadParameter("--processes are on this machine, --ray is a cluster: give one of them.")
+    if processes > 1:  # they share the cores: workers take as many threads as this process has
+        torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     return Local(processes) if ray is None else Ray(None if ray == "auto" else ray)
 
 
