@@ -24,9 +24,12 @@ STEPS = 60
 
 def train(path: Path, on_full: str, *, resume: bool = False, small: bool = True) -> dict:
     """Records steps in shards that grow; beyond the limit the disk takes no more."""
-    from leaveout import writer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leaveout.writer.SHARD_STEPS", 10 if small else 4096)
+        return _train(path, on_full, resume=resume)
 
-    writer.SHARD_STEPS = 10 if small else 4096
+
+def _train(path: Path, on_full: str, *, resume: bool) -> dict:
     torch.manual_seed(0)
     model = nn.Linear(20, 20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -20,7 +20,7 @@ def demo(
         Path | None, typer.Option(help="A new directory for the run and the report; leaveout-demo by default.")
     ] = None,
 ) -> None:
-    """Find flipped labels in handwritten digits: train, record, score, verify, report. Offline, in half a minute.
+    """Find flipped labels in handwritten digits: train, record, score, verify, report. Offline, in seconds.
 
     [dim]$[/dim] leaveout demo --out my-demo
     """
