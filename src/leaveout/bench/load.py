@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from leaveout.bench.problems import QUIET, folder, seconds
+from leaveout.bench.table import load_table
 from leaveout.estimators import ACC, SGDIE
 from leaveout.resources import Resources
 from leaveout.store import open_run
@@ -157,13 +158,4 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
     if (before := out / "load.json").exists():
         rows = [*(row for row in json.loads(before.read_text())["rows"] if row["case"] not in measured), *rows]
     (out / "load.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-    lines = [HEAD + machine, "", "| what | time | processor | a step | peak memory | growth a step | on disk |"]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
-    for row in rows:
-        disk = f"{row['disk'] / 1e6:,.0f} MB" if "disk" in row else "-"
-        lines.append(
-            f"| {row['what']} | {row['seconds']:,.0f} s | {row['processor']:,.0f} s | "
-            f"{row['processor'] / row['steps'] * 1e3:.2f} ms | "
-            f"{row['peak'] / 1e6:,.0f} MB | {row['growth']:.1f} bytes | {disk} |"
-        )
-    (out / "load.md").write_text("\n".join(lines) + "\n" + NOTES)
+    (out / "load.md").write_text("\n".join([HEAD + machine, "", *load_table(rows)]) + "\n" + NOTES)

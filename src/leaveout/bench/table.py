@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +41,13 @@ its target to within the noise of the machine.
 
 *Recording.* The checksum of each batch and the copy of each state are made in the training thread; only writing is
 not. On a step of a few milliseconds they show.
+"""
+
+LOAD = """
+## Load
+
+By `leaveout load`; [what the columns mean](load.md).
+
 """
 
 
@@ -79,7 +87,23 @@ def write(rows: Sequence[Row], folder: Path) -> None:
         f"{row.detail} |"
         for row in rows
     ]
-    (folder / "benchmarks.md").write_text("\n".join(lines) + "\n" + NOTES)
+    loads = folder / "load.json"
+    load = LOAD + "\n".join(load_table(json.loads(loads.read_text())["rows"])) + "\n" if loads.exists() else ""
+    (folder / "benchmarks.md").write_text("\n".join(lines) + "\n" + NOTES + load)
+
+
+def load_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What ``leaveout load`` measured."""
+    lines = ["| what | time | processor | a step | peak memory | growth a step | on disk |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+    for row in rows:
+        disk = f"{row['disk'] / 1e6:,.0f} MB" if "disk" in row else "-"
+        lines.append(
+            f"| {row['what']} | {row['seconds']:,.0f} s | {row['processor']:,.0f} s | "
+            f"{row['processor'] / row['steps'] * 1e3:.2f} ms | "
+            f"{row['peak'] / 1e6:,.0f} MB | {row['growth']:.1f} bytes | {disk} |"
+        )
+    return lines
 
 
 def _written(folder: Path) -> list[Row]:
