@@ -165,7 +165,7 @@ def plans() -> list[Row]:
             m.resolved(run).name: m.score(run, copy.deepcopy(task), found.val, resources=QUIET).cost.seconds
             for m in methods
         }
-        worst = max(max(planned[name] / real[name], real[name] / planned[name]) for name in real)
+        worst = float(max(max(planned[name] / real[name], real[name] / planned[name]) for name in real))
         how = ", ".join(f"{name} {planned[name]:.1f} and {real[name]:.1f} s" for name in real)
         rows.append(Row(f"planned and real time, larger / smaller, {what}", worst, "<=", 1.5, how))
     return rows
