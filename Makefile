@@ -7,7 +7,7 @@ TOOLS = $(VENV)/.tools
 
 .PHONY: demo test lint format docs bench screenshots clean
 
-demo: $(READY)  ## the main job, offline, in about a minute
+demo: $(READY)  ## the main job, offline, in seconds once it is set up
 	$(BIN)/leaveout demo
 
 test: $(TOOLS) lint  ## lint, types, doctests and tests

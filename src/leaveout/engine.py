@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle
 import torch
 
-from leaveout.errors import EngineError, InputError
+from leaveout.errors import EngineError, InputError, is_whole
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -57,7 +57,7 @@ class Local(Engine):
     processes: int = 1
 
     def __post_init__(self) -> None:
-        if not is_count(self.processes):
+        if not is_whole(self.processes, 1):
             raise InputError(f"Local(processes={self.processes!r}) is no number of processes: give at least 1.")
 
     @property
@@ -146,15 +146,6 @@ class Ray(Engine):
             where = self.address or os.environ.get("RAY_ADDRESS")
             raise EngineError(f"No Ray cluster answers at {where} ({error}): start one, or correct it.") from None
         return ray
-
-
-def is_count(given: Any) -> bool:
-    """Whether this is a whole number from 1 on.
-
-    >>> is_count(3), is_count(0), is_count(True), is_count("3"), is_count(2.0)
-    (True, False, False, False, False)
-    """
-    return isinstance(given, Integral) and not isinstance(given, bool) and int(given) >= 1
 
 
 def engine_of(given: str | Engine) -> Engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import warnings
 import weakref
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from leaveout import batches
-from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError
+from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
 from leaveout.loaders import Noted
 from leaveout.manifest import Manifest
 from leaveout.matching import constants_of
@@ -140,7 +139,9 @@ class Recorder:
         micro-batch's ids are given here together and the losses were averaged over all of them.
         """
         found = batches.numbers(ids)
-        self._epoch = _whole(epoch)
+        if not is_whole(epoch, 0, 2**63 - 1):
+            raise InputError(f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.")
+        self._epoch = int(epoch)
         if not self._hooks:
             return  # the disk is full, or the run is finished
         self._pending.append((found, [] if batch is None else batches.fingerprint(batch), batch))
@@ -368,16 +369,6 @@ def _never_finished(writer: Writer, owner: int) -> None:
         LeaveoutWarning,
         stacklevel=2,
     )
-
-
-def _whole(epoch: Any) -> int:
-    try:
-        found = operator.index(epoch)
-    except TypeError:
-        found = -1
-    if not 0 <= found < 2**63:
-        raise InputError(f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.")
-    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from leaveout.engine import Engine, Local, engine_of, is_count
-from leaveout.errors import InputError
+from leaveout.engine import Engine, Local, engine_of
+from leaveout.errors import InputError, is_whole
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,7 +59,7 @@ def parse_bytes(amount: str | int, what: str = "memory") -> int:
     >>> parse_bytes("2GB"), parse_bytes("1.5 kB"), parse_bytes(64)
     (2000000000, 1500, 64)
     """
-    if is_count(amount):
+    if is_whole(amount, 1):
         return int(amount)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", str(amount), re.IGNORECASE)
     found = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
@@ -96,7 +96,7 @@ class Resources:
     def __post_init__(self) -> None:
         if self.memory != "auto":
             parse_bytes(self.memory)
-        if self.shard is not None and not is_count(self.shard):
+        if self.shard is not None and not is_whole(self.shard, 1):
             raise InputError(f"shard={self.shard!r} is no number of rows: give at least 1, or None.")
         if self.work is not None and not isinstance(self.work, str | os.PathLike):
             raise InputError(f"work={self.work!r} is no place for shards: give a directory.")
