@@ -112,15 +112,22 @@ def test_a_shortened_run_stays_short_elsewhere(tmp_path, engine):
 
 
 class Deadly:
-    """Kills its own process at the third item, once, and notes on disk who was called with what."""
+    """Kills its own process at the third item, and notes on disk who was called with what.
 
-    def __init__(self, folder: Path, deaths: int) -> None:
-        self.folder, self.deaths = folder, deaths
+    It dies only after the items of ``after`` have arrived, as files say: which worker is how far is nobody's promise.
+    """
+
+    def __init__(self, folder: Path, deaths: int, after: tuple[int, ...] = ()) -> None:
+        self.folder, self.deaths, self.after = folder, deaths, after
 
     def __call__(self, item: int) -> int:
         died = len(list(self.folder.glob("death-*")))
         (self.folder / f"call-{item}-{time.monotonic_ns()}").touch()
         if item == 2 and died < self.deaths:
+            patience = time.monotonic() + 60
+            while not all((self.folder / f"seen-{i}").exists() for i in self.after):
+                assert time.monotonic() < patience, "what was done did not arrive"
+                time.sleep(0.01)
             (self.folder / f"death-{died}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.05)
@@ -129,8 +136,11 @@ class Deadly:
 
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
 def test_a_worker_that_dies_is_replaced(tmp_path, engine):
-    function = Deadly(tmp_path, deaths=1)
-    found = dict(lo.Resources(engine=engine).map(function, range(6), "squares"))
+    function = Deadly(tmp_path, deaths=1, after=(0,))
+    found = {}
+    for item, square in lo.Resources(engine=engine).map(function, range(6), "squares"):
+        found[item] = square
+        (tmp_path / f"seen-{item}").touch()
     assert found == {i: i * i for i in range(6)}
     assert len(list(tmp_path.glob("death-*"))) == 1
     calls = {i: len(list(tmp_path.glob(f"call-{i}-*"))) for i in range(6)}
