@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,11 +28,11 @@ from leaveout.vectors import nbytes
 FEW, MORE = 16, 64
 """Steps that are measured: the first few pay for what is done once, the others tell what a step costs."""
 
-ROWS = 512
-"""Rows that are measured where every example has a vector or a model of its own."""
+FEWEST, ROWS = 8, 512
+"""Rows that are measured where every example has a vector or a model of its own; eightfold, while that is cheap."""
 
 LIMIT = 2.0
-"""Seconds that the first few steps of so many rows may take; dearer rows are told from fewer of them."""
+"""Seconds that the first few steps of the rows may take."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _table(
     if run.rule.linear:
         cheap += [ACC(), ACC(Subspace(8))]
     jobs = [partial(_measured, estimator) for estimator in cheap] + [partial(_by_rows, k) for k in ("exact", "replay")]
-    plans += [job(task, query, run, steps, budget) for job in shown.track(jobs, len(jobs), "measuring")]
+    plans += [job(task.untraced(), query, run, steps, budget) for job in shown.track(jobs, len(jobs), "measuring")]
     frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")
     return frame.astype({"memory": "int64", "disk": "int64"})
 
@@ -116,14 +117,14 @@ def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resour
     """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
     totals, memories = [], []
 
-    def scored(count: int, part: Run) -> Cost:
+    def scored(count: int, task: Task, part: Run) -> Cost:
         estimator: Estimator = Replay() if kind == "replay" else ACC("exact")
         groups = [[i] for i in range(count)]
         return estimator.score(part, task, query, groups=groups, resources=resources).cost
 
-    counts = _counts(task, lambda count: scored(count, run.head(FEW)).seconds)
+    counts = _counts(task, lambda count: scored(count, task, run.head(FEW)).seconds)
     for count in counts:
-        seconds, memory = _extrapolated(partial(scored, count), run, steps)
+        seconds, memory = _extrapolated(partial(scored, count, task.untraced()), run, steps)
         totals.append(seconds)
         memories.append(memory)
     name = "Replay" if kind == "replay" else "ACC(exact)"
@@ -137,16 +138,19 @@ def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resour
 
 def _counts(task: Task, taken: Callable[[int], float]) -> tuple[int, ...]:
     """How many rows to measure: all if they are few, otherwise two numbers of them, small ones where a row is dear."""
-    fewest = min(task.size, 4)
-    taken(fewest)  # traces
-    dear = taken(fewest) / fewest * ROWS > LIMIT
-    most = fewest if dear else ROWS
+    most = FEWEST
+    while most < min(ROWS, task.size):
+        taken(most)  # traces
+        if taken(most) * FEWEST > LIMIT:
+            break
+        most *= FEWEST
     return (task.size,) if task.size <= most else (most // 4, most)
 
 
 def _extrapolated(scored: Callable[[Run], Cost], run: Run, steps: int) -> tuple[float, int]:
     """Seconds for all steps and the largest memory: a first run pays for what is done once, others tell the rate."""
     few, more = run.head(FEW), run.head(MORE)
+    gc.collect()  # in the midst of it, a sweep would be taken for work
     cold = scored(more)
     if len(more) == len(few):
         return cold.seconds / len(more) * steps, cold.peak_memory

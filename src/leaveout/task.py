@@ -103,8 +103,13 @@ class Task:
                 f"layers={layers!r} names no trained parameter{f' by {unknown[0]!r}' if unknown else ''}: use names or "
                 f"patterns such as 'head.*'; there are {', '.join(self.names)}."
             )
-        task = copy.copy(self)
+        task = self.untraced()
         task.chosen = tuple(name for name in self.names if any(fnmatchcase(name, p) for p in patterns))
+        return task
+
+    def untraced(self) -> Task:
+        """The same task, of which nothing has been traced yet."""
+        task = copy.copy(self)
         task.tracer = Tracer()
         return task
 
