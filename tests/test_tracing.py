@@ -133,3 +133,12 @@ def test_what_is_computed_twice_is_computed_once():
     tracing.simplify(module)
     assert len(module.graph.nodes) == before - 2
     assert torch.equal(module(torch.ones(2)), torch.ones(2).sin() ** 2 + 1)
+
+
+def test_the_same_tensor_given_twice_is_two_inputs():
+    """What was traced with one tensor in two places is right for two tensors."""
+    tracer, x, y = Tracer(), torch.ones(2), torch.full((2,), 3.0)
+    for _ in range(tracing.WARM_UP + 1):
+        tracer("difference", torch.sub, x, x)
+    assert tracer._traces
+    assert torch.equal(tracer("difference", torch.sub, x, y), x - y)

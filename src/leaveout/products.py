@@ -21,14 +21,14 @@ from leaveout.vectors import Params, each, inner, inner_rows, pullback
 
 
 def gradient(task: Task, params: Params, batch: Batch) -> Params:
-    """ḡ."""
-    return _run(task, "gradient", lambda p, b: task.gradient(p, _ones(p, b), b), params, batch)
+    """ḡ, to the last bit what autograd gives: recorded steps are taken again with it."""
+    return _run(task, "gradient", lambda p, b: task.gradient(p, _ones(p, b), b), params, batch, exact=True)
 
 
 def stacked_gradients(task: Task, stack: Params, weights: Float[Tensor, "rows batch"], batch: Batch) -> Params:
     """(1/|Z|) Σ w_z g(z) of every model of a stack, with its own weights, on one batch."""
     function = task.over(task.gradient, (0, 0, None))
-    return _run(task, "stacked_gradients", function, stack, weights, batch)
+    return _run(task, "stacked_gradients", function, stack, weights, batch, exact=True)
 
 
 def hessian_products(
@@ -202,9 +202,9 @@ def _curved(task: Task) -> None:
         )
 
 
-def _run(task: Task, name: str, function: Callable, *args: Any) -> Any:
+def _run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
     # A loop over examples would be traced turn by turn, and slowly.
-    return task.tracer(name, function, *args) if task.abilities.vmap else function(*args)
+    return task.tracer(name, function, *args, exact=exact) if task.abilities.vmap else function(*args)
 
 
 def _by_chunks(

@@ -1,0 +1,152 @@
+"""Traced operations on images, laid out as a processor likes them.
+
+Convolutions and pooling are quicker where an image's channels lie side by side than where its pixels do. ``vmap`` makes
+the gradient of a kernel for each example a convolution in as many groups; a product of matrices for each is quicker.
+Nothing else changes: the same sums, taken in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import pad
+
+LARGEST = 1 << 25
+"""Bytes of windows beyond which groups stay groups: windows overlap, and take a multiple of the images' memory."""
+
+aten = torch.ops.aten
+
+IMAGES = {
+    aten.convolution.default: (0, 1),
+    aten.convolution_backward.default: (0, 1, 2),
+    aten.max_pool2d_with_indices.default: (0,),
+    aten.max_pool2d_with_indices_backward.default: (0, 1, 7),
+    aten.threshold_backward.default: (0, 1),
+}
+"""Operations, and which of their arguments are laid out."""
+
+
+def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
+    """The same operations laid out anew, or None where there is nothing to gain."""
+    if not any(node.target is aten.convolution.default and _is_image(node) for node in module.graph.nodes):
+        return None
+    module = fx.GraphModule(module, copy.deepcopy(module.graph))
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            _lay_out(node)
+        elif node.op == "output":  # whoever gets them expects the usual order
+            results: Any = node.args[0]
+            node.args = (_wrapped(node, torch.Tensor.contiguous, results),)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def _lay_out(node: fx.Node) -> None:
+    given: tuple[Any, ...] = node.args
+    if node.target in (aten.view.default, aten._unsafe_view.default):
+        node.target = aten.reshape.default  # what was one piece of memory may not be one any more
+    elif node.target is aten.permute.default and list(given[1]) == sorted(given[1]):
+        node.replace_all_uses_with(given[0])
+    elif node.target is aten.convolution_backward.default and (kernels := _example_kernels(node)) is not None:
+        (kernel,) = (user for user in node.users if user.target is operator.getitem)
+        kernel.replace_all_uses_with(kernels)
+    elif node.target in IMAGES:
+        for place in IMAGES[node.target]:
+            if _is_image(given[place]):
+                node.update_arg(place, _wrapped(node, _channels_last, [given[place]])[0])
+
+
+def _is_image(value: Any) -> bool:
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.device.type == "cpu"
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    return images.to(memory_format=torch.channels_last)
+
+
+def _wrapped(before: fx.Node, function: Any, values: Sequence[fx.Node]) -> list[fx.Node]:
+    with before.graph.inserting_before(before):
+        return [_noted(before.graph.call_function(function, (value,)), value.meta["val"]) for value in values]
+
+
+def _noted(node: fx.Node, value: Tensor) -> fx.Node:
+    node.meta["val"] = value
+    return node
+
+
+def _example_kernels(node: fx.Node) -> fx.Node | None:
+    """The gradients of one kernel for each of many examples, which stand side by side as groups of channels."""
+    given: tuple[Any, ...] = node.args
+    slopes, images, kernels, _, stride, padding, dilation, transposed, _, groups, wanted = given
+    if groups == 1 or transposed or list(wanted) != [False, True, False] or not _is_image(images):
+        return None
+    (count, wide, *size), (_, tall, *result) = images.meta["val"].shape, slopes.meta["val"].shape
+    shape = kernels.meta["val"].shape
+    bytes_ = groups * math.prod(shape[1:]) * math.prod(result) * images.meta["val"].element_size()
+    if count != 1 or bytes_ > LARGEST:
+        return None
+    # Memory is copied in runs: along a row of pixels, or along the channels of a row of the kernel.
+    last = shape[1] * shape[3] > result[1]
+    graph = node.graph
+    with graph.inserting_before(node):
+        images = graph.call_function(aten.reshape.default, (_source(images), [groups, wide // groups, *size]))
+        slopes = graph.call_function(aten.reshape.default, (_source(slopes), [groups, tall // groups, *result]))
+        seen = graph.call_function(_windows, (images, tuple(shape[2:]), stride, padding, dilation, result, last))
+        return _noted(graph.call_function(_kernels, (slopes, seen, tuple(shape), last)), node.meta["val"][1])
+
+
+def _source(node: Any) -> fx.Node:
+    """What a tensor was before it was given other dimensions of the same elements in the same order."""
+    while node.target in (aten.reshape.default, aten.view.default) or _moves_nothing(node):
+        node = node.args[0]
+    return node
+
+
+def _moves_nothing(node: Any) -> bool:
+    """Whether it is a permutation that moves only dimensions of size 1."""
+    if node.target is not aten.permute.default:
+        return False
+    shape = node.args[0].meta["val"].shape
+    moved = [dim for dim in node.args[1] if shape[dim] > 1]
+    return moved == sorted(moved)
+
+
+def _windows(
+    images: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    result: Sequence[int],
+    last: bool,
+) -> Tensor:
+    """What the kernel sees of each image at each place: (images, places, values), or with the latter two exchanged."""
+    if any(padding):
+        images = pad(images, (padding[1], padding[1], padding[0], padding[0]))
+    count, channels = images.shape[:2]
+    places, values = math.prod(result), channels * math.prod(kernel)
+    if last:
+        images = images.permute(0, 2, 3, 1).contiguous()
+        one, down, right, channel = images.stride()
+        moves = (one, down * stride[0], right * stride[1], down * dilation[0], right * dilation[1], channel)
+        return images.as_strided((count, *result, *kernel, channels), moves).reshape(count, places, values)
+    images = images.contiguous()
+    one, channel, down, right = images.stride()
+    moves = (one, channel, down * dilation[0], right * dilation[1], down * stride[0], right * stride[1])
+    return images.as_strided((count, channels, *kernel, *result), moves).reshape(count, values, places)
+
+
+def _kernels(slopes: Tensor, windows: Tensor, shape: Sequence[int], last: bool) -> Tensor:
+    """Σ over the places of a slope times what the kernel saw there, for each image."""
+    slopes = slopes.flatten(2)
+    if not last:
+        return torch.bmm(slopes, windows.transpose(1, 2)).view(shape)
+    _, channels, *kernel = shape
+    return torch.bmm(slopes, windows).view(shape[0], *kernel, channels).permute(0, 3, 1, 2)

@@ -1,0 +1,149 @@
+"""Operations on images laid out anew give what they gave before."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+from leaveout import batches, layout, products, tracing
+
+
+class Viewing(nn.Module):
+    """Views its activations, as many people's networks do; that fails on other layouts than the usual one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 3, 3), nn.Linear(48, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.conv(x)).view(len(x), -1))
+
+
+NETWORKS = {
+    "plain": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 3, 2), nn.Flatten(), nn.Linear(3, 4)
+    ),
+    "strides": lambda: nn.Sequential(nn.Conv2d(2, 4, (3, 2), stride=(2, 1)), nn.Tanh(), nn.Flatten(), nn.LazyLinear(4)),
+    "padding": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=(1, 2)), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)),
+    "dilation": lambda: nn.Sequential(nn.Conv2d(2, 4, 2, dilation=(2, 3)), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)),
+    "groups": lambda: nn.Sequential(nn.Conv2d(2, 6, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)),
+    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)),
+    "norms": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.LazyLinear(4)
+    ),
+    "viewing": Viewing,
+}
+
+
+def task_of(network, dtype):
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 2, 6, 6, dtype=dtype), torch.randint(4, (6,))
+    model = NETWORKS[network]().to(dtype)
+    model(x)  # lazy layers take their size from it
+    return lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(x, y))
+
+
+@pytest.fixture
+def relaid(monkeypatch):
+    """The graphs that were laid out anew."""
+    made, real = [], layout.for_images
+
+    def noting(module):
+        made.append(real(module))
+        return made[-1]
+
+    monkeypatch.setattr(layout, "for_images", noting)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:There is a performance drop")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_products_of_networks(network, dtype, relaid):
+    task = task_of(network, dtype)
+    params = {name: p.detach() for name, p in task.parameters().items()}
+    batch = task.read(range(6))
+    vector = {name: torch.randn_like(p) for name, p in params.items()}
+    stack = {name: torch.randn(6, *p.shape, dtype=dtype) for name, p in params.items()}
+    calls = {
+        "directional": lambda: products.directional(task, params, batch, vector),
+        "shared": lambda: products.example_products(task, params, batch, vector),
+        "own": lambda: products.example_products(task, params, batch, stack),
+        "gradients": lambda: products.example_gradients(task, params, batch),
+        "hessian": lambda: products.hessian_products(task, params, batch, stack),
+    }
+    for name, call in calls.items():
+        eager = batches.leaves(call())
+        for _ in range(tracing.WARM_UP + 1):
+            traced = batches.leaves(call())
+        assert relaid, name
+        assert relaid.pop() is not None, name
+        for a, b in zip(eager, traced, strict=True):
+            assert b.is_contiguous(), name
+            torch.testing.assert_close(b, a, rtol=0, atol=200 * torch.finfo(dtype).eps * float(a.abs().max()))
+    assert all(trace is not None for trace in task.tracer._traces.values())
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"),
+    itertools.product([(3, 2), (1, 3)], [(1, 1), (2, 3)], [(0, 0), (2, 1)], [(1, 1), (2, 3)]),
+)
+def test_gradients_of_kernels_example_by_example(kernel, stride, padding, dilation, last):
+    """Against PyTorch's own, one example at a time."""
+    torch.manual_seed(0)
+    images = torch.randn(5, 3, 9, 11, dtype=torch.float64)
+    weights = torch.randn(4, 3, *kernel, dtype=torch.float64)
+    options = (stride, padding, dilation, False, (0, 0), 1)
+    slopes = torch.randn_like(torch.convolution(images, weights, None, *options))
+    windows = layout._windows(images, kernel, stride, padding, dilation, slopes.shape[2:], last)
+    found = layout._kernels(slopes, windows, (20, 3, *kernel), last).unflatten(0, (5, 4))
+    for i in range(5):
+        one = torch.ops.aten.convolution_backward(
+            slopes[i : i + 1], images[i : i + 1], weights, None, *options, [False, True, False]
+        )[1]
+        torch.testing.assert_close(found[i], one, rtol=1e-12, atol=1e-12)
+
+
+def test_recorded_steps_are_taken_again_to_the_last_bit(relaid):
+    """Where bits count, nothing is laid out anew."""
+    task = task_of("plain", torch.float32)
+    params = {name: p.detach() for name, p in task.parameters().items()}
+    stack = {name: torch.stack([p, p]) for name, p in params.items()}
+    for _ in range(tracing.WARM_UP + 1):
+        products.gradient(task, params, task.read(range(6)))
+        products.stacked_gradients(task, stack, torch.ones(2, 6), task.read(range(6)))
+    assert not relaid
+    assert len(task.tracer._traces) == 2
+
+
+def test_a_layout_that_changes_the_result_is_not_used(monkeypatch):
+    real = layout.for_images
+    monkeypatch.setattr(layout, "for_images", lambda module: _with_tanh(real(module)))
+    task = task_of("plain", torch.float64)
+    params = {name: p.detach() for name, p in task.parameters().items()}
+    eager = products.example_gradients(task, params, task.read(range(6)))
+    for _ in range(tracing.WARM_UP + 1):
+        traced = products.example_gradients(task, params, task.read(range(6)))
+    assert all(torch.equal(eager[name], traced[name]) for name in eager)
+
+
+def _with_tanh(module):
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.relu.default:
+            node.target = torch.ops.aten.tanh.default
+    return module
+
+
+def test_inputs_that_do_not_move_cost_nothing(relaid):
+    """Two layers: the first has an image and two kernels, the second also a moving input; backwards one and three."""
+    task = task_of("plain", torch.float64)
+    params = {name: p.detach() for name, p in task.parameters().items()}
+    for _ in range(tracing.WARM_UP + 1):
+        products.directional(task, params, task.read(range(6)), params)
+    targets = [node.target for node in relaid[-1].graph.nodes]
+    assert targets.count(torch.ops.aten.convolution.default) == 5
+    assert targets.count(torch.ops.aten.convolution_backward.default) == 4
