@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leaveout.errors import RunError
 from leaveout.optim import Hyper, Rule, sgd
-from leaveout.vectors import PARAM, Params
+from leaveout.vectors import PARAM, Params, sum_of
 
 FORGET = 256
 
@@ -172,6 +172,7 @@ class Coasting:
 
     def __init__(self, rows: int, slots: int, group: Int[Tensor, " width"], like: Tensor, *, disk: bool) -> None:
         self.group, self._groups, self.disk = group, int(group.max()) + 1, disk
+        self._sizes = group.bincount().tolist()  # a group's coordinates stand side by side
         shape = (rows, slots, len(group))
         self._held: Tensor | RowFile = RowFile(shape, like) if disk else like.new_zeros(shape)
         self._touched = torch.full((rows,), -1)
@@ -205,16 +206,32 @@ class Coasting:
             return moves[:, 0] @ held
         return torch.einsum("rwst,rtw->rsw", moves[:, self.group], held)
 
+    def read(
+        self,
+        rows: Int[Tensor, " chosen"],
+        enter: Float[Tensor, "groups slots"],
+        gradients: Float[Tensor, "chosen width"],
+    ) -> Float[Tensor, " chosen"]:
+        """⟨bᵀ s, g⟩ for chosen rows s as they are now, each with a gradient of its own."""
+        now = self.now(rows)
+        parts = zip(now.split(self._sizes, dim=2), gradients.split(self._sizes, dim=1), enter, strict=True)
+        return sum_of(torch.bmm(part, own[..., None])[..., 0] @ b for part, own, b in parts)
+
     def put(self, rows: Int[Tensor, " chosen"], values: Float[Tensor, "chosen slots width"]) -> None:
         """Replaces rows, as of now; each may be named once."""
         self._held[rows] = values
         self._touched[rows] = self._step
 
-    def add(self, rows: Int[Tensor, " terms"], terms: Float[Tensor, "terms some width"]) -> None:
-        """Adds to the first slots of rows, as of now; a row may be named several times."""
+    def add(self, rows: Int[Tensor, " terms"], terms: Float[Tensor, "terms some width"], alpha: float = 1) -> None:
+        """Adds multiples of terms to the first slots of rows, as of now; a row may be named several times."""
+        some = terms.shape[1]
+        if not self._moving and isinstance(self._held, Tensor):
+            self._held[:, :some].index_add_(0, rows, terms, alpha=alpha)
+            self._touched[rows] = self._step
+            return
         chosen, place = torch.unique(rows, return_inverse=True)
         values = self.now(chosen)
-        values[:, : terms.shape[1]].index_add_(0, place, terms)
+        values[:, :some].index_add_(0, place, terms, alpha=alpha)
         self.put(chosen, values)
 
     def advance(self, carry: Float[Tensor, "groups slots slots"]) -> None:

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from leaveout.carriers import Carrier, Free, Subspace, SubspaceCarrier, place
-from leaveout.coasting import Coasting, Drift, Layout, drift, sketch
+from leaveout.coasting import Layout, drift, sketch
 from leaveout.curvature import Curvature, Hessian
 from leaveout.errors import UnsupportedError
 from leaveout.growth import Growth
@@ -112,10 +112,11 @@ class Correction:
             plain.index_add_(0, row, (flat @ layout.flatten(along)[0])[position], alpha=-1 / size)
             if project is not None:
                 flat, bent = project(flat), project(bent)
-            extra.index_add_(0, row, _read(held, step, row, flat[position]), alpha=-1 / size)
+            flat, bent = _chosen(flat, position), _chosen(bent, position)
+            extra.index_add_(0, row, held.read(row, step.enter, flat), alpha=-1 / size)
             held.advance(step.carry.mT)
-            taken = bent[position, None] / -size
-            held.add(row, taken if keep is None else taken * keep[:, None, None].to(taken))
+            taken = bent if keep is None else bent * keep[:, None].to(bent)
+            held.add(row, taken[:, None], alpha=-1 / size)
             mark.note(moment.record.index, vectors, lambda: {"plain": plain, "extra": extra, **held.packed()})
         growth.tell()
         return Products(plain[:, None], (plain + extra)[:, None])
@@ -187,9 +188,7 @@ def _side_by_side(parts: list[Products]) -> Products:
     return Products(plain, torch.cat([part.corrected for part in parts], dim=1))
 
 
-def _read(
-    held: Coasting, step: Drift, row: Int[Tensor, " pairs"], gradients: Float[Tensor, "pairs width"]
-) -> Float[Tensor, " pairs"]:
-    """⟨bᵀ e_r, g(z)⟩ for every pair."""
-    weights = step.enter[held.group].T  # slots x width
-    return torch.einsum("psw,sw,pw->p", held.now(row), weights, gradients)
+def _chosen(matrix: Float[Tensor, "batch width"], position: Int[Tensor, " pairs"]) -> Float[Tensor, "pairs width"]:
+    """Its rows at these positions, without a copy where they are all of them in their order."""
+    whole = len(position) == len(matrix) and torch.equal(position, torch.arange(len(matrix)))
+    return matrix if whole else matrix[position]
