@@ -87,25 +87,26 @@ def test_products_of_networks(network, dtype, relaid):
     assert all(trace is not None for trace in task.tracer._traces.values())
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("cache", [1, 1 << 20])
+@pytest.mark.parametrize("channels", [1, 7])
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding", "dilation"),
     itertools.product([(3, 2), (1, 3)], [(1, 1), (2, 3)], [(0, 0), (2, 1)], [(1, 1), (2, 3)]),
 )
-def test_gradients_of_kernels_example_by_example(kernel, stride, padding, dilation, last):
+def test_gradients_of_kernels_example_by_example(kernel, stride, padding, dilation, channels, cache, monkeypatch):
     """Against PyTorch's own, one example at a time."""
+    monkeypatch.setattr(layout, "CACHE", cache)
     torch.manual_seed(0)
-    images = torch.randn(5, 3, 9, 11, dtype=torch.float64)
-    weights = torch.randn(4, 3, *kernel, dtype=torch.float64)
+    images = torch.randn(5, channels, 9, 11, dtype=torch.float64)
+    weights = torch.randn(4, channels, *kernel, dtype=torch.float64)
     options = (stride, padding, dilation, False, (0, 0), 1)
     slopes = torch.randn_like(torch.convolution(images, weights, None, *options))
-    windows = layout._windows(images, kernel, stride, padding, dilation, slopes.shape[2:], last)
-    found = layout._kernels(slopes, windows, (20, 3, *kernel), last).unflatten(0, (5, 4))
-    for i in range(5):
+    made = layout.example_kernels(images, slopes, (20, channels, *kernel), stride, padding, dilation)
+    for i, found in enumerate(made.unflatten(0, (5, 4))):
         one = torch.ops.aten.convolution_backward(
             slopes[i : i + 1], images[i : i + 1], weights, None, *options, [False, True, False]
         )[1]
-        torch.testing.assert_close(found[i], one, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-12)
 
 
 def test_recorded_steps_are_taken_again_to_the_last_bit(relaid):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import pad
 
-LARGEST = 1 << 25
-"""Bytes of windows beyond which groups stay groups: windows overlap, and take a multiple of the images' memory."""
+CACHE = 1 << 20
+"""Bytes of windows made at a time: they overlap, take a multiple of the images' memory, and are read at once."""
 
 aten = torch.ops.aten
 
@@ -88,18 +88,14 @@ def _example_kernels(node: fx.Node) -> fx.Node | None:
     if groups == 1 or transposed or list(wanted) != [False, True, False] or not _is_image(images):
         return None
     (count, wide, *size), (_, tall, *result) = images.meta["val"].shape, slopes.meta["val"].shape
-    shape = kernels.meta["val"].shape
-    bytes_ = groups * math.prod(shape[1:]) * math.prod(result) * images.meta["val"].element_size()
-    if count != 1 or bytes_ > LARGEST:
+    if count != 1:
         return None
-    # Memory is copied in runs: along a row of pixels, or along the channels of a row of the kernel.
-    last = shape[1] * shape[3] > result[1]
-    graph = node.graph
+    graph, shape = node.graph, tuple(kernels.meta["val"].shape)
     with graph.inserting_before(node):
         images = graph.call_function(aten.reshape.default, (_source(images), [groups, wide // groups, *size]))
         slopes = graph.call_function(aten.reshape.default, (_source(slopes), [groups, tall // groups, *result]))
-        seen = graph.call_function(_windows, (images, tuple(shape[2:]), stride, padding, dilation, result, last))
-        return _noted(graph.call_function(_kernels, (slopes, seen, tuple(shape), last)), node.meta["val"][1])
+        made = graph.call_function(example_kernels, (images, slopes, shape, stride, padding, dilation))
+        return _noted(made, node.meta["val"][1])
 
 
 def _source(node: Any) -> fx.Node:
@@ -118,35 +114,35 @@ def _moves_nothing(node: Any) -> bool:
     return moved == sorted(moved)
 
 
-def _windows(
+def example_kernels(
     images: Tensor,
-    kernel: Sequence[int],
+    slopes: Tensor,
+    shape: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-    result: Sequence[int],
-    last: bool,
 ) -> Tensor:
-    """What the kernel sees of each image at each place: (images, places, values), or with the latter two exchanged."""
+    """Σ over the places of a slope times what the kernel saw there, for each image; ``shape`` counts all kernels."""
     if any(padding):
         images = pad(images, (padding[1], padding[1], padding[0], padding[0]))
-    count, channels = images.shape[:2]
-    places, values = math.prod(result), channels * math.prod(kernel)
-    if last:
-        images = images.permute(0, 2, 3, 1).contiguous()
-        one, down, right, channel = images.stride()
-        moves = (one, down * stride[0], right * stride[1], down * dilation[0], right * dilation[1], channel)
-        return images.as_strided((count, *result, *kernel, channels), moves).reshape(count, places, values)
-    images = images.contiguous()
-    one, channel, down, right = images.stride()
-    moves = (one, channel, down * dilation[0], right * dilation[1], down * stride[0], right * stride[1])
-    return images.as_strided((count, channels, *kernel, *result), moves).reshape(count, values, places)
-
-
-def _kernels(slopes: Tensor, windows: Tensor, shape: Sequence[int], last: bool) -> Tensor:
-    """Σ over the places of a slope times what the kernel saw there, for each image."""
-    slopes = slopes.flatten(2)
-    if not last:
-        return torch.bmm(slopes, windows.transpose(1, 2)).view(shape)
-    _, channels, *kernel = shape
-    return torch.bmm(slopes, windows).view(shape[0], *kernel, channels).permute(0, 3, 1, 2)
+    channels, *kernel = shape[1:]
+    result = slopes.shape[2:]
+    # Memory is copied in runs: along the channels of a row of the kernel, or along a row of places.
+    last = channels * kernel[1] > result[1]
+    order = images.permute(0, 2, 3, 1) if last else images
+    order = order.contiguous()
+    one, channel, down, right = (order.permute(0, 3, 1, 2) if last else order).stride()
+    seen = (down * dilation[0], right * dilation[1])
+    moved = (down * stride[0], right * stride[1])
+    size = channels * math.prod(kernel)
+    chunk = max(1, CACHE // (size * math.prod(result) * images.element_size()))
+    parts = []
+    for part, own in zip(order.split(chunk), slopes.flatten(2).split(chunk), strict=True):
+        if last:
+            windows = part.as_strided((len(part), *result, *kernel, channels), (one, *moved, *seen, channel))
+            parts.append(torch.bmm(own, windows.reshape(len(part), -1, size)))
+        else:
+            windows = part.as_strided((len(part), channels, *kernel, *result), (one, channel, *seen, *moved))
+            parts.append(torch.bmm(own, windows.reshape(len(part), size, -1).mT))
+    made = torch.cat(parts)
+    return made.view(shape[0], *kernel, channels).permute(0, 3, 1, 2) if last else made.view(shape)
