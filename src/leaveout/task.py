@@ -65,6 +65,7 @@ class Task:
         self.train_set = train_set
         self.l2 = l2
         self.collate = collate
+        self._first = next(model.parameters(), None)  # asked for at every turn, and modules are slow to search
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.chosen = self.names
         self.tracer = Tracer()
@@ -81,7 +82,7 @@ class Task:
     @property
     def device(self) -> torch.device:
         """Where the model's parameters are."""
-        return next((param.device for param in self.model.parameters()), torch.device("cpu"))
+        return torch.device("cpu") if self._first is None else self._first.device
 
     @property
     def size(self) -> int:
