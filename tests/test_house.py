@@ -23,6 +23,7 @@ FLOORS = [
     "optim",
     "validate",
     "folding",
+    "layout",
     "tracing",
     "task",
     "products",
