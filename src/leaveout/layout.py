@@ -136,13 +136,12 @@ def example_kernels(
     moved = (down * stride[0], right * stride[1])
     size = channels * math.prod(kernel)
     chunk = max(1, CACHE // (size * math.prod(result) * images.element_size()))
-    parts = []
-    for part, own in zip(order.split(chunk), slopes.flatten(2).split(chunk), strict=True):
+    made = slopes.new_empty(len(images), slopes.shape[1], size)
+    for part, own, out in zip(order.split(chunk), slopes.flatten(2).split(chunk), made.split(chunk), strict=True):
         if last:
             windows = part.as_strided((len(part), *result, *kernel, channels), (one, *moved, *seen, channel))
-            parts.append(torch.bmm(own, windows.reshape(len(part), -1, size)))
+            torch.bmm(own, windows.reshape(len(part), -1, size), out=out)
         else:
             windows = part.as_strided((len(part), channels, *kernel, *result), (one, channel, *seen, *moved))
-            parts.append(torch.bmm(own, windows.reshape(len(part), size, -1).mT))
-    made = torch.cat(parts)
+            torch.bmm(own, windows.reshape(len(part), size, -1).mT, out=out)
     return made.view(shape[0], *kernel, channels).permute(0, 3, 1, 2) if last else made.view(shape)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -99,8 +100,10 @@ def _traced(function: Callable, args: tuple, exact: bool) -> Callable | None:
         return None
     if not exact and (other := layout.for_images(module)) is not None:
         simplify(other)
-        if agrees(relaid := calling(other), _close):
-            return relaid
+        relaid = calling(other)
+        with suppress(RuntimeError):  # an operation that wants its memory as it was
+            if agrees(relaid, _close):
+                return relaid
     return call
 
 
