@@ -26,10 +26,10 @@ def _always(monkeypatch):
     monkeypatch.setattr(marks, "SHARE", 0)
 
 
-@pytest.fixture(scope="module", params=["momentum", "sgd"])
+@pytest.fixture(scope="module", params=["mlp momentum", "mlp sgd", "conv momentum"])
 def problem(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("marks") / "run"
-    return recorded(path, "mlp", request.param, n=9, batches=shuffled(9, 3, STEPS // 3))
+    return recorded(path, *request.param.split(), n=9, batches=shuffled(9, 3, STEPS // 3))
 
 
 def scored(problem, method: str, work=None, **asked) -> lo.Scores:

@@ -142,3 +142,50 @@ def test_the_same_tensor_given_twice_is_two_inputs():
         tracer("difference", torch.sub, x, x)
     assert tracer._traces
     assert torch.equal(tracer("difference", torch.sub, x, y), x - y)
+
+
+def test_results_have_memory_of_their_own():
+    """What is computed once and returned twice, or given and returned, may be written into."""
+    tracer, x = Tracer(), torch.ones(3)
+    for _ in range(tracing.WARM_UP + 2):
+        first, second, third = tracer("several", lambda x: (x.sin(), x.sin(), torch.zeros(3) + x), x)
+    assert tracer._traces
+    first.zero_()
+    third.zero_()
+    assert torch.equal(second, torch.ones(3).sin())
+    assert torch.equal(x, torch.ones(3))
+
+
+class Twins(nn.Module):
+    """Two layers with equal gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+def test_parameters_with_equal_gradients_take_their_own_steps(tmp_path):
+    """Weight decay makes their steps differ; a replay without the example, and without traces, is the truth."""
+    torch.manual_seed(0)
+    model = Twins().double()
+    x, y = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
+    task = lo.Task(model, nn.MSELoss(), TensorDataset(x, y))
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.3), 4, 4, 0, tmp_path / "run")
+    found = lo.Replay().score(run, task.untraced(), task.train_set).mean()
+    losses = []
+    for left in (None, 0):
+        model.load_state_dict(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.3)
+        for i in range(len(run)):
+            ids = run.record(i).ids
+            weights = torch.tensor([float(j != left) for j in ids.tolist()], dtype=torch.float64)
+            optimizer.zero_grad()
+            ((model(x[ids]) - y[ids]).square()[:, 0] * weights).mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            losses.append(float(nn.MSELoss()(model(x), y)))
+    assert float(found[0]) == pytest.approx(losses[1] - losses[0], abs=1e-12)

@@ -214,7 +214,7 @@ class Coasting:
     ) -> Float[Tensor, " chosen"]:
         """⟨bᵀ s, g⟩ for chosen rows s as they are now, each with a gradient of its own."""
         now = self.now(rows)
-        parts = zip(now.split(self._sizes, dim=2), gradients.split(self._sizes, dim=1), enter, strict=True)
+        parts = zip(now.split(self._sizes, dim=2), gradients.split(self._sizes, dim=1), enter, strict=False)
         return sum_of(torch.bmm(part, own[..., None])[..., 0] @ b for part, own, b in parts)
 
     def put(self, rows: Int[Tensor, " chosen"], values: Float[Tensor, "chosen slots width"]) -> None:
@@ -236,6 +236,7 @@ class Coasting:
 
     def advance(self, carry: Float[Tensor, "groups slots slots"]) -> None:
         """One step passes for every row."""
+        carry = carry[: self._groups]  # no coordinate may be of the last ones
         self._step += 1
         self._moving |= not torch.equal(carry, self._still[0])
         if not self._moving:  # then it does not matter when a row was put

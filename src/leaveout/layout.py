@@ -2,7 +2,8 @@
 
 Convolutions and pooling are quicker where an image's channels lie side by side than where its pixels do. ``vmap`` makes
 the gradient of a kernel for each example a convolution in as many groups; a product of matrices for each is quicker.
-Nothing else changes: the same sums, taken in another order.
+Nothing else changes: the same sums, taken in another order. What decides at a kink, such as on which side of zero a
+ReLU is, stays as it is to the last bit, because the other side has another derivative.
 """
 
 from __future__ import annotations
@@ -25,20 +26,30 @@ aten = torch.ops.aten
 IMAGES = {
     aten.convolution.default: (0, 1),
     aten.convolution_backward.default: (0, 1, 2),
-    aten.max_pool2d_with_indices.default: (0,),
     aten.max_pool2d_with_indices_backward.default: (0, 1, 7),
     aten.threshold_backward.default: (0, 1),
 }
 """Operations, and which of their arguments are laid out."""
+
+SMOOTH = (aten.convolution_backward.default, aten.max_pool2d_with_indices_backward.default)
+"""Backward operations that are linear in all that they are given."""
+
+DECIDING = ("gt", "ge", "lt", "le", "eq", "ne", "sgn", "sign", "max", "min", "amax", "amin", "argmax", "argmin", "sort")
+"""Operations that compare."""
 
 
 def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
     """The same operations laid out anew, or None where there is nothing to gain."""
     if not any(node.target is aten.convolution.default and _is_image(node) for node in module.graph.nodes):
         return None
+    if any(node.target is aten.as_strided.default for node in module.graph.nodes):  # it names places in memory
+        return None
     module = fx.GraphModule(module, copy.deepcopy(module.graph))
+    deciding = _deciding(module.graph)
     for node in module.graph.nodes:
-        if node.op == "call_function":
+        if node.target is aten.max_pool2d_with_indices.default and _is_image(node.args[0]):
+            node.target = _pool  # bit for bit
+        elif node.op == "call_function" and node not in deciding:
             _lay_out(node)
         elif node.op == "output":  # whoever gets them expects the usual order
             results: Any = node.args[0]
@@ -47,11 +58,35 @@ def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
     return module
 
 
+def _deciding(graph: fx.Graph) -> set[fx.Node]:
+    """What the side of a kink depends on: all that leads to a comparison, a maximum or a slope that has been chosen."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function":
+            continue
+        given: tuple[Any, ...] = node.args
+        name = node.target.__name__.split(".")[0] if callable(node.target) else ""
+        roots: Sequence[Any] = ()
+        if node in found or name in DECIDING or node.target is aten.max_pool2d_with_indices.default:
+            roots = node.all_input_nodes
+        elif name.endswith("_backward") and node.target not in SMOOTH:
+            roots = given[1:]
+        found.update(root for root in roots if isinstance(root, fx.Node))
+    return found
+
+
+def _pool(images: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Max-pooling, quicker with channels last and returned as usual: maxima have no rounding."""
+    values, places = aten.max_pool2d_with_indices.default(_channels_last(images), *options)
+    return values.contiguous(), places.contiguous()
+
+
 def _lay_out(node: fx.Node) -> None:
+    """One operation: its images by channels, or another operation in its place."""
     given: tuple[Any, ...] = node.args
     if node.target in (aten.view.default, aten._unsafe_view.default):
         node.target = aten.reshape.default  # what was one piece of memory may not be one any more
-    elif node.target is aten.permute.default and list(given[1]) == sorted(given[1]):
+    elif _moves_nothing(node) and node.meta["val"].shape == given[0].meta["val"].shape:
         node.replace_all_uses_with(given[0])
     elif node.target is aten.convolution_backward.default and (kernels := _example_kernels(node)) is not None:
         (kernel,) = (user for user in node.users if user.target is operator.getitem)
@@ -64,7 +99,9 @@ def _lay_out(node: fx.Node) -> None:
 
 def _is_image(value: Any) -> bool:
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
-    return isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.device.type == "cpu"
+    if not isinstance(tensor, Tensor) or tensor.ndim != 4 or tensor.device.type != "cpu":
+        return False
+    return tensor.dtype not in (torch.float16, torch.bfloat16)  # too coarse to tell whether results are the same
 
 
 def _channels_last(images: Tensor) -> Tensor:
@@ -94,7 +131,8 @@ def _example_kernels(node: fx.Node) -> fx.Node | None:
     with graph.inserting_before(node):
         images = graph.call_function(aten.reshape.default, (_source(images), [groups, wide // groups, *size]))
         slopes = graph.call_function(aten.reshape.default, (_source(slopes), [groups, tall // groups, *result]))
-        made = graph.call_function(example_kernels, (images, slopes, shape, stride, padding, dilation))
+        pairs = [list(each) * (2 // len(each)) for each in (stride, padding, dilation)]  # one number may stand for both
+        made = graph.call_function(example_kernels, (images, slopes, shape, *pairs))
         return _noted(made, node.meta["val"][1])
 
 
@@ -110,7 +148,7 @@ def _moves_nothing(node: Any) -> bool:
     if node.target is not aten.permute.default:
         return False
     shape = node.args[0].meta["val"].shape
-    moved = [dim for dim in node.args[1] if shape[dim] > 1]
+    moved = [dim % len(shape) for dim in node.args[1] if shape[dim] > 1]
     return moved == sorted(moved)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 from leaveout.errors import UnsupportedError
-from leaveout.vectors import PARAM, Params, State, pullback
+from leaveout.vectors import PARAM, Params, State, memory, pullback
 
 Hyper: TypeAlias = dict[str, float]
 """The hyperparameters of one parameter group at one step."""
@@ -146,8 +146,12 @@ class Rule:
         """As ``step``; the state and the gradient are used up."""
         if not self.linear:
             return self.step(state, gradient, hypers)
+        used = {memory(tensor) for params in state.values() for tensor in params.values()}
         for name, group in self.groups.items():
-            sgd_({slot: state[slot][name] for slot in self.slots}, gradient[name], hypers[group])
+            # Two parameters whose gradients are equal may have been given one tensor.
+            own = gradient[name].clone() if memory(gradient[name]) in used else gradient[name]
+            used.add(memory(own))
+            sgd_({slot: state[slot][name] for slot in self.slots}, own, hypers[group])
         return state
 
     def tangent(self, at: tuple[State, Params], along: tuple[State, Params], hypers: Sequence[Hyper]) -> State:

@@ -68,7 +68,7 @@ class Task:
         self._first = next(model.parameters(), None)  # asked for at every turn, and modules are slow to search
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.chosen = self.names
-        self.tracer = Tracer()
+        self.tracer = Tracer(images=any(isinstance(module, nn.Conv2d) for module in model.modules()))
         self.loss = loss
         self._loss = per_example(loss)
         self._bound = _Bound(model, forward or default_forward)
@@ -111,7 +111,7 @@ class Task:
     def untraced(self) -> Task:
         """The same task, of which nothing has been traced yet."""
         task = copy.copy(self)
-        task.tracer = Tracer()
+        task.tracer = self.tracer.fresh()
         return task
 
     def doubled(self) -> Task:

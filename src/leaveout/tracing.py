@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaveout import layout
 from leaveout.batches import leaves, map_leaves
+from leaveout.vectors import memory
 
 WARM_UP = 6
 """Calls with the same shapes before a trace is worth its time."""
@@ -33,15 +33,25 @@ ROUNDING = 1000
 
 
 class Tracer:
-    """Calls functions of nested tensors, by a trace where one has been made."""
+    """Calls functions of nested tensors, by a trace where one has been made.
 
-    def __init__(self) -> None:
+    Args:
+        images: whether operations on images are laid out anew. Traces are then made at once: a result may not depend
+            on how often the function has been called before.
+    """
+
+    def __init__(self, images: bool = False) -> None:
+        self._images = images
         self._calls: Counter[tuple] = Counter()
         self._traces: dict[tuple, Callable | None] = {}
 
+    def fresh(self) -> Tracer:
+        """Another of its kind, which has traced nothing yet."""
+        return Tracer(self._images)
+
     def __getstate__(self) -> dict[str, Any]:
         """Traces do not travel to other processes: they make their own."""
-        return {"_calls": Counter(), "_traces": {}}
+        return self.fresh().__dict__
 
     def __call__(self, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
         """``function(*args)``; ``name`` says which function it is, and must say everything that args do not.
@@ -51,9 +61,10 @@ class Tracer:
         key = (name, _signature(args))
         if key not in self._traces:
             self._calls[key] += 1
-            if self._calls[key] <= WARM_UP or len(self._traces) >= MOST:
+            anew = self._images and not exact
+            if self._calls[key] <= WARM_UP * (not anew) or len(self._traces) >= MOST:
                 return function(*args)
-            self._traces[key] = _traced(function, args, exact)
+            self._traces[key] = _traced(function, args, anew)
         trace = self._traces[key]
         return function(*args) if trace is None else trace(*args)
 
@@ -66,7 +77,7 @@ def _kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
-def _traced(function: Callable, args: tuple, exact: bool) -> Callable | None:
+def _traced(function: Callable, args: tuple, anew: bool) -> Callable | None:
     """The function's operations as a function of the same arguments, or None where they cannot be had."""
     expected = function(*args)
     nest = map_leaves(lambda _: 0, expected)
@@ -85,6 +96,8 @@ def _traced(function: Callable, args: tuple, exact: bool) -> Callable | None:
     simplify(module)
 
     def calling(module: fx.GraphModule) -> Callable:
+        _separate(module, leaves(args))
+
         @torch.no_grad()
         def call(*now: Any) -> Any:
             results = iter(module(*leaves(now)))
@@ -92,19 +105,50 @@ def _traced(function: Callable, args: tuple, exact: bool) -> Callable | None:
 
         return call
 
-    def agrees(call: Callable, alike: Callable[[Tensor, Tensor], bool]) -> bool:
-        return all(alike(a, b) for a, b in zip(leaves(call(*args)), leaves(expected), strict=True))
-
     call = calling(module)
-    if not agrees(call, torch.equal):
+    if not all(torch.equal(a, b) for a, b in zip(leaves(call(*args)), leaves(expected), strict=True)):
         return None
-    if not exact and (other := layout.for_images(module)) is not None:
+    return calling(other) if anew and (other := _laid_out(module, inputs)) is not None else call
+
+
+def _laid_out(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule | None:
+    """The trace for images, if it gives the same: for the inputs, and for random ones, where these may be zero."""
+    generator = torch.Generator().manual_seed(0)
+    trial = [
+        torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        else leaf
+        for leaf in inputs
+    ]
+    try:
+        other = layout.for_images(module)
+        if other is None:
+            return None
         simplify(other)
-        relaid = calling(other)
-        with suppress(RuntimeError):  # an operation that wants its memory as it was
-            if agrees(relaid, _close):
-                return relaid
-    return call
+        with torch.no_grad():
+            same = all(
+                _close(a, b) for given in (inputs, trial) for a, b in zip(other(*given), module(*given), strict=True)
+            )
+    except Exception:  # noqa: BLE001 - an operation that wants its memory as it was
+        return None
+    return other if same else None
+
+
+@torch.no_grad()
+def _separate(module: fx.GraphModule, inputs: list[Any]) -> None:
+    """Gives every result memory of its own, as callers write into it: what is computed once may be returned twice."""
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    used = {memory(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
+    own = []
+    for node, value in zip(results, module(*inputs), strict=True):
+        if memory(value) in used:
+            with module.graph.inserting_before(output):
+                node = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+        used.add(memory(value))
+        own.append(node)
+    output.args = (own,)
+    module.recompile()
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

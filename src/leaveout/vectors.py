@@ -41,6 +41,11 @@ def sum_of(terms: Iterator[Tensor]) -> Tensor:
     return total
 
 
+def memory(tensor: Tensor) -> int:
+    """Where a tensor's memory begins, the same for all views of it."""
+    return tensor.untyped_storage().data_ptr()
+
+
 def height(stack: Params) -> int:
     """How many vectors a stack holds."""
     return len(next(iter(stack.values())))
