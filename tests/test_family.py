@@ -100,10 +100,12 @@ def test_layers_equal_a_dense_restriction(tmp_path, model, optimizer):
     assert (whole - sgdie @ gradient).norm() > 1e-3 * whole.norm()
 
 
-def test_cheap_transports_of_layers_are_that_of_the_restricted_model(tmp_path):
+@pytest.mark.parametrize("layers", ["2.*", "*.weight", "*.bias"])
+def test_cheap_transports_of_layers_are_that_of_the_restricted_model(tmp_path, layers):
+    """Weights and biases are groups of the optimizer, of which one may be left out."""
     problem = recorded(tmp_path / "run", "mlp", "momentum", batches=BATCHES)
     orders = [
-        score(problem, lo.ACC("free", layers="2.*", direction=direction), queries="each").values
+        score(problem, lo.ACC("free", layers=layers, direction=direction), queries="each").values
         for direction in ("forward", "backward")
     ]
     close(orders[0], orders[1])

@@ -31,8 +31,9 @@ IMAGES = {
 }
 """Operations, and which of their arguments are laid out."""
 
-SMOOTH = (aten.convolution_backward.default, aten.max_pool2d_with_indices_backward.default)
-"""Backward operations that are linear in all that they are given."""
+KINKED = {"threshold", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "elu"}
+KINKED |= {"_prelu_kernel", "huber_loss", "smooth_l1_loss"}
+"""Operations whose backward operation looks at what they were given, which side of a kink it was."""
 
 DECIDING = ("gt", "ge", "lt", "le", "eq", "ne", "sgn", "sign", "max", "min", "amax", "amin", "argmax", "argmin", "sort")
 """Operations that compare."""
@@ -69,7 +70,7 @@ def _deciding(graph: fx.Graph) -> set[fx.Node]:
         roots: Sequence[Any] = ()
         if node in found or name in DECIDING or node.target is aten.max_pool2d_with_indices.default:
             roots = node.all_input_nodes
-        elif name.endswith("_backward") and node.target not in SMOOTH:
+        elif name.removesuffix("_backward") in KINKED:
             roots = given[1:]
         found.update(root for root in roots if isinstance(root, fx.Node))
     return found
