@@ -38,8 +38,8 @@ several runs. Both are quicker than they were, SGD-IE by more (it took 2.66 time
 behind the last kink lie channels last: of ACC's 26 ms a step, 17 are the traced product, six of these the kernels'
 gradients example by example, and the rest moves each example's 13,750 numbers in and out of its row.
 
-*Planned time.* These two rows are older than the present plan, which measures each method on a task of which nothing has
-been traced; `leaveout bench --only plans` measures them again.
+*Planned time.* These two rows are older than the present plan, which measures each method on a task of which nothing
+has been traced; `leaveout bench --only plans` measures them again.
 
 *Recording* is near its target (1.09 to 1.15 in several runs): the checksum of each batch and the copy of each state are
 made in the training thread, only writing is not, and on a step of a few milliseconds they show.
