@@ -40,7 +40,7 @@ DECIDING = ("gt", "ge", "lt", "le", "eq", "ne", "sgn", "sign", "max", "min", "am
 
 
 def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
-    """The same operations laid out anew, or None where there is nothing to gain."""
+    """The same operations laid out anew, yet to be simplified, or None where there is nothing to gain."""
     if not any(node.target is aten.convolution.default and _is_image(node) for node in module.graph.nodes):
         return None
     if any(node.target is aten.as_strided.default for node in module.graph.nodes):  # it names places in memory
@@ -55,7 +55,6 @@ def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
         elif node.op == "output":  # whoever gets them expects the usual order
             results: Any = node.args[0]
             node.args = (_wrapped(node, torch.Tensor.contiguous, results),)
-    module.graph.eliminate_dead_code()
     return module
 
 
@@ -168,8 +167,7 @@ def example_kernels(
     result = slopes.shape[2:]
     # Memory is copied in runs: along the channels of a row of the kernel, or along a row of places.
     last = channels * kernel[1] > result[1]
-    order = images.permute(0, 2, 3, 1) if last else images
-    order = order.contiguous()
+    order = (images.permute(0, 2, 3, 1) if last else images).contiguous()
     one, channel, down, right = (order.permute(0, 3, 1, 2) if last else order).stride()
     seen = (down * dilation[0], right * dilation[1])
     moved = (down * stride[0], right * stride[1])

@@ -117,10 +117,10 @@ def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resour
     """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
     totals, memories = [], []
 
-    def scored(count: int, task: Task, part: Run) -> Cost:
+    def scored(count: int, own: Task, part: Run) -> Cost:
         estimator: Estimator = Replay() if kind == "replay" else ACC("exact")
         groups = [[i] for i in range(count)]
-        return estimator.score(part, task, query, groups=groups, resources=resources).cost
+        return estimator.score(part, own, query, groups=groups, resources=resources).cost
 
     counts = _counts(task, lambda count: scored(count, task, run.head(FEW)).seconds)
     for count in counts:

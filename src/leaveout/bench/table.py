@@ -30,13 +30,11 @@ second, smaller pass is for each row's own examples. The row above has what the 
 cost nothing, the ratio would be near its target. On wide inputs, where the first layer counts, the two are closer (the
 rates above).
 
-*Replay / plain loops.* Near its target: 0.0195 to 0.0232 in several runs. Of a step of 3.5 ms, 2 are the gradients of
-400 networks; reading and checking the recorded step is most of the rest, and is the same for one network or 400.
+*Replay / plain loops.* Near its target: 0.0195 to 0.0232 in several runs. The next row tells how much of a step the
+gradients take; reading and checking the recorded step is the same for one network or 400.
 
-*ACC / SGD-IE.* ACC forms a gradient and a product for each example where SGD-IE forms only their mean: 1.53 to 1.64 in
-several runs. Both are quicker than they were, SGD-IE by more (it took 2.66 times the training), since convolutions
-behind the last kink lie channels last: of ACC's 26 ms a step, 17 are the traced product, six of these the kernels'
-gradients example by example, and the rest moves each example's 13,750 numbers in and out of its row.
+*ACC / SGD-IE.* ACC forms a gradient and a product for each example where SGD-IE forms only their mean, and moves each
+example's 13,750 numbers in and out of its row: 1.58 to 1.64 in several runs.
 
 *Planned time.* These two rows are older than the present plan, which measures each method on a task of which nothing
 has been traced; `leaveout bench --only plans` measures them again.
