@@ -23,6 +23,7 @@ FLOORS = [
     "optim",
     "validate",
     "folding",
+    "simplify",
     "layout",
     "tracing",
     "task",

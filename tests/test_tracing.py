@@ -57,30 +57,40 @@ def task_of(body, loss, kind):
     return lo.Task(model, loss, TensorDataset(x, targets[kind]()))
 
 
-def check(task):
-    params = {name: p.detach() for name, p in task.parameters().items()}
-    batch = task.read(range(6))
+def calls(task, seed):
+    """Every product of the task, by name, at parameters, examples and vectors of this seed."""
+    torch.manual_seed(seed)
+    params = {name: p.detach() + seed * torch.randn_like(p) for name, p in task.parameters().items()}
+    batch = task.read(torch.randperm(6).tolist())
     vector = {name: torch.randn_like(p) for name, p in params.items()}
     stack = {name: torch.randn(6, *p.shape, dtype=p.dtype) for name, p in params.items()}
-    calls = {
+    weights, added = torch.rand(2, 6, 6, dtype=torch.float64)
+    found = {
         "gradient": lambda: products.gradient(task, params, batch),
-        "stacked": lambda: products.stacked_gradients(task, stack, torch.rand(6, 6, dtype=torch.float64), batch),
+        "stacked": lambda: products.stacked_gradients(task, stack, weights, batch),
         "hessian": lambda: products.hessian_products(task, params, batch, stack),
+        "changes": lambda: products.weighted_changes(task, params, batch, (stack, weights, added)),
         "weights": lambda: products.weight_products(task, params, batch, stack),
         "gradients": lambda: products.example_gradients(task, params, batch),
         "shared": lambda: products.example_products(task, params, batch, vector),
         "own": lambda: products.example_products(task, params, batch, stack),
     }
     if task.abilities.forward:
-        calls["directional"] = lambda: products.directional(task, params, batch, vector)
-    for name, call in calls.items():
-        torch.manual_seed(0)
-        eager = batches.leaves(call())
-        for _ in range(tracing.WARM_UP + 1):
-            torch.manual_seed(0)
-            traced = batches.leaves(call())
-        for a, b in zip(eager, traced, strict=True):
-            assert torch.equal(a, b), name
+        found["directional"] = lambda: products.directional(task, params, batch, vector)
+    return found
+
+
+def check(task):
+    """Traced with some inputs, right for them and for others."""
+    traced = {}
+    for seed in (0, 1):
+        eager = {name: batches.leaves(call()) for name, call in calls(task.untraced(), seed).items()}
+        for name, call in calls(task, seed).items():
+            for _ in range(tracing.WARM_UP + 1):
+                traced[name] = batches.leaves(call())
+            for a, b in zip(eager[name], traced[name], strict=True):
+                assert torch.equal(a, b), (name, seed)
+    assert len(task.tracer._traces) == len(traced)
     return [trace is not None for trace in task.tracer._traces.values()]
 
 
@@ -135,6 +145,34 @@ def test_what_is_computed_twice_is_computed_once():
     assert torch.equal(module(torch.ones(2)), torch.ones(2).sin() ** 2 + 1)
 
 
+@pytest.mark.parametrize(
+    ("function", "operations"),
+    [
+        (lambda x: x.t().t() + x, 1),
+        (lambda x: x.reshape(6).unsqueeze(0).view(2, 3).exp(), 1),
+        (lambda x: x.clone().exp() * 1, 1),
+        (lambda x: torch.ones_like(x.exp().log()) / 3 + x, 1),
+        (lambda x: x.new_zeros(2, 2) @ x + x.exp(), 1),
+        (lambda x: x.t() + x.t().exp(), 3),
+        (lambda x: x.expand(2, 2, 3).sum(0) + 1, 3),
+    ],
+)
+def test_what_has_no_effect_is_dropped(function, operations):
+    x, y = torch.arange(6.0).view(2, 3), torch.randn(2, 3)
+    module = tracing.make_fx(function)(x)
+    tracing.simplify(module)
+    assert sum(node.op == "call_function" for node in module.graph.nodes) == operations
+    tracing.call_directly(module)
+    for given in (x, y):
+        assert torch.equal(module(given), function(given))
+
+
+def test_random_numbers_are_no_constants():
+    module = tracing.make_fx(lambda x: x + torch.rand(2))(torch.ones(2))
+    tracing.simplify(module)
+    assert not torch.equal(module(torch.ones(2)), module(torch.ones(2)))
+
+
 def test_the_same_tensor_given_twice_is_two_inputs():
     """What was traced with one tensor in two places is right for two tensors."""
     tracer, x, y = Tracer(), torch.ones(2), torch.full((2,), 3.0)
@@ -147,11 +185,16 @@ def test_the_same_tensor_given_twice_is_two_inputs():
 def test_results_have_memory_of_their_own():
     """What is computed once and returned twice, or given and returned, may be written into."""
     tracer, x = Tracer(), torch.ones(3)
+
+    def several(x):
+        return x.sin(), x.sin(), torch.zeros(3) + x, torch.ones(3)
+
     for _ in range(tracing.WARM_UP + 2):
-        first, second, third = tracer("several", lambda x: (x.sin(), x.sin(), torch.zeros(3) + x), x)
+        first, second, third, fourth = tracer("several", several, x)
     assert tracer._traces
-    first.zero_()
-    third.zero_()
+    for result in (first, third, fourth):
+        result.zero_()
+    assert torch.equal(tracer("several", several, x)[3], torch.ones(3))
     assert torch.equal(second, torch.ones(3).sin())
     assert torch.equal(x, torch.ones(3))
 

@@ -149,8 +149,13 @@ def test_a_replay_that_rounding_led_away_is_told_of_and_not_refused(tmp_path):
 def test_a_replay_that_left_its_way_still_notices_a_step_that_does_not_follow(tmp_path):
     run, task = unsteady(tmp_path / "run", torch.float32)
     moved = Trajectory(run, task)
-    read = moved.batch
-    moved.batch = lambda index: [read(index)[0].clone().mul_(1.1), read(index)[1]] if index == 110 else read(index)
+    read = moved._batch
+
+    def batch(record):
+        x, y = read(record)
+        return [x * 1.1, y] if record.index == 110 else [x, y]
+
+    moved._batch = batch
     with pytest.warns(lo.LeaveoutWarning), pytest.raises(lo.MismatchError, match="Step 110 does not follow"):
         counterfactuals(moved, members_of(task.size, (0,)), 0.0, Resources(progress=False), Cost())
 

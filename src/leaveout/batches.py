@@ -140,8 +140,9 @@ def _leaf_fingerprint(leaf: Any) -> tuple[int, int]:
     if data.stride(-1) != 1:  # a single value of a larger tensor counts as contiguous
         data = data.clone(memory_format=torch.contiguous_format)
     rows = row_hashes(data.view(torch.uint8).numpy()) if data.numel() else np.zeros(0, np.uint64)
-    sums = mixed(np.stack([(rows * weights(len(rows))).sum(dtype=np.uint64), rows.sum(dtype=np.uint64)]) + kind)
-    return int(sums[0] >> np.uint64(1)), int(sums[1] >> np.uint64(1))  # a signed integer on disk
+    sums = np.array([(rows * weights(len(rows))).sum(dtype=np.uint64), rows.sum(dtype=np.uint64)])
+    ordered, unordered = (mixed(sums + kind) >> np.uint64(1)).tolist()  # a signed integer on disk
+    return ordered, unordered
 
 
 def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[], Batch]) -> str | None:

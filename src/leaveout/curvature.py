@@ -21,8 +21,10 @@ from leaveout.products import (
     gradient,
     hessian_products,
     is_single,
+    outer_changes,
     outer_products,
     weight_products,
+    weighted_changes,
 )
 from leaveout.task import Task, take
 from leaveout.vectors import Params, each, height, rows
@@ -49,6 +51,12 @@ class Curvature(ABC):
         """C(Z)·a and ⟨a, g_z⟩/|Z| for every vector a."""
 
     @abstractmethod
+    def changes(
+        self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
+    ) -> Params:
+        """C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a, with its own weights w and their change ẇ."""
+
+    @abstractmethod
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
         """g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
 
@@ -68,6 +76,14 @@ class Hessian(Curvature):
         value, curved, reads = hessian_products(self.task, self.params, self.batch, vectors, self.chunk)
         self.__dict__["gradient"] = value
         return curved, reads
+
+    def changes(
+        self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
+    ) -> Params:
+        """H(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
+        stacks = (vectors, weights, added)
+        self.__dict__["gradient"], changes = weighted_changes(self.task, self.params, self.batch, stacks, self.chunk)
+        return changes
 
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
         """g(z) and H(z)·v for every example."""
@@ -89,6 +105,16 @@ class GaussNewton(Curvature):
         )
         return curved, reads
 
+    def changes(
+        self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
+    ) -> Params:
+        """C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
+        stacks = (vectors, weights, added)
+        self.__dict__["gradient"], changes = outer_changes(
+            self.task, self.params, self.batch, stacks, self.chunk, fisher=self.fisher
+        )
+        return changes
+
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
         """g(z) and C(z)·v for every example."""
         return example_outer_products(self.task, self.params, examples, vectors, self.chunk, fisher=self.fisher)
@@ -107,6 +133,15 @@ class Flat(Curvature):
         """Zero, and ⟨a, g_z⟩/|Z| for every vector a."""
         self.__dict__["gradient"], reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
         return each(torch.zeros_like, vectors), reads
+
+    def changes(
+        self,
+        vectors: Params,  # noqa: ARG002 - nothing is curved
+        weights: Float[Tensor, "vectors batch"],  # noqa: ARG002
+        added: Float[Tensor, "vectors batch"],
+    ) -> Params:
+        """(1/|Z|) Σ ẇ_z g(z) for every row of changes."""
+        return each(lambda t: torch.tensordot(added, t, 1).div_(len(t)), self.gradients(self.batch))
 
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:  # noqa: ARG002 - nothing is curved
         """g(z), and zero."""

@@ -16,7 +16,9 @@ def row_hashes(rows: np.ndarray) -> np.ndarray:
     """
     words = -(-rows.shape[1] // 8)
     if rows.shape[1] % 8:
-        rows = np.pad(rows, ((0, 0), (0, 8 * words - rows.shape[1])))
+        padded = np.zeros((len(rows), 8 * words), np.uint8)
+        padded[:, : rows.shape[1]] = rows
+        rows = padded
     return mixed((np.ascontiguousarray(rows).view(np.uint64) * weights(words)).sum(axis=1, dtype=np.uint64))
 
 

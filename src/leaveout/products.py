@@ -48,6 +48,34 @@ def hessian_products(
     return value, curved, reads
 
 
+def weighted_changes(
+    task: Task,
+    params: Params,
+    batch: Batch,
+    stacks: tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows batch"]],
+    chunk: int | None = None,
+) -> tuple[Params, Params]:
+    """ḡ, and for every row (v, w, ẇ) of the stacks H(Z; w)·v + (1/|Z|) Σ ẇ_z g(z): how ḡ(θ; w) changes along (v, ẇ).
+
+    With an example's weight zero and changing by −1, that is a row without the example, in one pass.
+    """
+    _curved(task)
+
+    def products(p: Params, b: Batch, v: Params, w: Tensor, dw: Tensor) -> tuple[Params, Params]:
+        def slope(q: Params, weights: Tensor) -> Params:
+            return task.gradient({**p, **q}, weights, b)
+
+        def one(vector: Params, weights: Tensor, change: Tensor) -> Params:
+            if task.abilities.forward:
+                return jvp(slope, (task.own(p), weights), (vector, change))[1]
+            _, pull = pullback(lambda q: slope(q, weights), task.own(p))
+            return each(torch.add, pull(vector)[0], slope(task.own(p), change))
+
+        return slope(task.own(p), _ones(p, b)), task.over(one)(v, w, dw)
+
+    return _by_chunks(task, "weighted_changes", products, (params, batch), stacks, chunk)
+
+
 def directional(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Float[Tensor, " batch"]]:
     """H(Z)·v and ⟨v, g(z)⟩/|Z| for one vector: the derivative of the losses along v, and its gradient.
 
@@ -135,6 +163,23 @@ def outer_products(
     return value, curved, reads
 
 
+def outer_changes(
+    task: Task,
+    params: Params,
+    batch: Batch,
+    stacks: tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows batch"]],
+    chunk: int | None = None,
+    *,
+    fisher: bool,
+) -> tuple[Params, Params]:
+    """As ``weighted_changes``, with C as in ``outer_products``."""
+
+    def products(p: Params, b: Batch, *rows: Any) -> tuple[Params, Params]:
+        return _outer(task, p, b, fisher, lambda one: task.over(lambda *row: one(*row)[0])(*rows))
+
+    return _by_chunks(task, f"outer_changes {fisher}", products, (params, batch), stacks, chunk)
+
+
 def example_outer_products(
     task: Task, params: Params, examples: Batch, vectors: Params, chunk: int | None = None, *, fisher: bool
 ) -> tuple[Params, Params]:
@@ -161,8 +206,11 @@ def is_single(vectors: Params, params: Params) -> bool:
 
 def _outer(
     task: Task, params: Params, batch: Batch, fisher: bool, over: Callable[[Callable], Any]
-) -> tuple[Params, tuple[Params, Tensor]]:
-    """ḡ, and what ``over`` makes of the function v ↦ (C·v, ⟨v, g(z)⟩/|Z|)."""
+) -> tuple[Params, Any]:
+    """ḡ, and what ``over`` makes of the function v ↦ (C·v, ⟨v, g(z)⟩/|Z|).
+
+    Given weights w and their change ẇ as well, that function gives C(Z; w)·v + (1/|Z|) Σ ẇ_z g(z) for C·v.
+    """
     own, size = task.own(params), len(leaves(batch)[0])
 
     def both(q: Params) -> tuple[Tensor, Any]:
@@ -175,10 +223,15 @@ def _outer(
     outputs, pull, targets = vjp(both, own, has_aux=True)  # type: ignore[misc]
     slopes = torch.ones_like(outputs) if fisher else grad(total)(outputs)
 
-    def one(vector: Params) -> tuple[Params, Tensor]:
+    def one(vector: Params, weights: Tensor | None = None, added: Tensor | None = None) -> tuple[Params, Tensor]:
         change = _along(task, lambda q: both(q)[0], own, vector)
         bent = change if fisher else _along(task, grad(total), outputs, change)
-        curved = each(lambda c, v: c + task.l2 * v, pull(bent / size)[0], vector)
+        if weights is None or added is None:
+            curved = each(lambda c, v: c + task.l2 * v, pull(bent / size)[0], vector)
+        else:
+            w, dw = (t.reshape(size, *(1 for _ in outputs.shape[1:])) for t in (weights, added))
+            pulled = pull((w * bent + dw * slopes) / size)[0]
+            curved = each(lambda c, v, q: c + task.l2 * (weights.mean() * v + added.mean() * q), pulled, vector, own)
         decay = task.l2 * inner_rows(*({n: t[None] for n, t in side.items()} for side in (own, vector)))
         return curved, ((slopes * change).reshape(size, -1).sum(1) + decay) / size
 

@@ -55,7 +55,7 @@ class Size:
     ``vector`` is what a displacement of what is scored takes with the optimizer's ``slots``, ``state`` what a step
     leaves on disk, ``held`` what a forward pass keeps for its backward pass. ``training`` is the gradient of everything
     that is trained; the others are for what is scored: ``read`` gives ⟨v, g⟩, ``product`` H·v, ``more`` H·v for each of
-    many vectors, which share a pass, and ``pair`` g and H·v of the example alone.
+    many vectors, which share a pass, ``pair`` g and H·v of the example alone, and ``forward`` its loss.
     """
 
     slots: int
@@ -67,6 +67,7 @@ class Size:
     product: int
     more: int
     pair: int
+    forward: int
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def size_of(given: Described) -> Size:
         _counted(lambda: grad(lambda p: jvp(value, (p,), (scored,))[1])(scored)),
         _counted(lambda: pull(scored)),
         _counted(lambda: jvp(grad(value), (scored,), (scored,))),
+        _counted(lambda: value(scored)),
     )
 
 
@@ -139,16 +141,17 @@ def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFram
     spilt = rows > memory
     exact, replay = shard_rows(6 * size.vector), shard_rows(3 * batch + 4 * size.state)
     of_exact, of_replay, of_queries = -(-n // exact), -(-n // replay), -(-q // VECTORS)
-    base = size.pair - size.more  # the pass that the products of a shard share
+    base = size.pair - size.more  # the gradient, which a shard needs once
     sweep = size.product if q == 1 else q * size.more + of_queries * base
     both = size.pair if q == 1 else size.pair + sweep
+    row = size.pair - size.forward  # of exact ACC: rows share the forward pass
     table = [
         ("training, recorded", seen * size.training, 2 * size.state + batch, (kept + 1) * size.state, 1),
         ("TracIn", seen * size.read + again, one, 0, 1),
         ("SGD-IE", seen * sweep + again, one + 2 * (q - 1) * size.vector, 0, of_queries),
         ("ACC(free)", seen * both + again, pairs + (0 if spilt else rows), rows if spilt else 0, of_queries),
         (f"ACC(sketch={planned.sketch})", q * (seen * size.pair + again), pairs + sketches, 0, q),
-        ("ACC(exact)", seen * (n * size.more + of_exact * base), 4 * batch + exact * 6 * size.vector, 0, of_exact),
+        ("ACC(exact)", seen * (n * row + of_exact * base), 4 * batch + exact * 6 * size.vector, 0, of_exact),
         # A shard has one model more, with every example.
         ("Replay", seen * (n + of_replay) * size.training, replay * (3 * batch + 4 * size.state), 0, of_replay),
     ]

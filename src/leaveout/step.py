@@ -83,9 +83,9 @@ class LinearStep:
 
     def push(self, vectors: State, pairs: Pairs) -> State:
         """∂F(w¹)·δ + γ: SGD-IE's step, with the first-order effect of each row's examples. Uses the vectors up."""
-        along, _ = self._map.products(vectors[PARAM])
-        affected, gradient = self._left_out(pairs)
-        return self._tangent(vectors, _subtract(self._path(along), affected, gradient))
+        missed = self._marked(vectors, pairs)
+        along = self._map.changes(vectors[PARAM], torch.ones_like(missed), -missed)
+        return self._tangent(vectors, self._path(along))
 
     def inject(self, pairs: Pairs, count: int) -> State:
         """γ alone, for ``count`` rows."""
@@ -98,19 +98,16 @@ class LinearStep:
 
         Rows that are not to be kept take SGD-IE's step. Uses the vectors up.
         """
-        along = self._path(self._map.products(vectors[PARAM])[0])
-        if keep is not None:
-            plain, gradient = self._left_out(_where(pairs, ~keep))
-            along = _subtract(along, plain, gradient)
-            pairs = _where(pairs, keep)
-        affected, gradient, curved = self._left_out_curved(pairs, vectors[PARAM])
+        missed = self._marked(vectors, pairs)
+        own_pairs = pairs if keep is None else _where(pairs, keep)
+        without = missed if keep is None else self._marked(vectors, own_pairs)
         if self._rule.linear:  # then Γ = γ, and one tangent serves all
-            return self._tangent(vectors, _subtract(_subtract(along, affected, gradient), affected, curved))
+            return self._tangent(vectors, self._path(self._map.changes(vectors[PARAM], 1 - without, -missed)))
+        along = self._path(self._map.changes(vectors[PARAM], 1 - without, without - missed))
         pushed = self._tangent(vectors, along)
+        affected, gradient = self._left_out(own_pairs)
         own = self._counterfactual(gradient)
-        tangent = self._rule.tangent(
-            own, (state_rows(vectors, affected), each(torch.sub, rows(along, affected), curved)), self._hypers
-        )
+        tangent = self._rule.tangent(own, (state_rows(vectors, affected), rows(along, affected)), self._hypers)
         jump = self._jump(own)
         return replace_rows(pushed, affected, {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent})
 
@@ -134,9 +131,15 @@ class LinearStep:
                 state = replace_rows(state, affected, own_state)
                 along = replace_rows({PARAM: along}, affected, {PARAM: own_along})[PARAM]
         along = self._path(along)
-        curved, _ = self._map.products(along)
-        _, _, own_curved = self._left_out_curved(pairs, along, towards=False)
-        return _plus(state, _subtract(curved, affected, own_curved)), read
+        without = self._marked(vectors, pairs)
+        return _plus(state, self._map.changes(along, 1 - without, torch.zeros_like(without))), read
+
+    def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
+        """One where a row leaves out an example of the batch, zero elsewhere."""
+        like = next(iter(vectors[PARAM].values()))
+        marked = like.new_zeros((len(like), len(self._moment.record.ids)))
+        marked[pairs] = 1
+        return marked
 
     def _at(self, count: int) -> tuple[State, Params]:
         # A linear step has the same derivative everywhere, so that any gradient serves where none is at hand.
@@ -166,19 +169,6 @@ class LinearStep:
         _, position = self._padded(pairs)
         gradients = self._map.gradients(take(self._moment.batch, position))
         return affected, self._path(self._mean(gradients, local, len(affected)))
-
-    def _left_out_curved(
-        self, pairs: Pairs, vectors: Params, *, towards: bool = True
-    ) -> tuple[Int[Tensor, " affected"], Params, Params]:
-        """As ``_left_out``, and (1/|Z|) Σ H(z)·v with each row's own vector; ``towards`` the step, on the path too."""
-        affected, local = torch.unique(pairs[0], return_inverse=True)
-        if not len(affected):
-            return affected, self._nothing(), self._nothing()
-        row, position = self._padded(pairs)
-        gradients, curved = self._map.own(take(self._moment.batch, position), rows(vectors, row))
-        count = len(affected)
-        bent = self._mean(curved, local, count)
-        return affected, self._path(self._mean(gradients, local, count)), self._path(bent) if towards else bent
 
     def _nothing(self) -> Params:
         params = self._moment.before[PARAM]

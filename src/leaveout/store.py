@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -49,7 +50,7 @@ class Run:
         self.path = path
         self.manifest = manifest
         self.interpolate = interpolate
-        self._starts = torch.tensor([0, *accumulate(shard.steps for shard in manifest.shards)])
+        self._starts = [0, *accumulate(shard.steps for shard in manifest.shards)]
         self._loaded = lru_cache(maxsize=2)(self._load_shard)
         self._checked: dict[str, tuple[int, int, int]] = {}
 
@@ -71,7 +72,7 @@ class Run:
             if tensor_checksum(kept) != shard.kept_crc32:
                 raise RunError(f"{file} is not the file that was written (checksum of 'kept'): {AGAIN}")
             listed = kept.tolist() if kept.dtype == torch.int64 and kept.ndim == 1 else [-1]
-            inside = [int(self._starts[place]) < index <= int(self._starts[place + 1]) for index in listed]
+            inside = [self._starts[place] < index <= self._starts[place + 1] for index in listed]
             if not all(inside) or listed != sorted(set(listed)):
                 raise RunError(f"{file} keeps states of other steps than its own: {AGAIN}")
             found += listed
@@ -154,8 +155,8 @@ class Run:
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.manifest.steps:
             raise RunError(f"{self.path} has {self.manifest.steps} steps and no step {index}: ask for one from 0 on.")
-        number = int(torch.searchsorted(self._starts, index, right=True)) - 1
-        return number, index - int(self._starts[number])
+        number = bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]
 
     def _shard(self, number: int) -> dict[str, Tensor]:
         """A shard as it was written: its tensors are the file itself, which somebody may change at any time."""

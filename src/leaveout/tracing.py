@@ -7,7 +7,6 @@ that is laid out anew for images (``leaveout.layout``) only if it equals that to
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaveout import layout
 from leaveout.batches import leaves, map_leaves
+from leaveout.simplify import call_directly, kind, simplify
 from leaveout.vectors import memory
 
 WARM_UP = 6
@@ -70,11 +70,8 @@ class Tracer:
 
 
 def _signature(args: tuple) -> tuple:
-    return (repr(map_leaves(lambda _: 0, args)), *(_kind(leaf) for leaf in leaves(args)))
-
-
-def _kind(leaf: Any) -> Any:
-    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    kinds = (kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves(args))
+    return (repr(map_leaves(lambda _: 0, args)), *kinds)
 
 
 def _traced(function: Callable, args: tuple, anew: bool) -> Callable | None:
@@ -94,21 +91,20 @@ def _traced(function: Callable, args: tuple, anew: bool) -> Callable | None:
     except Exception:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
         return None
     simplify(module)
+    with torch.no_grad():
+        if not all(torch.equal(a, b) for a, b in zip(module(*inputs), leaves(expected), strict=True)):
+            return None
+    module = (_laid_out(module, inputs) if anew else None) or module
+    _separate(module, inputs)
+    call_directly(module)
+    repeat = module.forward
 
-    def calling(module: fx.GraphModule) -> Callable:
-        _separate(module, leaves(args))
+    @torch.no_grad()
+    def call(*now: Any) -> Any:
+        results = iter(repeat(*leaves(now)))
+        return map_leaves(lambda _: next(results), nest)
 
-        @torch.no_grad()
-        def call(*now: Any) -> Any:
-            results = iter(module(*leaves(now)))
-            return map_leaves(lambda _: next(results), nest)
-
-        return call
-
-    call = calling(module)
-    if not all(torch.equal(a, b) for a, b in zip(leaves(call(*args)), leaves(expected), strict=True)):
-        return None
-    return calling(other) if anew and (other := _laid_out(module, inputs)) is not None else call
+    return call
 
 
 def _laid_out(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule | None:
@@ -139,7 +135,8 @@ def _separate(module: fx.GraphModule, inputs: list[Any]) -> None:
     """Gives every result memory of its own, as callers write into it: what is computed once may be returned twice."""
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     results: Any = output.args[0]
-    used = {memory(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
+    constants = [getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"]
+    used = {memory(leaf) for leaf in [*inputs, *constants] if isinstance(leaf, Tensor)}
     own = []
     for node, value in zip(results, module(*inputs), strict=True):
         if memory(value) in used:
@@ -172,54 +169,3 @@ def _real(leaf: Any) -> Any:
     if not (isinstance(leaf, Tensor) and leaf._is_zerotensor()):
         return leaf
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-
-
-def simplify(module: fx.GraphModule) -> None:
-    """Drops operations without effect, adds no zeros, and computes only once what is computed twice.
-
-    No operation may write into a tensor: then the same words would not mean the same value.
-    """
-    aten = torch.ops.aten
-    seen: dict[str, fx.Node] = {}
-    zeros: set[fx.Node] = set()
-    for node in module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if _is_zero(node, zeros):
-            zeros.add(node)
-        key = repr((node.target, node.args, node.kwargs))  # nodes print as their unique names
-        if node.target in (aten.detach.default, aten.alias.default):
-            node.replace_all_uses_with(node.args[0])
-        elif node.target is aten.add.Tensor and (term := _only_term(node, zeros)) is not None:
-            node.replace_all_uses_with(term)
-        elif key in seen:
-            node.replace_all_uses_with(seen[key])
-        else:
-            seen[key] = node
-    module.graph.eliminate_dead_code()
-    module.recompile()
-
-
-def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
-    """Whether it is zeros, as are the tangents of inputs that do not move and what convolutions make of them."""
-    aten = torch.ops.aten
-    given: tuple[Any, ...] = node.args
-    if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
-        return True
-    if node.target in (aten.expand.default, aten.view.default):
-        return given[0] in zeros
-    if node.target is aten.convolution.default:
-        return given[0] in zeros and given[2] is None
-    if node.target is operator.getitem:  # of a convolution's gradients, that of its kernel
-        of, which = given
-        return of.target is aten.convolution_backward.default and which == 1 and of.args[1] in zeros
-    return False
-
-
-def _only_term(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
-    """The term of a sum with zeros, such as ReLU's second derivative makes, if it is laid out as the sum is."""
-    given: tuple[Any, ...] = node.args
-    for zero, term in (given[:2], given[1::-1]):
-        if zero in zeros and isinstance(term, fx.Node) and _kind(term.meta["val"]) == _kind(node.meta["val"]):
-            return None if node.kwargs else term
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 
 import torch
 
@@ -14,7 +14,7 @@ from leaveout.errors import MismatchError
 from leaveout.matching import check_model
 from leaveout.moment import Moment, StepCheck
 from leaveout.products import gradient
-from leaveout.store import Run
+from leaveout.store import Record, Run
 from leaveout.task import Task
 from leaveout.vectors import PARAM, State, each, norm
 
@@ -41,7 +41,7 @@ class Trajectory:
 
     def initial(self) -> State:
         """The state before the first step."""
-        return self._own(self._place(self.run.state(0)))
+        return self._own(self._state(0))
 
     def final(self) -> State:
         """The state after the last step."""
@@ -49,13 +49,13 @@ class Trajectory:
 
     def final_whole(self) -> State:
         """The state after the last step, of all parameters."""
-        return self._place(self.run.final())
+        return self._state(len(self))
 
     def forward(self) -> Iterator[Moment]:
         """The steps from the first to the last."""
+        before = self._state(0)
         for start, stop in pairwise(self.run.kept):
-            states = self._between(start, stop)
-            before = next(states)
+            states = self._between(before, self._state(stop), start, stop)
             for index, after in zip(range(start, stop), states, strict=True):
                 yield self._moment(index, before, after)
                 before = after
@@ -64,24 +64,29 @@ class Trajectory:
         """The steps from the last to the first, or those before one; the states between two kept ones are together."""
         kept = self.run.kept
         first = len(self) if before is None else before
-        for place in reversed(range(bisect_left(kept, first))):
-            states = list(self._between(kept[place], kept[place + 1]))
-            for index in reversed(range(kept[place], kept[place + 1])):
+        places = range(bisect_left(kept, first))
+        after = self._state(kept[len(places)])
+        for place in reversed(places):
+            start, stop = kept[place], kept[place + 1]
+            state = self._state(start)
+            states = [state, *self._between(state, after, start, stop)]
+            for index in reversed(range(start, stop)):
                 after = states.pop()
                 if index < first:
                     yield self._moment(index, states[-1], after)
+            after = state
 
     def moment(self, index: int) -> Moment:
         """One step."""
         place = bisect_right(self.run.kept, index)
         start, stop = self.run.kept[place - 1], self.run.kept[place]
-        before, after = islice(self._between(start, stop), index - start, index - start + 2)
+        first = self._state(start)
+        states = chain([first], self._between(first, self._state(stop), start, stop))
+        before, after = islice(states, index - start, index - start + 2)
         return self._moment(index, before, after)
 
-    def _between(self, start: int, stop: int) -> Iterator[State]:
-        """The states before steps start, ..., stop: the kept two and, computed again or interpolated, the others."""
-        first, last = self._place(self.run.state(start)), self._place(self.run.state(stop))
-        yield first
+    def _between(self, first: State, last: State, start: int, stop: int) -> Iterator[State]:
+        """The states after steps start, ..., stop − 1: computed again or interpolated up to the kept last one."""
         if self.run.interpolate:
             for index in range(start + 1, stop):
                 yield _mixed(first, last, (index - start) / (stop - start))
@@ -93,7 +98,8 @@ class Trajectory:
         """The states between two kept ones, by taking the recorded steps; they must lead to the second."""
         state, travelled = first, 0.0
         for index in range(start, stop):
-            record, batch = self.run.record(index), self.batch(index)
+            record = self.run.record(index)
+            batch = self._batch(record)
             after = self.run.rule.step(state, gradient(self._whole, state[PARAM], batch), record.hypers)
             travelled += norm({name: after[PARAM][name] - state[PARAM][name] for name in after[PARAM]})
             if index < stop - 1:
@@ -103,14 +109,20 @@ class Trajectory:
                 StepCheck(self.run.rule, self._whole).step(moment, after, travelled)
             state = after
 
+    def _state(self, index: int) -> State:
+        """A kept state, where the task computes."""
+        return self._place(self.run.state(index))
+
     def _place(self, state: State) -> State:
         # Copied out of their shard: forward mode makes zeros as large as the memory that a tensor is a view of.
         return {slot: each(lambda t: t.to(self.task.device, copy=True), params) for slot, params in state.items()}
 
     def batch(self, index: int) -> Batch:
         """The batch of a step, checked against what was recorded of it."""
-        record = self.run.record(index)
-        ids = record.ids.tolist()
+        return self._batch(self.run.record(index))
+
+    def _batch(self, record: Record) -> Batch:
+        index, ids = record.index, record.ids.tolist()
         if max(ids) >= self.task.size:
             raise MismatchError(
                 f"Step {index} used example {max(ids)}, but the training set has only {self.task.size}: give the data "
@@ -130,8 +142,9 @@ class Trajectory:
         return batch
 
     def _moment(self, index: int, before: State, after: State) -> Moment:
-        record, batch, exact = self.run.record(index), self.batch(index), self.run.exact
-        return Moment(record, self._own(before), self._own(after), batch, before[PARAM], exact)
+        record = self.run.record(index)
+        own = self._own(before), self._own(after)
+        return Moment(record, *own, self._batch(record), before[PARAM], self.run.exact)
 
     def _own(self, state: State) -> State:
         return {slot: self.task.own(params) for slot, params in state.items()}

@@ -71,7 +71,7 @@ class Sweep:
             step = self._step(moment, chunk)
             pairs = members.pairs(moment.record.ids)
             keep = self.occasions.kept(moment.record, members, pairs[0])
-            self._count(moment, len(members), len(pairs[0]) if keep is None else int(keep.sum()))
+            self._count(len(members))
             if not self.curved:
                 jump = step.inject(pairs, len(members))
                 moved = {slot: each(torch.add, moved[slot], jump[slot]) for slot in moved}
@@ -111,7 +111,7 @@ class Sweep:
     def pull(self, moment: Moment, vectors: State, chunk: int = 1) -> Pulled:
         """One step back, counted and checked."""
         count = height(vectors[PARAM])
-        self._count(moment, count, 0)
+        self._count(count)
         step = self._step(moment, chunk)
         pulled = step.pull(vectors)
         self._check(moment, step)
@@ -144,7 +144,7 @@ class Sweep:
             step = self._step(moment, chunk)
             pairs = members.pairs(moment.record.ids)
             keep = self.occasions.kept(moment.record, members, pairs[0])
-            self._count(moment, count, len(pairs[0]) if keep is None else int(keep.sum()))
+            self._count(count)
             vectors, read = step.pull_corrected(vectors, pairs, keep)
             total += read
             self._check(moment, step)
@@ -161,10 +161,10 @@ class Sweep:
         if step.has_gradient or moment.record.index % CHECK_EVERY == 0:
             self.trajectory.check.step(moment, step.after)
 
-    def _count(self, moment: Moment, vectors: int, pairs: int) -> None:
+    def _count(self, vectors: int) -> None:
         self.cost.gradients += 1
         if self.curved:
-            self.cost.hvps += vectors + (-(-pairs // len(moment.record.ids)) if self.corrected else 0)
+            self.cost.hvps += vectors
 
     def _track(self, moments: Iterable[Moment], what: str) -> Iterator[Moment]:
         return self.resources.track(moments, len(self.trajectory), what)

@@ -1,0 +1,174 @@
+"""A trace's operations made fewer: the same results, to the last bit.
+
+No operation of a trace may write into a tensor: then the same words mean the same value, and a copy is as good as what
+was copied.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+"""Operations whose result is the same memory seen in another way."""
+
+COPIES = {aten.clone.default: 0, aten._to_copy.default: 0, aten.copy.default: 1}
+"""Operations that copy, and which of their arguments."""
+
+FILLED = {aten.ones_like.default: 1, aten.new_ones.default: 1, aten.zeros_like.default: 0, aten.new_zeros.default: 0}
+"""Operations whose result holds one number, whatever the values of the tensor that it is shaped like."""
+
+PRODUCTS = (aten.mm.default, aten.bmm.default)
+
+LARGEST = 1 << 14
+"""Elements that a constant may have; larger ones are made again at every call."""
+
+FUNCTIONS = "add sub mul div neg exp log tanh sigmoid relu mm bmm sum where transpose t permute unsqueeze squeeze"
+METHODS = "view expand reshape"
+"""Operations that PyTorch's own Python functions and methods call sooner than its table of operators does."""
+
+
+def simplify(module: fx.GraphModule) -> None:
+    """Drops operations without effect, adds no zeros, computes once what is computed twice, and constants now."""
+    seen: dict[str, fx.Node] = {}
+    zeros: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        _forget_values(node)
+        if _is_zero(node, zeros):
+            zeros.add(node)
+        equal = _equal(node, zeros) or seen.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        if equal is not node:  # nodes print as their unique names
+            node.replace_all_uses_with(equal)
+    module.graph.eliminate_dead_code()
+    _fold_constants(module)
+    module.recompile()
+
+
+def call_directly(module: fx.GraphModule) -> None:
+    """Names operations so that calling them costs least; nothing can be simplified any more then."""
+    for node in module.graph.nodes:
+        name, _, _ = str(node.target).removeprefix("aten.").partition(".")
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if name in FUNCTIONS.split():
+            node.target = getattr(torch, name)
+        elif name in METHODS.split():
+            node.op, node.target = "call_method", name
+    module.recompile()
+
+
+def kind(tensor: Tensor) -> tuple:
+    """What two tensors have in common that are laid out alike."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _alike(node: Any, other: fx.Node) -> bool:
+    found, wanted = (each.meta.get("val") if isinstance(each, fx.Node) else None for each in (node, other))
+    return isinstance(found, Tensor) and isinstance(wanted, Tensor) and kind(found) == kind(wanted)
+
+
+def _equal(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
+    """What has the same value, laid out in the same way, before this operation."""
+    given: tuple[Any, ...] = node.args
+    found: Any = None
+    if node.target in (aten.detach.default, aten.alias.default):
+        return given[0]
+    if node.target in COPIES:
+        found = given[COPIES[node.target]]
+    elif node.target is aten.mul.Tensor and type(given[1]) in (int, float) and given[1] == 1:
+        found = given[0]
+    elif node.target is aten.add.Tensor and not node.kwargs:
+        found = next((term for zero, term in (given[:2], given[1::-1]) if zero in zeros), None)
+    elif node.target in VIEWS:
+        return _unviewed(node)
+    return found if _alike(found, node) else None
+
+
+def _unviewed(node: fx.Node) -> fx.Node | None:
+    """The first tensor on the way to a view that looked the same already."""
+    found, here = None, node
+    while here.target in VIEWS:
+        here = here.args[0]  # type: ignore[assignment]
+        if _alike(here, node) and here.meta["val"].storage_offset() == node.meta["val"].storage_offset():
+            found = here
+    return found
+
+
+def _forget_values(node: fx.Node) -> None:
+    """Where a tensor matters by its shape alone, what it holds need not be computed."""
+    made, given = node.meta.get("val"), node.args
+    if node.target in FILLED:
+        value: Any = FILLED[node.target]
+    elif node.target in (aten.fill.Scalar, aten.full_like.default):
+        value = given[1]
+    else:
+        return
+    if isinstance(made, Tensor) and made.is_contiguous():
+        node.target, node.args = aten.full.default, (list(made.shape), value)
+        node.kwargs = {"dtype": made.dtype, "device": made.device, "pin_memory": False}
+
+
+def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    """Whether it is zeros, as are the tangents of inputs that do not move and what products make of them."""
+    given: tuple[Any, ...] = node.args
+    if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
+        return True
+    if node.target is aten.full.default:
+        return given[1] == 0
+    if node.target in VIEWS:
+        return given[0] in zeros
+    if node.target in PRODUCTS:
+        return given[0] in zeros or given[1] in zeros
+    if node.target is aten.convolution.default:
+        return given[0] in zeros and given[2] is None
+    if node.target is operator.getitem:  # of a convolution's gradients, that of its kernel
+        of, which = given
+        return of.target is aten.convolution_backward.default and which == 1 and of.args[1] in zeros
+    return False
+
+
+@torch.no_grad()
+def _fold_constants(module: fx.GraphModule) -> None:
+    """Computes now what depends on no input."""
+    graph = module.graph
+    values: dict[fx.Node, Tensor] = {}
+    for node in graph.nodes:
+        if _is_constant(node, values):
+            given, named = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*given, **named)
+    for node, value in values.items():
+        if all(user in values for user in node.users):
+            continue
+        name = f"constant_{len(dict(module.named_buffers()))}"
+        module.register_buffer(name, value)
+        with graph.inserting_before(node):
+            constant = graph.get_attr(name)
+        constant.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(constant, lambda user: user not in values)
+    graph.eliminate_dead_code()
+
+
+def _is_constant(node: fx.Node, values: dict[fx.Node, Tensor]) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    made = node.meta.get("val")
+    small = isinstance(made, Tensor) and made.numel() <= LARGEST
+    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
+    return small and not drawn and all(source in values for source in node.all_input_nodes)
