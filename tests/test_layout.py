@@ -122,12 +122,14 @@ def test_gradients_of_kernels_example_by_example(kernel, stride, padding, dilati
     weights = torch.randn(4, channels, *kernel, dtype=torch.float64)
     options = (stride, padding, dilation, False, (0, 0), 1)
     slopes = torch.randn_like(torch.convolution(images, weights, None, *options))
-    made = layout.example_kernels(images, slopes, (20, channels, *kernel), stride, padding, dilation)
-    for i, found in enumerate(made.unflatten(0, (5, 4))):
-        one = torch.ops.aten.convolution_backward(
-            slopes[i : i + 1], images[i : i + 1], weights, None, *options, [False, True, False]
-        )[1]
-        torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-12)
+    both = [slopes, torch.randn_like(slopes)]
+    made = layout.example_kernels(images, both, (20, channels, *kernel), stride, padding, dilation)
+    for slope, kernels in zip(both, made, strict=True):
+        for i, found in enumerate(kernels.unflatten(0, (5, 4))):
+            one = torch.ops.aten.convolution_backward(
+                slope[i : i + 1], images[i : i + 1], weights, None, *options, [False, True, False]
+            )[1]
+            torch.testing.assert_close(found, one, rtol=1e-12, atol=1e-12)
 
 
 def test_recorded_steps_are_taken_again_to_the_last_bit(relaid):

@@ -197,7 +197,7 @@ class Coasting:
 
     def now(self, rows: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen slots width"]:
         """The chosen rows as they are now."""
-        held = self._held[rows]
+        held = self._held.index_select(0, rows) if isinstance(self._held, Tensor) else self._held[rows]
         if not self._moving:
             return held
         # A row that was never put is zero, whatever matrix it meets.
@@ -215,7 +215,7 @@ class Coasting:
         """⟨bᵀ s, g⟩ for chosen rows s as they are now, each with a gradient of its own."""
         now = self.now(rows)
         parts = zip(now.split(self._sizes, dim=2), gradients.split(self._sizes, dim=1), enter, strict=False)
-        return sum_of(torch.bmm(part, own[..., None])[..., 0] @ b for part, own, b in parts)
+        return sum_of(torch.linalg.vecdot(part, own[:, None]) @ b for part, own, b in parts)
 
     def put(self, rows: Int[Tensor, " chosen"], values: Float[Tensor, "chosen slots width"]) -> None:
         """Replaces rows, as of now; each may be named once."""

@@ -104,11 +104,11 @@ class Correction:
             self.cost.hvps += 1
             curvature = self.kind(task, moment.params, moment.batch, self._chunk(moment))
             gradients, curved = curvature.own(moment.batch, each(lambda t: t[0], along))
-            self._check(moment, gradients)
-            mean = each(lambda t: t.mean(0, keepdim=True), curved)
+            flat, bent = layout.flatten(gradients), layout.flatten(curved)
+            self._check(moment, layout.unflatten(flat.mean(0, keepdim=True)))
+            mean = layout.unflatten(bent.mean(0, keepdim=True))
             vectors = {**state, PARAM: each(torch.add, state[PARAM], mean)}
             growth.note(moment, vectors)
-            flat, bent = layout.flatten(gradients), layout.flatten(curved)
             plain.index_add_(0, row, (flat @ layout.flatten(along)[0])[position], alpha=-1 / size)
             if project is not None:
                 flat, bent = project(flat), project(bent)
@@ -178,8 +178,8 @@ class Correction:
             {PARAM: self.trajectory.initial()[PARAM]}
         )
 
-    def _check(self, moment: Moment, gradients: Params) -> None:
-        after = self.trajectory.rule.step(moment.before, each(lambda t: t.mean(0), gradients), moment.record.hypers)
+    def _check(self, moment: Moment, gradient: Params) -> None:
+        after = self.trajectory.rule.step(moment.before, each(lambda t: t[0], gradient), moment.record.hypers)
         self.trajectory.check.step(moment, after)
 
 

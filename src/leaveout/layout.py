@@ -26,7 +26,7 @@ aten = torch.ops.aten
 IMAGES = {
     aten.convolution.default: (0, 1),
     aten.convolution_backward.default: (0, 1, 2),
-    aten.max_pool2d_with_indices_backward.default: (0, 1, 7),
+    aten.max_pool2d_with_indices_backward.default: (0, 7),
     aten.threshold_backward.default: (0, 1),
 }
 """Operations, and which of their arguments are laid out."""
@@ -55,6 +55,7 @@ def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
         elif node.op == "output":  # whoever gets them expects the usual order
             results: Any = node.args[0]
             node.args = (_wrapped(node, torch.Tensor.contiguous, results),)
+    _share_windows(module.graph)
     return module
 
 
@@ -91,17 +92,54 @@ def _lay_out(node: fx.Node) -> None:
     elif node.target is aten.convolution_backward.default and (kernels := _example_kernels(node)) is not None:
         (kernel,) = (user for user in node.users if user.target is operator.getitem)
         kernel.replace_all_uses_with(kernels)
+    elif node.target is aten.threshold_backward.default and _is_stack(node):
+        _lay_out_stack(node)
     elif node.target in IMAGES:
+        if node.target is aten.max_pool2d_with_indices_backward.default and _is_image(given[1]):
+            node.update_arg(1, _room_for(node, given[1].meta["val"]))
         for place in IMAGES[node.target]:
             if _is_image(given[place]):
                 node.update_arg(place, _wrapped(node, _channels_last, [given[place]])[0])
 
 
+def _lay_out_stack(node: fx.Node) -> None:
+    """An operation on images to which ``vmap`` gave one dimension more: on images, and shaped as it was afterwards."""
+    graph, whole = node.graph, node.meta["val"]
+    flat = whole.flatten(0, 1)
+    given: tuple[Any, ...] = node.args
+    with graph.inserting_before(node):
+        images = [
+            _noted(graph.call_function(aten.reshape.default, (_source(each), list(flat.shape))), flat)
+            for each in given[:2]
+        ]
+    node.args = (*_wrapped(node, _channels_last, images), *given[2:])
+    node.meta["val"] = flat
+    with graph.inserting_after(node):
+        shaped = _noted(graph.call_function(aten.reshape.default, (node, list(whole.shape))), whole)
+    node.replace_all_uses_with(shaped, lambda user: user is not shaped)
+
+
+def _room_for(node: fx.Node, images: Tensor) -> fx.Node:
+    """Images that matter by their shape alone, as those do that were pooled."""
+    options: dict[str, Any] = {"dtype": images.dtype, "device": images.device, "memory_format": torch.channels_last}
+    with node.graph.inserting_before(node):
+        return _noted(node.graph.call_function(torch.empty, (tuple(images.shape),), options), images)
+
+
+def _is_stack(value: fx.Node) -> bool:
+    """Whether it is many stacks of one image, or one of many."""
+    tensor = value.meta.get("val")
+    return isinstance(tensor, Tensor) and tensor.ndim == 5 and 1 in tensor.shape[:2] and _has_layout(tensor)
+
+
 def _is_image(value: Any) -> bool:
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if not isinstance(tensor, Tensor) or tensor.ndim != 4 or tensor.device.type != "cpu":
-        return False
-    return tensor.dtype not in (torch.float16, torch.bfloat16)  # too coarse to tell whether results are the same
+    return isinstance(tensor, Tensor) and tensor.ndim == 4 and _has_layout(tensor)
+
+
+def _has_layout(tensor: Tensor) -> bool:
+    # Coarser numbers cannot tell whether results are the same.
+    return tensor.device.type == "cpu" and tensor.dtype not in (torch.float16, torch.bfloat16)
 
 
 def _channels_last(images: Tensor) -> Tensor:
@@ -132,8 +170,56 @@ def _example_kernels(node: fx.Node) -> fx.Node | None:
         images = graph.call_function(aten.reshape.default, (_source(images), [groups, wide // groups, *size]))
         slopes = graph.call_function(aten.reshape.default, (_source(slopes), [groups, tall // groups, *result]))
         pairs = [list(each) * (2 // len(each)) for each in (stride, padding, dilation)]  # one number may stand for both
-        made = graph.call_function(example_kernels, (images, slopes, shape, *pairs))
-        return _noted(made, node.meta["val"][1])
+        made = graph.call_function(example_kernels, (images, [slopes], shape, *pairs))
+        return _noted(graph.call_function(operator.getitem, (made, 0)), node.meta["val"][1])
+
+
+def _share_windows(graph: fx.Graph) -> None:
+    """Gradients of kernels that saw the same images, taken together."""
+    seen: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is not example_kernels:
+            continue
+        images, slopes, *options = node.args
+        key = repr((images.args, options))
+        other = seen.get(key)
+        seen[key] = node
+        if other is None or _leads_to(other, slopes[0]):
+            continue
+        others: Any = other.args[1]
+        node.args = (images, [*slopes, *others], *options)
+        for kernel in list(other.users):
+            place: Any = kernel.args[1]
+            kernel.args = (node, len(slopes) + place)
+        graph.erase_node(other)
+    _put_late(graph)
+
+
+def _put_late(graph: fx.Graph) -> None:
+    """Moves to the end what stands before something that it needs, and with it what needs it."""
+    done: set[fx.Node] = set()
+    late = []
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        if all(given in done for given in node.all_input_nodes):
+            done.add(node)
+        else:
+            late.append(node)
+    for each in late:
+        node.prepend(each)
+
+
+def _leads_to(source: fx.Node, node: fx.Node) -> bool:
+    """Whether a value is computed from another one."""
+    waiting, known = [node], set()
+    while waiting:
+        here = waiting.pop()
+        if here is source:
+            return True
+        waiting += [given for given in here.all_input_nodes if given not in known]
+        known.update(here.all_input_nodes)
+    return False
 
 
 def _source(node: Any) -> fx.Node:
@@ -154,17 +240,17 @@ def _moves_nothing(node: Any) -> bool:
 
 def example_kernels(
     images: Tensor,
-    slopes: Tensor,
+    slopes: Sequence[Tensor],
     shape: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-) -> Tensor:
+) -> list[Tensor]:
     """Σ over the places of a slope times what the kernel saw there, for each image; ``shape`` counts all kernels."""
     if any(padding):
         images = pad(images, (padding[1], padding[1], padding[0], padding[0]))
     channels, *kernel = shape[1:]
-    result = slopes.shape[2:]
+    result = slopes[0].shape[2:]
     # Memory is copied in runs: along the channels of a row of the kernel, or along a row of places.
     last = channels * kernel[1] > result[1]
     order = (images.permute(0, 2, 3, 1) if last else images).contiguous()
@@ -173,12 +259,18 @@ def example_kernels(
     moved = (down * stride[0], right * stride[1])
     size = channels * math.prod(kernel)
     chunk = max(1, CACHE // (size * math.prod(result) * images.element_size()))
-    made = slopes.new_empty(len(images), slopes.shape[1], size)
-    for part, own, out in zip(order.split(chunk), slopes.flatten(2).split(chunk), made.split(chunk), strict=True):
+    made = [each.new_empty(len(images), each.shape[1], size) for each in slopes]
+    parts = zip(*(each.flatten(2).split(chunk) for each in slopes), strict=True)
+    outs = zip(*(each.split(chunk) for each in made), strict=True)
+    for part, own, out in zip(order.split(chunk), parts, outs, strict=True):
         if last:
             windows = part.as_strided((len(part), *result, *kernel, channels), (one, *moved, *seen, channel))
-            torch.bmm(own, windows.reshape(len(part), -1, size), out=out)
+            windows = windows.reshape(len(part), -1, size)
         else:
             windows = part.as_strided((len(part), channels, *kernel, *result), (one, channel, *seen, *moved))
-            torch.bmm(own, windows.reshape(len(part), size, -1).mT, out=out)
-    return made.view(shape[0], *kernel, channels).permute(0, 3, 1, 2) if last else made.view(shape)
+            windows = windows.reshape(len(part), size, -1).mT
+        for left, into in zip(own, out, strict=True):
+            torch.bmm(left, windows, out=into)
+    if last:
+        return [each.view(shape[0], *kernel, channels).permute(0, 3, 1, 2) for each in made]
+    return [each.view(tuple(shape)) for each in made]

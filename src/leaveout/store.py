@@ -164,7 +164,7 @@ class Run:
         self._hold_against(self.path / entry.name, entry.crc32)
         return self._loaded(number)
 
-    @property
+    @cached_property
     def _keys(self) -> set[str]:
         return {f"state/{slot}/{name}" for slot in self.rule.slots for name in self.rule.groups}
 

@@ -69,9 +69,15 @@ class Tracer:
         return function(*args) if trace is None else trace(*args)
 
 
-def _signature(args: tuple) -> tuple:
-    kinds = (kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves(args))
-    return (repr(map_leaves(lambda _: 0, args)), *kinds)
+def _signature(nest: Any) -> Any:
+    """The nest with each tensor's kind in its place."""
+    if isinstance(nest, Tensor):
+        return kind(nest)
+    if isinstance(nest, dict):
+        return (dict, *nest, *map(_signature, nest.values()))
+    if isinstance(nest, tuple | list):
+        return (type(nest), *map(_signature, nest))
+    return type(nest), nest
 
 
 def _traced(function: Callable, args: tuple, anew: bool) -> Callable | None:

@@ -111,11 +111,8 @@ class Trajectory:
 
     def _state(self, index: int) -> State:
         """A kept state, where the task computes."""
-        return self._place(self.run.state(index))
-
-    def _place(self, state: State) -> State:
-        # Copied out of their shard: forward mode makes zeros as large as the memory that a tensor is a view of.
-        return {slot: each(lambda t: t.to(self.task.device, copy=True), params) for slot, params in state.items()}
+        # Not a view of its shard: forward mode makes zeros as large as the memory that a tensor is a view of.
+        return {slot: each(lambda t: t.to(self.task.device), ps) for slot, ps in self.run.state(index).items()}
 
     def batch(self, index: int) -> Batch:
         """The batch of a step, checked against what was recorded of it."""

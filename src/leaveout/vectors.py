@@ -126,4 +126,5 @@ def norm(params: Params) -> float:
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     5.0
     """
-    return float(torch.cat([tensor.flatten() for tensor in params.values()]).double().norm())
+    parts = torch._foreach_norm(list(params.values()), dtype=torch.float64)
+    return float(torch.stack(parts).norm())
