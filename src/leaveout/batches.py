@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +19,8 @@ Batch: TypeAlias = Any
 """What a loader yields: a tensor, or tuples, lists and dicts of them."""
 
 Collate: TypeAlias = Callable[[list], Batch]
+
+NOTHING = np.zeros(2, np.uint64)
 
 
 def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -> Batch:
@@ -127,22 +130,35 @@ def fingerprint(batch: Batch) -> list[tuple[int, int]]:
     >>> ordered == other, unordered == same
     (False, True)
     """
-    return [_leaf_fingerprint(leaf) for leaf in leaves(batch)]
+    found = leaves(batch)
+    sums = np.array([_sums(leaf) for leaf in found], np.uint64).reshape(-1, 2)
+    mixtures = (mixed(sums) >> np.uint64(1)).tolist()  # a signed integer on disk
+    return [
+        (ordered, unordered) if isinstance(leaf, Tensor) else (_text(repr(leaf)),) * 2
+        for leaf, (ordered, unordered) in zip(found, mixtures, strict=True)
+    ]
 
 
-def _leaf_fingerprint(leaf: Any) -> tuple[int, int]:
+def _sums(leaf: Any) -> np.ndarray:
+    """The sum of its rows' hashes, with weights that tell their places apart and without."""
     if not isinstance(leaf, Tensor):
-        checksum = zlib.crc32(repr(leaf).encode())
-        return checksum, checksum
-    kind = np.uint64(zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode()))
+        return NOTHING
     data = leaf.detach().cpu()
     data = (data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1)).contiguous()
     if data.stride(-1) != 1:  # a single value of a larger tensor counts as contiguous
         data = data.clone(memory_format=torch.contiguous_format)
-    rows = row_hashes(data.view(torch.uint8).numpy()) if data.numel() else np.zeros(0, np.uint64)
-    sums = np.array([(rows * weights(len(rows))).sum(dtype=np.uint64), rows.sum(dtype=np.uint64)])
-    ordered, unordered = (mixed(sums + kind) >> np.uint64(1)).tolist()  # a signed integer on disk
-    return ordered, unordered
+    kind = np.uint64(_text(f"{leaf.dtype} {tuple(leaf.shape)}"))
+    rows = row_hashes(data.view(torch.uint8).numpy()) if data.numel() else NOTHING[:0]
+    return _places(len(rows)) @ rows + kind
+
+
+@lru_cache(maxsize=64)
+def _places(count: int) -> np.ndarray:
+    return np.stack([weights(count), np.ones(count, np.uint64)])
+
+
+def _text(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[], Batch]) -> str | None:
