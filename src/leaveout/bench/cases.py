@@ -16,7 +16,7 @@ from leaveout.carriers import Subspace
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
 from leaveout.metrics import kendall
 from leaveout.plan import plan
-from leaveout.products import example_products, hessian_products, stacked_gradients
+from leaveout.products import stacked_gradients, weighted_changes
 from leaveout.recorder import Recorder
 from leaveout.store import Run
 from leaveout.task import Task
@@ -89,26 +89,20 @@ def replays() -> list[Row]:
 
 
 def _parts(task: Task, run: Run, replay: float, acc: float) -> str:
-    """What the derivatives alone take of a step: 400 models' gradients; 400 vectors' products, and 100 examples'."""
+    """What the derivatives alone take of a step: 400 models' gradients, and how the gradient changes along 400 rows."""
     moment = Trajectory(run, task).moment(len(run) // 2)
     stack = {n: t + 0.01 * torch.randn(400, *t.shape) for n, t in moment.params.items()}
-    own = {n: t[:100] for n, t in stack.items()}
     weights = torch.ones(400, 100)
-    for _ in range(8):  # traced from then on
-        stacked_gradients(task, stack, weights, moment.batch)
-        hessian_products(task, moment.params, moment.batch, stack)
-        example_products(task, moment.params, moment.batch, own)
-    times = quickest(
-        50,
+    calls = (
         lambda: stacked_gradients(task, stack, weights, moment.batch),
-        lambda: hessian_products(task, moment.params, moment.batch, stack),
-        lambda: example_products(task, moment.params, moment.batch, own),
+        lambda: weighted_changes(task, moment.params, moment.batch, (stack, weights, weights)),
     )
-    gradients, products, examples = (1e3 * t for t in times)
+    quickest(8, *calls)  # traced from then on
+    gradients, changes = (1e3 * t for t in quickest(50, *calls))
     steps = len(run) / 1e3
     return (
         f"of a step, Replay's gradients take {gradients:.1f} of {replay / steps:.1f} ms, ACC's products "
-        f"{products:.1f} and its examples' own {examples:.1f} of {acc / steps:.1f} ms"
+        f"{changes:.1f} of {acc / steps:.1f} ms"
     )
 
 
