@@ -14,7 +14,7 @@ from leaveout.optim import Rule
 from leaveout.products import gradient
 from leaveout.store import Record
 from leaveout.task import Task
-from leaveout.vectors import PARAM, Params, State, each, norm
+from leaveout.vectors import PARAM, Params, State, distance, each, norm
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
@@ -83,7 +83,7 @@ class StepCheck:
         recorded = float(u @ after - _flat(carried) @ before)
         size, length = float(u.norm()), float((after - before).norm())
         missed = abs(recorded - slope)
-        if missed <= size * _allowed(moment, length):
+        if _is_small(moment, missed / max(size, 1e-300), length):
             return
         strayed = missed / max(size * length, 1e-300)
         if missed != missed or strayed > self._jump(moment):
@@ -102,13 +102,15 @@ class StepCheck:
             return tensor * (1 + NOISE * torch.finfo(tensor.dtype).eps * noise)
 
         ends = [self._taken(moment, each(moved, moment.params))[PARAM] for _ in range(DRAWS)]
-        apart = max(norm(each(torch.sub, end, ends[0])) for end in ends)
-        return 2 * apart / max(norm(each(torch.sub, moment.after[PARAM], moment.before[PARAM])), 1e-300)
+        apart = max(distance(end, ends[0]) for end in ends)
+        return 2 * apart / max(distance(moment.after[PARAM], moment.before[PARAM]), 1e-300)
 
 
-def _allowed(moment: Moment, length: float) -> float:
+def _is_small(moment: Moment, missed: float, length: float) -> bool:
+    """Whether it is within the tolerance of that length, and what rounding of the parameters may add."""
     dtype = next(iter(moment.after[PARAM].values())).dtype
-    return TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(moment.after[PARAM])
+    share = TOLERANCE.get(dtype, 1e-2) * length
+    return missed <= share or missed <= share + 64 * torch.finfo(dtype).eps * norm(moment.after[PARAM])
 
 
 def _strayed(moment: Moment, predicted: State, travelled: float | None) -> float | None:
@@ -116,9 +118,9 @@ def _strayed(moment: Moment, predicted: State, travelled: float | None) -> float
     if not moment.exact:
         return None
     before, after = moment.before[PARAM], moment.after[PARAM]
-    missed = norm(each(torch.sub, predicted[PARAM], after))
-    length = norm(each(torch.sub, after, before)) if travelled is None else travelled
-    if missed <= _allowed(moment, length):
+    missed = distance(predicted[PARAM], after)
+    length = distance(after, before) if travelled is None else travelled
+    if _is_small(moment, missed, length):
         return None
     if missed != missed:
         raise MismatchError(

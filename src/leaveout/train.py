@@ -21,7 +21,7 @@ from leaveout.resources import Cost, Resources
 from leaveout.store import Run
 from leaveout.task import Task, looped
 from leaveout.trajectory import Trajectory
-from leaveout.vectors import PARAM, Params, State, norm
+from leaveout.vectors import PARAM, Params, State, distance
 
 LARGE = 1_000_000
 """Bytes that a batch leaves for its backward pass, above which a stack of convolutions takes longer than a loop."""
@@ -132,7 +132,7 @@ def courses(
             gradients = _way(trajectory.task, state[PARAM], moment.batch)
         state = trajectory.rule.step_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
         cost.gradients += count
-        travelled += norm({n: moment.after[PARAM][n] - moment.before[PARAM][n] for n in moment.after[PARAM]})
+        travelled += distance(moment.after[PARAM], moment.before[PARAM])
         whole = {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}
         share = trajectory.check.way(moment, whole, travelled)
         if share is not None and not strayed:

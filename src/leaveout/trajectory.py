@@ -16,7 +16,7 @@ from leaveout.moment import Moment, StepCheck
 from leaveout.products import gradient
 from leaveout.store import Record, Run
 from leaveout.task import Task
-from leaveout.vectors import PARAM, State, each, norm
+from leaveout.vectors import PARAM, State, distance, each
 
 
 class Trajectory:
@@ -101,7 +101,7 @@ class Trajectory:
             record = self.run.record(index)
             batch = self._batch(record)
             after = self.run.rule.step(state, gradient(self._whole, state[PARAM], batch), record.hypers)
-            travelled += norm({name: after[PARAM][name] - state[PARAM][name] for name in after[PARAM]})
+            travelled += distance(after[PARAM], state[PARAM])
             if index < stop - 1:
                 yield after
             else:

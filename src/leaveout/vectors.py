@@ -126,5 +126,17 @@ def norm(params: Params) -> float:
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     5.0
     """
-    parts = torch._foreach_norm(list(params.values()), dtype=torch.float64)
-    return float(torch.stack(parts).norm())
+    return float(_flat(params).double().norm())
+
+
+def distance(left: Params, right: Params) -> float:
+    """Euclidean norm of the difference of two vectors, in float64.
+
+    >>> distance({"a": torch.tensor([3.0])}, {"a": torch.tensor([1.0])})
+    2.0
+    """
+    return float(_flat(left).sub_(_flat({name: right[name] for name in left})).double().norm())
+
+
+def _flat(params: Params) -> Float[Tensor, " width"]:
+    return torch.cat([tensor.flatten() for tensor in params.values()])
