@@ -32,7 +32,7 @@ FEWEST, ROWS = 8, 512
 """Rows that are measured where every example has a vector or a model of its own; eightfold, while that is cheap."""
 
 LIMIT = 2.0
-"""Seconds that the first few steps of the rows may take."""
+"""Seconds that a measurement may take that is made once more, or with more rows."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ def _table(
     if run.rule.linear:
         cheap += [ACC(), ACC(Subspace(8))]
     jobs = [partial(_measured, estimator) for estimator in cheap] + [partial(_by_rows, k) for k in ("exact", "replay")]
-    plans += [job(task.untraced(), query, run, steps, budget) for job in shown.track(jobs, len(jobs), "measuring")]
+    plans += [job(task, query, run, steps, budget) for job in shown.track(jobs, len(jobs), "measuring")]
     frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")
     return frame.astype({"memory": "int64", "disk": "int64"})
 
 
 def _measured(estimator: Estimator, task: Task, query: Dataset, run: Run, steps: int, resources: Resources) -> Plan:
     seconds, memory = _extrapolated(
-        lambda part: estimator.score(part, task, query, resources=resources).cost, run, steps
+        lambda own, part: estimator.score(part, own, query, resources=resources).cost, task, run, steps
     )
     if not isinstance(estimator, ACC):
         return Plan(estimator.name, seconds, memory, 0)
@@ -122,9 +122,10 @@ def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resour
         groups = [[i] for i in range(count)]
         return estimator.score(part, own, query, groups=groups, resources=resources).cost
 
-    counts = _counts(task, lambda count: scored(count, task, run.head(FEW)).seconds)
+    trial = task.untraced()
+    counts = _counts(task, lambda count: scored(count, trial, run.head(FEW)).seconds)
     for count in counts:
-        seconds, memory = _extrapolated(partial(scored, count, task.untraced()), run, steps)
+        seconds, memory = _extrapolated(partial(scored, count), task, run, steps)
         totals.append(seconds)
         memories.append(memory)
     name = "Replay" if kind == "replay" else "ACC(exact)"
@@ -147,14 +148,21 @@ def _counts(task: Task, taken: Callable[[int], float]) -> tuple[int, ...]:
     return (task.size,) if task.size <= most else (most // 4, most)
 
 
-def _extrapolated(scored: Callable[[Run], Cost], run: Run, steps: int) -> tuple[float, int]:
+def _extrapolated(scored: Callable[[Task, Run], Cost], task: Task, run: Run, steps: int) -> tuple[float, int]:
     """Seconds for all steps and the largest memory: a first run pays for what is done once, others tell the rate."""
     few, more = run.head(FEW), run.head(MORE)
-    gc.collect()  # in the midst of it, a sweep would be taken for work
-    cold = scored(more)
+    cold, task = _first(scored, task.untraced(), more)
+    if cold.seconds < LIMIT:  # making traces takes now longer, now less long
+        cold, task = min((cold, task), _first(scored, task.untraced(), more), key=lambda pair: pair[0].seconds)
     if len(more) == len(few):
         return cold.seconds / len(more) * steps, cold.peak_memory
-    short, long = (min(scored(part).seconds for _ in range(2)) for part in (few, more))
+    short, long = (min(scored(task, part).seconds for _ in range(2)) for part in (few, more))
     rate = max(0.0, (long - short) / (len(more) - len(few)))
     once = max(0.0, cold.seconds - len(more) * rate)
     return once + rate * steps, cold.peak_memory
+
+
+def _first(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> tuple[Cost, Task]:
+    """What a run costs on a task of which nothing is traced, and the task, of which it is then."""
+    gc.collect()  # in the midst of it, a sweep would be taken for work
+    return scored(task, run), task

@@ -21,26 +21,23 @@ long and very wide runs: [load](load.md); the whole of a data set: [all of MNIST
 """
 
 NOTES = """
-## Where a target is missed
+## Near their targets
 
-*Exact ACC / Replay.* On a network this small both are bound by elementwise work and calls, not by matrix products.
-A layer of a Hessian product takes two products forward and four back where a gradient takes one and two (the first
-layer, whose inputs do not move, one and one where the gradient has the same): on three layers 14 where Replay has 8. A
-second, smaller pass is for each row's own examples. The row above has what the products alone take: even if all else
-cost nothing, the ratio would be near its target. On wide inputs, where the first layer counts, the two are closer (the
-rates above).
+Some ratios are so near their targets that of several runs on two shared cores one meets them and another does not.
 
-*Replay / plain loops.* Near its target: 0.0195 to 0.0232 in several runs. The next row tells how much of a step the
-gradients take; reading and checking the recorded step is the same for one network or 400.
+*Replay / plain loops*: 0.0170 to 0.0228. The next row tells how much of a step the gradients take; reading and checking
+the recorded step is the same for one network or 400.
 
-*ACC / SGD-IE.* ACC forms a gradient and a product for each example where SGD-IE forms only their mean, and moves each
-example's 13,750 numbers in and out of its row: 1.58 to 1.64 in several runs.
+*Exact ACC / Replay*: 1.31 to 1.52. On a network this small both are bound by elementwise work and calls, not by matrix
+products. A hidden layer of exact ACC takes two products forward and five back where a gradient takes one and two; the
+first layer, whose inputs do not move, one and one where the gradient has the same. On wide inputs, where the first layer
+counts, the two are closer (the rates above).
 
-*Planned time.* These two rows are older than the present plan, which measures each method on a task of which nothing
-has been traced; `leaveout bench --only plans` measures them again.
+*Recording*: 1.08 to 1.2. The checksum of each batch and the copy of each state are made in the training thread, only
+writing is not, and on a step of a few milliseconds they show.
 
-*Recording* is near its target (1.09 to 1.15 in several runs): the checksum of each batch and the copy of each state are
-made in the training thread, only writing is not, and on a step of a few milliseconds they show.
+*ACC / SGD-IE*: 1.46. ACC forms a gradient and a product for each example where SGD-IE forms only their mean, and moves each
+example's 13,750 numbers in and out of its row.
 """
 
 LOAD = """
