@@ -30,14 +30,14 @@ the recorded step is the same for one network or 400.
 
 *Exact ACC / Replay*: 1.31 to 1.52. On a network this small both are bound by elementwise work and calls, not by matrix
 products. A hidden layer of exact ACC takes two products forward and five back where a gradient takes one and two; the
-first layer, whose inputs do not move, one and one where the gradient has the same. On wide inputs, where the first layer
-counts, the two are closer (the rates above).
+first layer, whose inputs do not move, one and one where the gradient has the same. On wide inputs, where the first
+layer counts, the two are closer (the rates above).
 
 *Recording*: 1.08 to 1.2. The checksum of each batch and the copy of each state are made in the training thread, only
 writing is not, and on a step of a few milliseconds they show.
 
-*ACC / SGD-IE*: 1.46. ACC forms a gradient and a product for each example where SGD-IE forms only their mean, and moves each
-example's 13,750 numbers in and out of its row.
+*ACC / SGD-IE*: 1.46. ACC forms a gradient and a product for each example where SGD-IE forms only their mean, and moves
+each example's 13,750 numbers in and out of its row.
 """
 
 LOAD = """
