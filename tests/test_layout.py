@@ -86,6 +86,7 @@ def test_products_of_networks(network, dtype, relaid):
     batch = task.read(range(6))
     vector = {name: torch.randn_like(p) for name, p in params.items()}
     stack = {name: torch.randn(6, *p.shape, dtype=dtype) for name, p in params.items()}
+    weights = torch.rand(2, 6, 6, dtype=dtype)
     zero = {name: torch.zeros_like(p) for name, p in params.items()}
     products.directional(task, params, batch, zero)  # what is traced with zeros is right for others
     relaid.pop()
@@ -95,6 +96,7 @@ def test_products_of_networks(network, dtype, relaid):
         "own": lambda: products.example_products(task, params, batch, stack),
         "gradients": lambda: products.example_gradients(task, params, batch),
         "hessian": lambda: products.hessian_products(task, params, batch, stack),
+        "changes": lambda: products.weighted_changes(task, params, batch, (stack, *weights)),
     }
     for name, call in calls.items():
         traced = batches.leaves(call())

@@ -197,17 +197,21 @@ def _share_windows(graph: fx.Graph) -> None:
 
 def _put_late(graph: fx.Graph) -> None:
     """Moves to the end what stands before something that it needs, and with it what needs it."""
+    *nodes, output = graph.nodes
     done: set[fx.Node] = set()
-    late = []
-    for node in graph.nodes:
-        if node.op == "output":
-            break
-        if all(given in done for given in node.all_input_nodes):
-            done.add(node)
-        else:
-            late.append(node)
-    for each in late:
-        node.prepend(each)
+    late = [node for node in nodes if not _placed(node, done)]
+    while late:
+        for node in late:
+            output.prepend(node)
+        late = [node for node in late if not _placed(node, done)]
+
+
+def _placed(node: fx.Node, done: set[fx.Node]) -> bool:
+    """Whether all that it needs stands before it; then it is done, too."""
+    if not all(given in done for given in node.all_input_nodes):
+        return False
+    done.add(node)
+    return True
 
 
 def _leads_to(source: fx.Node, node: fx.Node) -> bool:

@@ -148,8 +148,10 @@ class Rule:
             return self.step(state, gradient, hypers)
         used = {memory(tensor) for params in state.values() for tensor in params.values()}
         for name, group in self.groups.items():
-            # Two parameters whose gradients are equal may have been given one tensor.
-            own = gradient[name].clone() if memory(gradient[name]) in used else gradient[name]
+            # Two parameters whose gradients are equal may have been given one tensor, and one that the loss does not
+            # use may have been given one zero for all rows.
+            own = gradient[name].contiguous()
+            own = own.clone() if memory(own) in used else own
             used.add(memory(own))
             sgd_({slot: state[slot][name] for slot in self.slots}, own, hypers[group])
         return state

@@ -209,7 +209,8 @@ def _outer(
 ) -> tuple[Params, Any]:
     """ḡ, and what ``over`` makes of the function v ↦ (C·v, ⟨v, g(z)⟩/|Z|).
 
-    Given weights w and their change ẇ as well, that function gives C(Z; w)·v + (1/|Z|) Σ ẇ_z g(z) for C·v.
+    Given weights w and their change ẇ as well, that function gives C(Z; w)·v + (1/|Z|) Σ ẇ_z g(z) for C·v. Outputs may
+    have any shape; only the losses are known to have one for each example.
     """
     own, size = task.own(params), len(leaves(batch)[0])
 
@@ -217,25 +218,26 @@ def _outer(
         outputs, targets = task.outputs({**params, **q}, batch)
         return (task.output_losses(outputs, targets) if fisher else outputs), targets
 
-    def total(outputs: Tensor) -> Tensor:
-        return task.output_losses(outputs, targets).sum()
-
     outputs, pull, targets = vjp(both, own, has_aux=True)  # type: ignore[misc]
-    slopes = torch.ones_like(outputs) if fisher else grad(total)(outputs)
+    ones = _ones(params, batch)
 
-    def one(vector: Params, weights: Tensor | None = None, added: Tensor | None = None) -> tuple[Params, Tensor]:
+    def losses(at: Tensor) -> Tensor:
+        return at if fisher else task.output_losses(at, targets)
+
+    def slopes(at: Tensor, weights: Tensor) -> Tensor:
+        return grad(lambda o: (weights * losses(o)).sum())(at)
+
+    def one(vector: Params, weights: Tensor = ones, added: Tensor | None = None) -> tuple[Params, Tensor]:
         change = _along(task, lambda q: both(q)[0], own, vector)
-        bent = change if fisher else _along(task, grad(total), outputs, change)
-        if weights is None or added is None:
-            curved = each(lambda c, v: c + task.l2 * v, pull(bent / size)[0], vector)
-        else:
-            w, dw = (t.reshape(size, *(1 for _ in outputs.shape[1:])) for t in (weights, added))
-            pulled = pull((w * bent + dw * slopes) / size)[0]
-            curved = each(lambda c, v, q: c + task.l2 * (weights.mean() * v + added.mean() * q), pulled, vector, own)
+        bent = weights * change if fisher else _along(task, lambda o: slopes(o, weights), outputs, change)
+        curved = each(lambda c, v: c + task.l2 * weights.mean() * v, pull(bent / size)[0], vector)
+        if added is not None:
+            gradient = pull(slopes(outputs, added) / size)[0]
+            curved = each(lambda c, g, q: c + g + task.l2 * added.mean() * q, curved, gradient, own)
         decay = task.l2 * inner_rows(*({n: t[None] for n, t in side.items()} for side in (own, vector)))
-        return curved, ((slopes * change).reshape(size, -1).sum(1) + decay) / size
+        return curved, (_along(task, losses, outputs, change) + decay) / size
 
-    value = each(lambda g, q: g + task.l2 * q, pull(slopes / size)[0], own)
+    value = each(lambda g, q: g + task.l2 * q, pull(slopes(outputs, ones) / size)[0], own)
     return value, over(one)
 
 

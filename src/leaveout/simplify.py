@@ -7,6 +7,7 @@ was copied.
 from __future__ import annotations
 
 import operator
+from itertools import count
 from typing import Any
 
 import torch
@@ -38,8 +39,29 @@ PRODUCTS = (aten.mm.default, aten.bmm.default)
 LARGEST = 1 << 14
 """Elements that a constant may have; larger ones are made again at every call."""
 
-FUNCTIONS = "add sub mul div neg exp log tanh sigmoid relu mm bmm sum where transpose t permute unsqueeze squeeze"
-METHODS = "view expand reshape"
+FUNCTIONS = {
+    aten.add.Tensor: torch.add,
+    aten.sub.Tensor: torch.sub,
+    aten.mul.Tensor: torch.mul,
+    aten.div.Tensor: torch.div,
+    aten.neg.default: torch.neg,
+    aten.exp.default: torch.exp,
+    aten.log.default: torch.log,
+    aten.tanh.default: torch.tanh,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.relu.default: torch.relu,
+    aten.mm.default: torch.mm,
+    aten.bmm.default: torch.bmm,
+    aten.sum.dim_IntList: torch.sum,
+    aten.where.self: torch.where,
+    aten.transpose.int: torch.transpose,
+    aten.t.default: torch.t,
+    aten.permute.default: torch.permute,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.squeeze.dim: torch.squeeze,
+    aten.squeeze.dims: torch.squeeze,
+}
+METHODS = {aten.view.default: "view", aten.expand.default: "expand", aten.reshape.default: "reshape"}
 """Operations that PyTorch's own Python functions and methods call sooner than its table of operators does."""
 
 
@@ -64,13 +86,10 @@ def simplify(module: fx.GraphModule) -> None:
 def call_directly(module: fx.GraphModule) -> None:
     """Names operations so that calling them costs least; nothing can be simplified any more then."""
     for node in module.graph.nodes:
-        name, _, _ = str(node.target).removeprefix("aten.").partition(".")
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if name in FUNCTIONS.split():
-            node.target = getattr(torch, name)
-        elif name in METHODS.split():
-            node.op, node.target = "call_method", name
+        if node.op == "call_function" and node.target in FUNCTIONS:
+            node.target = FUNCTIONS[node.target]
+        elif node.op == "call_function" and node.target in METHODS and not node.kwargs:
+            node.op, node.target = "call_method", METHODS[node.target]
     module.recompile()
 
 
@@ -156,7 +175,7 @@ def _fold_constants(module: fx.GraphModule) -> None:
     for node, value in values.items():
         if all(user in values for user in node.users):
             continue
-        name = f"constant_{len(dict(module.named_buffers()))}"
+        name = next(name for i in count() if not hasattr(module, name := f"constant_{i}"))
         module.register_buffer(name, value)
         with graph.inserting_before(node):
             constant = graph.get_attr(name)

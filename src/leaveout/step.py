@@ -89,9 +89,9 @@ class LinearStep:
 
     def inject(self, pairs: Pairs, count: int) -> State:
         """γ alone, for ``count`` rows."""
-        zero = zeros(self._moment.before, count)
         affected, gradient = self._left_out(pairs)
-        return self._tangent(zero, _subtract(each(torch.zeros_like, zero[PARAM]), affected, gradient))
+        missing = gather_sums(each(torch.neg, gradient), affected, count)
+        return self._tangent(zeros(self._moment.before, count), missing)
 
     def push_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> State:
         """∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state.
@@ -193,11 +193,6 @@ class LinearStep:
 
 def _plus(state: State, params: Params) -> State:
     return {**state, PARAM: each(torch.add, state[PARAM], params)}
-
-
-def _subtract(stack: Params, index: Int[Tensor, " chosen"], terms: Params) -> Params:
-    """The terms taken off the chosen rows, in place; zeros may come as one expanded row, and are written out first."""
-    return {name: t.contiguous().index_add_(0, index, terms[name], alpha=-1) for name, t in stack.items()}
 
 
 def _where(pairs: Pairs, keep: Bool[Tensor, " pairs"]) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
