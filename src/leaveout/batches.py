@@ -20,8 +20,6 @@ Batch: TypeAlias = Any
 
 Collate: TypeAlias = Callable[[list], Batch]
 
-NOTHING = np.zeros(2, np.uint64)
-
 
 def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -> Batch:
     """The examples with these numbers as one batch, as a ``DataLoader`` would build it.
@@ -130,35 +128,27 @@ def fingerprint(batch: Batch) -> list[tuple[int, int]]:
     >>> ordered == other, unordered == same
     (False, True)
     """
-    found = leaves(batch)
-    sums = np.array([_sums(leaf) for leaf in found], np.uint64).reshape(-1, 2)
-    mixtures = (mixed(sums) >> np.uint64(1)).tolist()  # a signed integer on disk
-    return [
-        (ordered, unordered) if isinstance(leaf, Tensor) else (_text(repr(leaf)),) * 2
-        for leaf, (ordered, unordered) in zip(found, mixtures, strict=True)
-    ]
+    return [_leaf_fingerprint(leaf) for leaf in leaves(batch)]
 
 
-def _sums(leaf: Any) -> np.ndarray:
-    """The sum of its rows' hashes, with weights that tell their places apart and without."""
+def _leaf_fingerprint(leaf: Any) -> tuple[int, int]:
     if not isinstance(leaf, Tensor):
-        return NOTHING
+        checksum = zlib.crc32(repr(leaf).encode())
+        return checksum, checksum
+    kind = np.uint64(zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode()))
     data = leaf.detach().cpu()
     data = (data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1)).contiguous()
     if data.stride(-1) != 1:  # a single value of a larger tensor counts as contiguous
         data = data.clone(memory_format=torch.contiguous_format)
-    kind = np.uint64(_text(f"{leaf.dtype} {tuple(leaf.shape)}"))
-    rows = row_hashes(data.view(torch.uint8).numpy()) if data.numel() else NOTHING[:0]
-    return _places(len(rows)) @ rows + kind
+    rows = row_hashes(data.view(torch.uint8).numpy()) if data.numel() else np.zeros(0, np.uint64)
+    ordered, unordered = (mixed(_places(len(rows)) @ rows + kind) >> np.uint64(1)).tolist()  # signed integers on disk
+    return ordered, unordered
 
 
 @lru_cache(maxsize=64)
 def _places(count: int) -> np.ndarray:
+    """Weights that tell the places of rows apart, and some that do not."""
     return np.stack([weights(count), np.ones(count, np.uint64)])
-
-
-def _text(text: str) -> int:
-    return zlib.crc32(text.encode())
 
 
 def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[], Batch]) -> str | None:

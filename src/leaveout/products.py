@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,9 @@ from leaveout.batches import Batch, leaves, map_leaves
 from leaveout.errors import UnsupportedError
 from leaveout.task import Task
 from leaveout.vectors import Params, each, inner, inner_rows, pullback
+
+Rows: TypeAlias = tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows batch"]]
+"""Stacks of vectors v, weights w of the batch's examples, and changes ẇ of these."""
 
 
 def gradient(task: Task, params: Params, batch: Batch) -> Params:
@@ -49,11 +52,7 @@ def hessian_products(
 
 
 def weighted_changes(
-    task: Task,
-    params: Params,
-    batch: Batch,
-    stacks: tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows batch"]],
-    chunk: int | None = None,
+    task: Task, params: Params, batch: Batch, stacks: Rows, chunk: int | None = None
 ) -> tuple[Params, Params]:
     """ḡ, and for every row (v, w, ẇ) of the stacks H(Z; w)·v + (1/|Z|) Σ ẇ_z g(z): how ḡ(θ; w) changes along (v, ẇ).
 
@@ -164,13 +163,7 @@ def outer_products(
 
 
 def outer_changes(
-    task: Task,
-    params: Params,
-    batch: Batch,
-    stacks: tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows batch"]],
-    chunk: int | None = None,
-    *,
-    fisher: bool,
+    task: Task, params: Params, batch: Batch, stacks: Rows, chunk: int | None = None, *, fisher: bool
 ) -> tuple[Params, Params]:
     """As ``weighted_changes``, with C as in ``outer_products``."""
 

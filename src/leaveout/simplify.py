@@ -26,7 +26,7 @@ VIEWS = (
     aten.squeeze.dim,
     aten.squeeze.dims,
 )
-"""Operations whose result is the same memory seen in another way."""
+"""Operations whose result is the same memory, from its beginning, seen in another way."""
 
 COPIES = {aten.clone.default: 0, aten._to_copy.default: 0, aten.copy.default: 1}
 """Operations that copy, and which of their arguments."""
@@ -75,8 +75,9 @@ def simplify(module: fx.GraphModule) -> None:
         _forget_values(node)
         if _is_zero(node, zeros):
             zeros.add(node)
+        # Nodes print as their unique names.
         equal = _equal(node, zeros) or seen.setdefault(repr((node.target, node.args, node.kwargs)), node)
-        if equal is not node:  # nodes print as their unique names
+        if equal is not node:
             node.replace_all_uses_with(equal)
     module.graph.eliminate_dead_code()
     _fold_constants(module)
@@ -125,7 +126,7 @@ def _unviewed(node: fx.Node) -> fx.Node | None:
     found, here = None, node
     while here.target in VIEWS:
         here = here.args[0]  # type: ignore[assignment]
-        if _alike(here, node) and here.meta["val"].storage_offset() == node.meta["val"].storage_offset():
+        if _alike(here, node):
             found = here
     return found
 

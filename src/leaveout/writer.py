@@ -135,7 +135,7 @@ class Writer:
         _tidy(self.path, run.manifest)
         if len(run) == 0:
             return
-        whole = [shard for place, shard in enumerate(run.manifest.shards) if int(run._starts[place + 1]) <= len(run)]
+        whole = [shard for place, shard in enumerate(run.manifest.shards) if run._starts[place + 1] <= len(run)]
         self._manifest = replace(run.manifest, shards=tuple(whole))
         self._number = max(shard.number for shard in run.manifest.shards) + 1
         self._records = [run.record(index) for index in range(self._manifest.steps, len(run))]
