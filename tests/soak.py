@@ -26,10 +26,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
-from leaveout import writer
 from leaveout.cli import entry
-from leaveout.experiments import runner
-from leaveout.experiments.spec import Row, Settings, Spec
+from leaveout.paper.reproduce import runner
+from leaveout.paper.reproduce.spec import Row, Settings, Spec
+from leaveout.run import writer
 
 DATA = [
     "--data",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.disk import unsealed, write_json
+from leaveout._util.files import unsealed, write_json
 from problems import recorded, shuffled
 
 

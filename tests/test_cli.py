@@ -11,7 +11,8 @@ from leaveout.cli.demo import free
 MADE = """
 import torch
 from torch import nn
-from leaveout import Task, data
+from leaveout import Task
+from leaveout.builtin import data
 
 def make_task():
     digits = data.load("digits", n_train=300, n_val=50)

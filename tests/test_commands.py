@@ -13,9 +13,9 @@ import torch
 
 import leaveout as lo
 from commands import OWN, SMALL, Shell, started
-from leaveout import config
+from leaveout.builtin import config
+from leaveout.builtin.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart
 from leaveout.cli import methods
-from leaveout.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.curvature import Fisher, Flat, GaussNewton, Hessian
+from leaveout.sweep.curvature import Fisher, Flat, GaussNewton, Hessian
 
 SHAPES = {
     "plain": (None, nn.CrossEntropyLoss()),

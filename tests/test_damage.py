@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout import config
-from leaveout.cli.made import subject_of
-from leaveout.disk import checksum, tensor_checksum, unsealed, write_json, write_tensors
-from leaveout.manifest import INITIAL, MANIFEST, shard_name, write_manifest
-from leaveout.writer import Writer
+from leaveout._util.files import checksum, tensor_checksum, unsealed, write_json, write_tensors
+from leaveout.builtin import config
+from leaveout.cli.subject import subject_of
+from leaveout.run.manifest import INITIAL, MANIFEST, shard_name, write_manifest
+from leaveout.run.writer import Writer
 from test_store import contents
 
 METHODS = (lo.SGDIE(), lo.TracIn(), lo.Replay((0, 3)))

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader
 
-from leaveout import data
-from leaveout.data import adult, cifar10, files, mnist, news
+from leaveout.builtin import data
+from leaveout.builtin.data import adult, cifar10, files, mnist, news
 from leaveout.errors import InputError
 
 real = pytest.mark.skipif(not os.environ.get("LEAVEOUT_DATA"), reason="LEAVEOUT_DATA names no directory with the data")

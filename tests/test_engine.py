@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.experiments import runner
-from leaveout.experiments.spec import Spec
+from leaveout.paper.reproduce import runner
+from leaveout.paper.reproduce.spec import Spec
 from problems import recorded, shuffled
 
 PARTS = 3
@@ -158,7 +158,7 @@ def died_once(folder: Path, item: int) -> int:
 
 
 def test_deaths_are_counted_for_each_item(tmp_path, monkeypatch):
-    monkeypatch.setattr("leaveout.engine.RETRIES", 1)
+    monkeypatch.setattr("leaveout.compute.engines.RETRIES", 1)
     assert dict(lo.Local(2).run(partial(died_once, tmp_path), range(4))) == {i: i for i in range(4)}
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_sent_is_refused(engine):
 
 
 def test_progress_is_that_of_all_workers(cluster, capsys, monkeypatch):
-    monkeypatch.setattr("leaveout.resources.MOMENT", 0.0)
+    monkeypatch.setattr("leaveout.compute.progress.MOMENT", 0.0)
     dict(lo.Resources(engine=cluster, progress=True).map(slept, range(5), "five naps"))
     shown = capsys.readouterr().err
     assert "five naps" in shown

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import leaveout as lo
-from leaveout.experiments import SPECS, along, bounds, cleansing, epochs, groups, mismatch, problems, readouts
-from leaveout.experiments.fidelity import METHODS
-from leaveout.experiments.markdown import number
-from leaveout.experiments.plots import interactive, png
+from leaveout.paper.reproduce import SPECS, along, bounds, cleansing, epochs, groups, mismatch, problems, readouts
+from leaveout.paper.reproduce.fidelity import METHODS
+from leaveout.paper.reproduce.markdown import number
+from leaveout.paper.reproduce.plots import interactive, png
 
 SMALL = {"data": "digits-1v7", "model": "mlp", "noise": "clean", "level": 0.0, "n": 16, "batch": 8}
 SMALL |= {"lr": 0.2, "epochs": 6, "l2": 0.01, "dtype": "float64", "seed": 1}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import leaveout as lo
-from leaveout.coasting import Layout, sketch
-from leaveout.occasions import occasions
+from leaveout.sweep.free_transport import Layout, sketch
+from leaveout.sweep.schedule import occasions
 from oracle import Oracle
 from problems import OPTIMIZERS, flat, recorded
 from test_estimators import BATCHES, close

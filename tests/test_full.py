@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import leaveout as lo
-from leaveout.coasting import RowFile
-from leaveout.manifest import shard_name
+from leaveout.run.manifest import shard_name
+from leaveout.sweep.free_transport import RowFile
 from test_store import contents
 
 # A process that may not write files beyond this size meets the same refusal as one on a full disk, without a mount.
@@ -25,7 +25,7 @@ STEPS = 60
 def train(path: Path, on_full: str, *, resume: bool = False, small: bool = True) -> dict:
     """Records steps in shards that grow; beyond the limit the disk takes no more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leaveout.writer.SHARD_STEPS", 10 if small else 4096)
+        patch.setattr("leaveout.run.writer.SHARD_STEPS", 10 if small else 4096)
         return _train(path, on_full, resume=resume)
 
 

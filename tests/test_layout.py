@@ -8,7 +8,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout import batches, layout, products, tracing
+from leaveout.task import batches
+from leaveout.task import derivatives as products
+from leaveout.task.trace import layout
+from leaveout.task.trace import tracer as tracing
 
 
 class Viewing(nn.Module):

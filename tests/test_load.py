@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from leaveout.bench import table
-from leaveout.bench.load import Resident, long_run, watched, wide_run, write
+from leaveout.paper.bench import table
+from leaveout.paper.bench.load import Resident, long_run, watched, wide_run, write
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
 

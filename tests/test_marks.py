@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import leaveout as lo
-from leaveout import marks
-from leaveout.disk import read_sealed, save_sealed
+from leaveout._util.files import read_sealed, save_sealed
+from leaveout.sweep import checkpoint as marks
 from problems import recorded, shuffled
 from test_shards import killed_until_done, timed
 

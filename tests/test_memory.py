@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import leaveout as lo
-from leaveout.resources import _peak
+from leaveout.compute.cost import _peak
 
 method, memory, folder = sys.argv[1:]
 torch.manual_seed(0)

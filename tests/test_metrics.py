@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from leaveout import metrics as m
 from leaveout.errors import InputError
+from leaveout.evaluate import metrics as m
 
 JACCARD = partial(m.jaccard, percent=30)
 MAGNITUDE = partial(m.jaccard_magnitude, percent=30)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from leaveout import models
+from leaveout.builtin import models
 from leaveout.errors import InputError
 
 # name, options, shape of one input, outputs, parameters

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.matching import constants_of
-from leaveout.rounding import Doubled
+from leaveout.evaluate.precision import Doubled
+from leaveout.run.model_match import constants_of
 
 
 def digits_like(n: int, dtype: torch.dtype = torch.float32) -> TensorDataset:

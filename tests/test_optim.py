@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
+from leaveout._util.trees import PARAM, State, expand
 from leaveout.optim import Rule, hypers_of, rule_of
-from leaveout.vectors import PARAM, State, expand
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 

@@ -4,14 +4,15 @@ import time
 
 import pytest
 
-from leaveout import Resources, resources
+from leaveout import Resources
+from leaveout.compute import progress
 
 
 @pytest.fixture
 def terminal(monkeypatch):
     """A terminal, as far as rich can tell."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setattr(resources, "MOMENT", 0.1)
+    monkeypatch.setattr(progress, "MOMENT", 0.1)
 
 
 def slowly(count, seconds=0.15):
@@ -51,15 +52,15 @@ def test_the_bar_ends_with_the_work_also_where_it_fails(terminal, capsys):
 
     with pytest.raises(ValueError, match="a stone"):
         list(Resources().track(broken(), 5, "digging"))
-    assert not resources._SHOWING
+    assert not progress._SHOWING
     left_early = Resources().track(slowly(5), 5, "digging")
     next(left_early)
     left_early.close()
-    assert not resources._SHOWING
+    assert not progress._SHOWING
 
 
 def test_nothing_is_shown_where_nobody_looks(monkeypatch, capsys):
-    monkeypatch.setattr(resources, "MOMENT", 0.05)
+    monkeypatch.setattr(progress, "MOMENT", 0.05)
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
     assert list(Resources().track(slowly(2), 2, "digging")) == [0, 1]
     assert list(Resources(progress=False).track(slowly(2), 2, "digging")) == [0, 1]

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 import leaveout as lo
-from leaveout.vectors import PARAM
+from leaveout._util.trees import PARAM
 
 SIZE = 22
 

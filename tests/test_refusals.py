@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import leaveout as lo
-from leaveout.batches import fingerprint
-from leaveout.disk import tensor_checksum
-from leaveout.vectors import PARAM
+from leaveout._util.files import tensor_checksum
+from leaveout._util.trees import PARAM
+from leaveout.task.batches import fingerprint
 
 SIZE = 18
 
@@ -751,7 +751,7 @@ def test_a_loop_of_no_epochs(tmp_path: Path) -> None:
 
 TYPES = """
 import sys, torch, leaveout as lo
-from leaveout import models
+from leaveout.builtin import models
 x = torch.randn(12, 2)
 data = torch.utils.data.TensorDataset(x, x[:, :1])
 model = torch.nn.Linear(2, 1)

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.pictures import pixels, png
-from leaveout.report import rows
-from leaveout.report.cleansing import cleansing
-from leaveout.report.opinions import opinions
-from leaveout.report.show import present
+from leaveout._util.png import pixels, png
+from leaveout.reporting import rows
+from leaveout.reporting.cleansing import cleansing
+from leaveout.reporting.opinions import opinions
+from leaveout.reporting.show import present
 from problems import recorded
 from reports import EVIL, FEATURES, pictures, table, texts, trained
 
@@ -337,4 +337,4 @@ def test_the_page_is_made_without_torch():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert all(n.split(".")[0] != "torch" for n in names), name
-            assert all(not n.startswith("leaveout") or n == "leaveout.report.content" for n in names), name
+            assert all(not n.startswith("leaveout") or n == "leaveout.reporting.content" for n in names), name

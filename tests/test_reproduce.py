@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import leaveout as lo
-from leaveout.experiments import SPECS, problems, report, runner
-from leaveout.experiments.fidelity import METHODS, compute
-from leaveout.experiments.tables import CONVEX
+from leaveout.paper.reproduce import SPECS, problems, report, runner
+from leaveout.paper.reproduce.fidelity import METHODS, compute
+from leaveout.paper.reproduce.tables import CONVEX
 
 SMALL = {"data": "digits-1v7", "model": "logistic", "noise": "clean", "level": 0.0, "n": 20, "batch": 10}
 SMALL |= {"lr": 0.1, "epochs": 3, "l2": 0.01, "dtype": "float64"}
@@ -118,7 +118,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from dataclasses import replace
-from leaveout.experiments import runner
+from leaveout.paper.reproduce import runner
 from test_reproduce import CONVEX, cells, light
 
 def noted(settings):

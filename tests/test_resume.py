@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import leaveout as lo
-from leaveout import config
-from leaveout import writer as writing
-from leaveout.manifest import shard_name
+from leaveout.builtin import config
+from leaveout.run import writer as writing
+from leaveout.run.manifest import shard_name
 from problems import MODELS, OPTIMIZERS, data_for
 from test_store import contents, manifest, record, state
 

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import leaveout as lo
-from leaveout import tracing
 from leaveout.cli.app import app, console
-from leaveout.scale import Described, Planned, needs, size_of
+from leaveout.evaluate.scale import Described, Planned, needs, size_of
+from leaveout.task.trace import tracer as tracing
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"^```text\n\$ leaveout (.*)\n([^`]*)```$", re.MULTILINE)
@@ -99,7 +99,7 @@ def test_what_describes_nothing_is_refused():
         Planned(0, 1, 1)
     with pytest.raises(lo.InputError, match=r"there are 0\.weight, 0\.bias"):
         size_of(Described(**{**language().__dict__, "layers": ("head.*",)}))
-    done = CliRunner().invoke(app, ["plan", "--model", "leaveout.bench.large:resnet50"])
+    done = CliRunner().invoke(app, ["plan", "--model", "leaveout.paper.bench.large:resnet50"])
     assert done.exit_code == 2
     assert "Described" in done.output
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout import Cost, Scores
-from leaveout.disk import write_tensors
+from leaveout._util.files import write_tensors
 
 
 def example() -> Scores:

@@ -11,9 +11,9 @@ from torch import nn
 
 import leaveout as lo
 from commands import Shell, started
-from leaveout import config
-from leaveout.disk import read_sealed, save_sealed
-from leaveout.shards import _files
+from leaveout._util.files import read_sealed, save_sealed
+from leaveout.builtin import config
+from leaveout.compute.jobs import _files
 from problems import recorded, shuffled
 
 ROUNDS = int(os.environ.get("LEAVEOUT_ROUNDS", "2"))
@@ -184,7 +184,7 @@ def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def test_what_is_free_at_the_moment_does_not_move_the_shards(tmp_path, problem, monkeypatch):
     for free in (10**12, 1):
-        monkeypatch.setattr("leaveout.resources.free_memory", lambda: free)  # noqa: B023
+        monkeypatch.setattr("leaveout.compute.resources.free_memory", lambda: free)  # noqa: B023
         for bytes_each, rows in ((1, 2), (10**8, 2), (3 * 10**8, 1), (10**12, 1)):
             assert lo.Resources(work=tmp_path, shard=2).shard_size(bytes_each, 9) == rows
         replay(problem, tmp_path / "replayed")

@@ -31,7 +31,7 @@ def test_the_site_builds_strictly_and_fetches_nothing(tmp_path):
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text()), sheet.name
     reference = (tmp_path / "api.html").read_text()
-    for name in ("leaveout.Recorder", "leaveout.verify.verify", "leaveout.metrics.kendall"):
+    for name in ("leaveout.Recorder", "leaveout.evaluate.verify.verify", "leaveout.evaluate.metrics.kendall"):
         assert f'id="{name}"' in reference, name
 
 

@@ -15,14 +15,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout import writer as writing
-from leaveout.config import Config, TrainPart, run_config
-from leaveout.disk import checksum, unsealed, write_json, write_tensors
-from leaveout.manifest import INITIAL, MANIFEST, Manifest, shard_name, write_manifest
+from leaveout._util.files import checksum, unsealed, write_json, write_tensors
+from leaveout._util.trees import PARAM, State
+from leaveout.builtin.config import Config, TrainPart, run_config
 from leaveout.optim import Rule
-from leaveout.store import Record
-from leaveout.vectors import PARAM, State
-from leaveout.writer import Writer
+from leaveout.run import writer as writing
+from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, shard_name, write_manifest
+from leaveout.run.reader import Record
+from leaveout.run.writer import Writer
 
 
 def contents(path: Path) -> dict[str, bytes | None]:
@@ -62,7 +62,7 @@ def rewritten(run: lo.Run, path: Path, shard_bytes: int) -> lo.Run:
 
 
 def test_the_size_of_the_shards_changes_neither_states_nor_scores(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("leaveout.writer.SHARD_SECONDS", 1e9)  # nor does the machine's speed
+    monkeypatch.setattr("leaveout.run.writer.SHARD_SECONDS", 1e9)  # nor does the machine's speed
     run, task = trained(tmp_path / "run")
     assert [shard.steps for shard in run.manifest.shards] == [12]
     step = sum(3 * tensor.numel() * 4 for tensor in run.state(0)[PARAM].values())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import leaveout as lo
-from leaveout.timeline import timeline
+from leaveout.estimators.timeline import timeline
 from problems import OPTIMIZERS, recorded
 
 EPOCHS = [0, 0, 1, 1, 2, 2]

@@ -6,8 +6,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout import batches, products, tracing
-from leaveout.tracing import Tracer
+from leaveout.task import batches
+from leaveout.task import derivatives as products
+from leaveout.task.trace import tracer as tracing
+from leaveout.task.trace.tracer import Tracer
 
 BODIES = {
     "tanh": nn.Tanh,

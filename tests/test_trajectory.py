@@ -8,11 +8,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.members import members_of
-from leaveout.resources import Cost, Resources
-from leaveout.train import counterfactuals
-from leaveout.trajectory import Trajectory
-from leaveout.vectors import each, norm
+from leaveout._util.trees import each, norm
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.trajectory.left_out import members_of
+from leaveout.trajectory.replay import counterfactuals
+from leaveout.trajectory.trajectory import Trajectory
 from problems import MODELS, OPTIMIZERS, data_for
 
 METHODS = (lo.SGDIE(), lo.ACC("exact"), lo.TracIn(), lo.Replay())

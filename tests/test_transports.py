@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import leaveout as lo
-from leaveout.coasting import Coasting, Layout, sketch
 from leaveout.optim import Rule
+from leaveout.sweep.free_transport import Coasting, Layout, sketch
 from problems import MODELS, OPTIMIZERS, recorded
 from test_estimators import BATCHES, close
 

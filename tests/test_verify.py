@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import leaveout as lo
-from leaveout.disk import read_json, write_json
-from leaveout.metrics import compare
+from leaveout._util.files import read_json, write_json
+from leaveout.evaluate.metrics import compare
 from problems import recorded
 
 

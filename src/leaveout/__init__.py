@@ -1,9 +1,9 @@
 """Which training examples made your model what it is, and what would it be without them?"""
 
-from leaveout import data, metrics, models
-from leaveout.carriers import Subspace
-from leaveout.cleanse import Curve, cleanse
-from leaveout.engine import Local, Ray
+from leaveout.builtin import data, models
+from leaveout.compute.cost import Cost
+from leaveout.compute.engines import Local, Ray
+from leaveout.compute.resources import Resources
 from leaveout.errors import (
     EngineError,
     InputError,
@@ -14,18 +14,20 @@ from leaveout.errors import (
     UnsupportedError,
 )
 from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn, score
-from leaveout.plan import plan
-from leaveout.recorder import Recorder
-from leaveout.refine import refine
-from leaveout.report import Show, report
-from leaveout.resources import Cost, Resources
-from leaveout.rounding import Rounding, rounding
+from leaveout.estimators.timeline import Timeline, timeline
+from leaveout.evaluate import metrics
+from leaveout.evaluate.cleanse import Curve, cleanse
+from leaveout.evaluate.plan import plan
+from leaveout.evaluate.precision import Rounding, rounding
+from leaveout.evaluate.refine import refine
+from leaveout.evaluate.verify import Check, verify
+from leaveout.reporting import Show, report
+from leaveout.run.reader import Run, check_run, open_run
+from leaveout.run.recorder import Recorder
+from leaveout.run.train import train
 from leaveout.scores import Scores
-from leaveout.store import Run, check_run, open_run
-from leaveout.task import Task
-from leaveout.timeline import Timeline, timeline
-from leaveout.train import train
-from leaveout.verify import Check, verify
+from leaveout.sweep.transports import Subspace
+from leaveout.task.task import Task
 
 __all__ = [
     "ACC",

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from leaveout.beside import Beside
-from leaveout.cleanse import Curve, cleanse
-from leaveout.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart, run_config
+from leaveout.builtin.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart, run_config
+from leaveout.compute.resources import Resources
 from leaveout.estimators import ACC, SGDIE
-from leaveout.report import report
-from leaveout.report.show import built_in
-from leaveout.resources import Resources
+from leaveout.evaluate.cleanse import Curve, cleanse
+from leaveout.evaluate.verify import Check, verify
+from leaveout.reporting import report
+from leaveout.reporting.show import built_in
+from leaveout.run.paths import Beside
+from leaveout.run.reader import Run
 from leaveout.scores import Scores
-from leaveout.store import Run
-from leaveout.verify import Check, verify
 
 REMOVED = (5, 10, 20, 30, 40, 50, 75, 100)
 

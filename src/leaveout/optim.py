@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from leaveout._util.trees import PARAM, Params, State, memory, pullback
 from leaveout.errors import UnsupportedError
-from leaveout.vectors import PARAM, Params, State, memory, pullback
 
 Hyper: TypeAlias = dict[str, float]
 """The hyperparameters of one parameter group at one step."""

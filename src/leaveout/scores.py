@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from leaveout.disk import free, read_sealed, save_sealed
+from leaveout._util.files import free, read_sealed, save_sealed
+from leaveout.compute.cost import Cost
 from leaveout.errors import InputError, RunError
-from leaveout.resources import Cost
-from leaveout.store import Run
+from leaveout.run.reader import Run
 
 SIGN = "positive: the query loss would rise without this example; it helped"
 UNIT = "change of the query loss"

@@ -14,12 +14,12 @@ import torch
 import typer
 from rich.console import Console
 
-from leaveout.beside import Beside
-from leaveout.engine import Engine, Local, Ray
+from leaveout.compute.engines import Engine, Local, Ray
+from leaveout.compute.resources import Resources
 from leaveout.errors import RunError, closest
-from leaveout.manifest import MANIFEST, cut_short
-from leaveout.resources import Resources
-from leaveout.store import Run, open_run
+from leaveout.run.manifest import MANIFEST, cut_short
+from leaveout.run.paths import Beside
+from leaveout.run.reader import Run, open_run
 
 INTERRUPTED = 130
 SHARD = 256

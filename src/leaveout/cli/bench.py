@@ -21,7 +21,7 @@ def bench(
 
     [dim]$[/dim] leaveout bench --only image_sweeps --only replays --out benchmarks
     """
-    from leaveout import bench as suite
+    from leaveout.paper import bench as suite
 
     unknown = sorted(set(only or ()) - set(suite.CASES))
     if unknown:
@@ -46,7 +46,7 @@ def mnist(
 
     [dim]$[/dim] leaveout mnist --images 5000 --flipped 0.1 --replays 64 --work runs/mnist
     """
-    from leaveout.bench.mnist import measure
+    from leaveout.paper.bench.mnist import measure
 
     told = measure(images, flipped, replays, out, work)
     console.print_json(data={key: value for key, value in told.items() if key not in ("harmful", "verify")})

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 from torch.utils.data import Dataset
 
-from leaveout.beside import Beside
-from leaveout.cleanse import cleanse as lo_cleanse
+from leaveout.builtin.config import Subject
 from leaveout.cli.app import AsJson, MemoryOption, ProcessesOption, RayOption, app, console, opened, print_json, working
-from leaveout.cli.made import TaskOption, subject_of
+from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
-from leaveout.config import Subject
 from leaveout.errors import InputError
+from leaveout.evaluate.cleanse import cleanse as lo_cleanse
+from leaveout.run.paths import Beside
 from leaveout.scores import Scores
 
 SHARES = (0.02, 0.05, 0.1)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from leaveout import data as sets
+from leaveout.builtin import data as sets
 from leaveout.cli.app import app, console
 from leaveout.errors import InputError
 

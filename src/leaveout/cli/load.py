@@ -21,7 +21,7 @@ def load(
 
     [dim]$[/dim] leaveout load --only wide --examples 10000 --out load
     """
-    from leaveout.bench.load import long_run, wide_run, write
+    from leaveout.paper.bench.load import long_run, wide_run, write
 
     rows = []
     for name, case in (("wide", wide_run(examples)), ("long", long_run(steps))):

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from leaveout import estimators
-from leaveout.carriers import Subspace
 from leaveout.errors import InputError, closest
 from leaveout.estimators import Estimator
+from leaveout.sweep.transports import Subspace
 
 WORDS = {"true": True, "false": False, "none": None}
 HOW = "write a name with options, like acc, sgd-ie or 'acc(transport=exact, readout=outputs)'"

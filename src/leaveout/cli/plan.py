@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 
 from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json
-from leaveout.cli.made import TaskOption, called, subject, subject_of
-from leaveout.plan import plan as lo_plan
-from leaveout.resources import Resources, parse_bytes
-from leaveout.scale import Described, Planned, measured_rate, needs, size_of
+from leaveout.cli.subject import TaskOption, called, subject, subject_of
+from leaveout.compute.resources import Resources, parse_bytes
+from leaveout.evaluate.plan import plan as lo_plan
+from leaveout.evaluate.scale import Described, Planned, measured_rate, needs, size_of
 
 
 @app.command()
@@ -44,7 +44,7 @@ def plan(
 
     Or, for what does not fit here, from counted operations: see docs/scaling.md.
 
-    [dim]$[/dim] leaveout plan --model leaveout.bench.large:imagenet --examples 1281167 --epochs 90 --rate 10T
+    [dim]$[/dim] leaveout plan --model leaveout.paper.bench.large:imagenet --examples 1281167 --epochs 90 --rate 10T
     """
     if model is not None:
         planned = Planned(examples, epochs, batch_size, queries, workers=workers)
@@ -70,7 +70,7 @@ def plan(
 def _counted(model: str, planned: Planned, rate: str, memory: int) -> pd.DataFrame:
     given = called(model, "--model")
     if not isinstance(given, Described):
-        raise typer.BadParameter(f"{model} returned no leaveout.scale.Described.", param_hint="--model")
+        raise typer.BadParameter(f"{model} returned no leaveout.evaluate.scale.Described.", param_hint="--model")
     sustained = measured_rate() if rate == "auto" else float(parse_bytes(rate, "rate"))
     return needs(size_of(given), planned, sustained, memory)
 

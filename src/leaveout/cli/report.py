@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from leaveout.beside import Beside
-from leaveout.cleanse import Curve
+from leaveout._util.files import check_writable
 from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
-from leaveout.cli.made import TaskOption, named, subject_of
+from leaveout.cli.subject import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
-from leaveout.disk import check_writable
+from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
-from leaveout.report import Show
-from leaveout.report import report as lo_report
-from leaveout.report.show import built_in, show_of
-from leaveout.resources import Resources
+from leaveout.evaluate.cleanse import Curve
+from leaveout.evaluate.verify import Check
+from leaveout.reporting import Show
+from leaveout.reporting import report as lo_report
+from leaveout.reporting.show import built_in, show_of
+from leaveout.run.paths import Beside
 from leaveout.scores import Scores
-from leaveout.verify import Check
 
 
 @app.command()

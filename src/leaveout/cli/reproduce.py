@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from leaveout.cli.app import ProcessesOption, RayOption, app, console, engine_of
-from leaveout.resources import Resources
+from leaveout.compute.resources import Resources
 
 
 @app.command()
@@ -31,7 +31,7 @@ def reproduce(
 
     [dim]$[/dim] leaveout reproduce nonconvex --seeds 3 --processes 2 --out results
     """
-    from leaveout.experiments import SPECS, report, runner
+    from leaveout.paper.reproduce import SPECS, report, runner
 
     if what == "list":
         for spec in SPECS.values():

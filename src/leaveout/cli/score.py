@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from leaveout.beside import Beside
+from leaveout.builtin.config import Subject
 from leaveout.cli.app import (
     AsJson,
     MemoryOption,
@@ -23,16 +23,16 @@ from leaveout.cli.app import (
     print_next,
     working,
 )
-from leaveout.cli.made import TaskOption, subject_of
 from leaveout.cli.methods import METHODS, parse
-from leaveout.config import Subject
+from leaveout.cli.subject import TaskOption, subject_of
+from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators import Estimator
 from leaveout.estimators.base import Request
-from leaveout.estimators.together import one_by_one
-from leaveout.resources import Resources
+from leaveout.estimators.several import one_by_one
+from leaveout.run.paths import Beside
+from leaveout.run.reader import Run
 from leaveout.scores import Scores
-from leaveout.store import Run
 
 Groups = dict[str, Any]
 

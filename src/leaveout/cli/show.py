@@ -10,14 +10,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from leaveout.beside import Beside
-from leaveout.cleanse import Curve
 from leaveout.cli.app import AsJson, app, complaints, console, opened, print_json
 from leaveout.errors import LeaveoutError
-from leaveout.manifest import INITIAL, MANIFEST
+from leaveout.evaluate.cleanse import Curve
+from leaveout.evaluate.verify import Check
+from leaveout.run.manifest import INITIAL, MANIFEST
+from leaveout.run.paths import Beside
+from leaveout.run.reader import Run, check_run
 from leaveout.scores import Scores
-from leaveout.store import Run, check_run
-from leaveout.verify import Check
 
 
 @app.command()

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from leaveout import config as lo_config
-from leaveout import data as lo_data
-from leaveout import models
-from leaveout.beside import Beside
+from leaveout._util.trees import PARAM
+from leaveout.builtin import config as lo_config
+from leaveout.builtin import data as lo_data
+from leaveout.builtin import models
+from leaveout.builtin.config import Config
 from leaveout.cli.app import AsJson, app, console, print_json, print_next, resumable
-from leaveout.config import Config
-from leaveout.readout import Query
-from leaveout.vectors import PARAM
+from leaveout.estimators.readout import Query
+from leaveout.run.paths import Beside
 
 
 @app.command()

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from leaveout.beside import Beside, slug
 from leaveout.cli.app import (
     AsJson,
     MemoryOption,
@@ -22,14 +21,15 @@ from leaveout.cli.app import (
     print_next,
     working,
 )
-from leaveout.cli.made import TaskOption, subject_of
 from leaveout.cli.methods import parse
+from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.errors import InputError, LeaveoutError, closest
+from leaveout.evaluate.verify import MINIMUM, Check
+from leaveout.evaluate.verify import chosen as sample
+from leaveout.evaluate.verify import verify as lo_verify
+from leaveout.run.paths import Beside, slug
+from leaveout.run.reader import Run
 from leaveout.scores import Scores
-from leaveout.store import Run
-from leaveout.verify import MINIMUM, Check
-from leaveout.verify import chosen as sample
-from leaveout.verify import verify as lo_verify
 
 
 @app.command()

@@ -6,13 +6,13 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from torch import Tensor
 
-from leaveout.carriers import Subspace
-from leaveout.curvature import Hessian
+from leaveout._util.trees import Params
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.choice import Choice
-from leaveout.occasions import occasions
-from leaveout.store import Run
-from leaveout.vectors import Params
+from leaveout.run.reader import Run
+from leaveout.sweep.curvature import Hessian
+from leaveout.sweep.schedule import occasions
+from leaveout.sweep.transports import Subspace
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout.coasting import Layout
+from leaveout._util.trees import PARAM, Params, nbytes
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import Checkpoint, checkpoints
-from leaveout.products import example_gradients, example_products
-from leaveout.vectors import PARAM, Params, nbytes
+from leaveout.sweep.free_transport import Layout
+from leaveout.task.derivatives import example_gradients, example_products
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from leaveout._util.allocator import kept_memory
+from leaveout._util.trees import PARAM, Params, height, nbytes, split
+from leaveout.compute.cost import Cost
+from leaveout.compute.jobs import Shard, completed
+from leaveout.compute.resources import VECTORS, Resources
 from leaveout.errors import InputError, MismatchError
-from leaveout.members import Groups, Members, members_of
-from leaveout.memory import kept_memory
-from leaveout.readout import Query
-from leaveout.resources import VECTORS, Cost, Resources
+from leaveout.estimators.readout import Query
+from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
-from leaveout.shards import Shard, completed, identity
-from leaveout.store import Run
-from leaveout.task import Task
-from leaveout.trajectory import Trajectory
-from leaveout.vectors import PARAM, Params, height, nbytes, split
+from leaveout.task.task import Task
+from leaveout.trajectory.identity import identity
+from leaveout.trajectory.left_out import Groups, Members, members_of
+from leaveout.trajectory.trajectory import Trajectory
 
 T = TypeVar("T")
 

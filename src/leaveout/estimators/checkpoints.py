@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from leaveout.batches import Batch
+from leaveout._util.trees import PARAM, Params, State
 from leaveout.estimators.base import Request
+from leaveout.estimators.readout import Linear, Query
 from leaveout.optim import Hyper
-from leaveout.readout import Linear, Query
-from leaveout.vectors import PARAM, Params, State
+from leaveout.task.batches import Batch
 
 ADAM = ("beta1", "beta2", "eps", "step")
 

@@ -9,16 +9,16 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout.carriers import Subspace
-from leaveout.coasting import Layout, sketch
-from leaveout.corrected import Correction, Products
-from leaveout.curvature import Curvature
+from leaveout._util.trees import PARAM, Params, height, nbytes
 from leaveout.errors import InputError
 from leaveout.estimators.base import Request
-from leaveout.occasions import Occasions
-from leaveout.readout import Projected, Readout, readout_of
-from leaveout.transport import ALWAYS, Sweep
-from leaveout.vectors import PARAM, Params, height, nbytes
+from leaveout.estimators.readout import Projected, Readout, readout_of
+from leaveout.sweep.curvature import Curvature
+from leaveout.sweep.fast_acc import Correction, Products
+from leaveout.sweep.free_transport import Layout, sketch
+from leaveout.sweep.schedule import Occasions
+from leaveout.sweep.sweep import ALWAYS, Sweep
+from leaveout.sweep.transports import Subspace
 
 DIRECTIONS = ("auto", "forward", "backward")
 

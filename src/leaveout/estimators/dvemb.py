@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from leaveout.carriers import Subspace
-from leaveout.curvature import Curvature, Fisher, GaussNewton, Hessian
+from leaveout._util.trees import Params
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.choice import Choice
-from leaveout.store import Run
-from leaveout.vectors import Params
+from leaveout.run.reader import Run
+from leaveout.sweep.curvature import Curvature, Fisher, GaussNewton, Hessian
+from leaveout.sweep.transports import Subspace
 
 KINDS: dict[str, type[Curvature]] = {"ggn": GaussNewton, "fisher": Fisher, "hessian": Hessian}
 

@@ -10,16 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout.coasting import Layout
+from leaveout._util.trees import PARAM, Params, each, gather_sums, nbytes
 from leaveout.errors import InputError, check_seed
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import example_blocks
-from leaveout.members import Members
-from leaveout.products import example_gradients, hessian_products, weight_products
-from leaveout.readout import Projected, readout_of
-from leaveout.solvers import Apply, conjugate_gradients, direct, lissa
-from leaveout.transport import vector_bytes
-from leaveout.vectors import PARAM, Params, each, gather_sums, nbytes
+from leaveout.estimators.readout import Projected, readout_of
+from leaveout.estimators.solvers import Apply, conjugate_gradients, direct, lissa
+from leaveout.sweep.free_transport import Layout
+from leaveout.sweep.sweep import vector_bytes
+from leaveout.task.derivatives import example_gradients, hessian_products, weight_products
+from leaveout.trajectory.left_out import Members
 
 SOLVERS = ("cg", "direct", "lissa")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

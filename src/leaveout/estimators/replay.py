@@ -9,15 +9,15 @@ from functools import partial
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from leaveout._util.trees import PARAM, Params, each, nbytes
+from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, titled
-from leaveout.members import Groups, Members, members_of
-from leaveout.resources import Resources
+from leaveout.run.reader import Run
 from leaveout.scores import Scores
-from leaveout.store import Run
-from leaveout.task import Task
-from leaveout.train import counterfactuals
-from leaveout.vectors import PARAM, Params, each, nbytes
+from leaveout.task.task import Task
+from leaveout.trajectory.left_out import Groups, Members, members_of
+from leaveout.trajectory.replay import counterfactuals
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from leaveout.curvature import Hessian
+from leaveout._util.trees import Params
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.choice import Choice
-from leaveout.vectors import Params
+from leaveout.sweep.curvature import Hessian
 
 
 @dataclass(frozen=True)

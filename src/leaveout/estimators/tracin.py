@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout.curvature import Flat
+from leaveout._util.trees import Params, height
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import checkpoints, example_blocks
 from leaveout.estimators.choice import Choice
-from leaveout.products import weight_products
-from leaveout.readout import Linear
+from leaveout.estimators.readout import Linear
 from leaveout.scores import UNIT
-from leaveout.vectors import Params, height
+from leaveout.sweep.curvature import Flat
+from leaveout.task.derivatives import weight_products
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,0 @@
-"""How fast and how faithful it is, as ratios measured in one run on the machine at hand."""
-
-from leaveout.bench.cases import CASES
-from leaveout.bench.table import Row, run_cases, write
-
-__all__ = ["CASES", "Row", "run_cases", "write"]

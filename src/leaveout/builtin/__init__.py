@@ -1,0 +1,1 @@
+"""What the commands and experiments use: data sets, models, configs."""

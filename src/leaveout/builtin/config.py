@@ -1,0 +1,254 @@
+"""A run with a built-in data set and model as a TOML file, from which it can be repeated bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+import torch
+from tomlkit.exceptions import ParseError, TOMLKitError
+from torch import nn
+
+from leaveout._util.files import write_text
+from leaveout.builtin import data, models
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, RunError, closest
+from leaveout.run.manifest import MANIFEST, cut_short
+from leaveout.run.paths import Beside
+from leaveout.run.reader import Run
+from leaveout.run.train import train
+from leaveout.run.writer import claim
+from leaveout.task.task import Task
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
+    "sgd": (torch.optim.SGD, ("lr", "momentum", "dampening", "nesterov", "weight_decay")),
+    "adam": (torch.optim.Adam, ("lr", "betas", "eps", "weight_decay")),
+    "adamw": (torch.optim.AdamW, ("lr", "betas", "eps", "weight_decay")),
+}
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """Which examples: a data set by name, and a fraction of its training labels flipped."""
+
+    name: str = "digits"
+    n_train: int | None = None
+    n_val: int | None = None
+    seed: int = 0
+    flip: float = 0.0
+    flip_seed: int = 1
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Which model, by name; what is None is left to the model."""
+
+    name: str = "mlp"
+    seed: int = 0
+    hidden: list[int] | None = None
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """Which optimizer, by name; what is None is left to PyTorch."""
+
+    name: str = "sgd"
+    lr: float = 0.2
+    momentum: float | None = None
+    dampening: float | None = None
+    nesterov: bool | None = None
+    weight_decay: float | None = None
+    betas: list[float] | None = None
+    eps: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainPart:
+    """How it is trained, and which states are kept."""
+
+    epochs: int = 20
+    batch_size: int = 50
+    seed: int = 0
+    l2: float = 0.0
+    keep: str | int = "auto"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run of ``leaveout train`` depends on."""
+
+    data: DataPart = field(default_factory=DataPart)
+    model: ModelPart = field(default_factory=ModelPart)
+    optimizer: OptimizerPart = field(default_factory=OptimizerPart)
+    train: TrainPart = field(default_factory=TrainPart)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a run is about: the task that was trained, the queries, and what else is known of the data.
+
+    ``flipped`` are the training examples whose labels were made wrong on purpose.
+    """
+
+    task: Task
+    query: torch.utils.data.Dataset
+    test: torch.utils.data.Dataset | None = None
+    data: data.Data | None = None
+    flipped: tuple[int, ...] = ()
+
+
+PARTS = {"data": DataPart, "model": ModelPart, "optimizer": OptimizerPart, "train": TrainPart}
+
+# The types as TOML has them, by the fields' annotations; a whole number serves as a float.
+TYPES: dict[str, tuple[str, Any]] = {
+    "str": ("text", lambda v: isinstance(v, str)),
+    "int": ("a whole number", lambda v: type(v) is int),
+    "float": ("a number", lambda v: type(v) in (int, float)),
+    "bool": ("true or false", lambda v: isinstance(v, bool)),
+    "list[int]": ("a list of whole numbers", lambda v: isinstance(v, list) and all(type(x) is int for x in v)),
+    "list[float]": ("a list of numbers", lambda v: isinstance(v, list) and all(type(x) in (int, float) for x in v)),
+    "str | int": ("text or a whole number", lambda v: isinstance(v, str) or type(v) is int),
+}
+
+
+def from_dict(raw: Mapping[str, Any], source: str) -> Config:
+    """A config from nested dictionaries; everything that is wrong with them is said at once."""
+    problems = list(_problems(raw))
+    if problems:
+        told = "\n".join(f"  - {problem}" for problem in problems)
+        raise InputError(f"{source} is not the config of a run; mend these:\n{told}")
+    return Config(**{name: PARTS[name](**part) for name, part in raw.items()})
+
+
+def _problems(raw: Mapping[str, Any]) -> Iterator[str]:
+    for section, part in raw.items():
+        if section not in PARTS:
+            yield f"there is no section [{section}]{closest(section, PARTS)}; there are {', '.join(PARTS)}"
+        elif not isinstance(part, Mapping):
+            yield f"{section} is a section of its own: write [{section}] and its keys below it"
+        else:
+            known = {f.name: str(f.type).removesuffix(" | None") for f in fields(PARTS[section])}
+            for key, value in part.items():
+                if key not in known:
+                    yield f"[{section}] has no key {key!r}{closest(key, known)}; it has {', '.join(known)}"
+                elif not TYPES[known[key]][1](value):
+                    yield f"[{section}] {key} = {value!r} must be {TYPES[known[key]][0]}"
+
+
+def read(path: str | Path) -> Config:
+    """Reads a config from a TOML file."""
+    path = Path(path)
+    try:
+        raw = tomlkit.parse(path.read_text()).unwrap()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read ({error}): give a TOML file, such as a run's config.toml.") from None
+    except ParseError as error:
+        raise InputError(f"{path} is not TOML, line {error.line}: {error}.") from None
+    except (TOMLKitError, ValueError, RecursionError) as error:  # a key twice, a number too long, brackets too deep
+        raise InputError(f"{path} is not TOML: {error}.") from None
+    return from_dict(raw, str(path))
+
+
+def to_toml(config: Config) -> str:
+    """The config as text; what is left to others is left out."""
+    parts = {
+        name: {key: value for key, value in part.items() if value is not None} for name, part in asdict(config).items()
+    }
+    return "# `leaveout train --config` with this file repeats the run.\n\n" + tomlkit.dumps(parts)
+
+
+def prepare(config: Config) -> Subject:
+    """The data, and the model as it was before training."""
+    found = data.load(config.data.name, config.data.n_train, config.data.n_val, config.data.seed)
+    noisy = data.flip(found.train, config.data.flip, config.data.flip_seed)
+    task = Task(_model(config.model, found), _loss(found), noisy.examples, l2=config.train.l2)
+    flipped = tuple(noisy.touched.nonzero().flatten().tolist())
+    return Subject(task, found.val, found.test, found, flipped)
+
+
+def run_config(config: Config, out: Path, resources: Resources | None = None) -> tuple[Run, Subject]:
+    """Trains and records what a config describes; the config lies beside the run from the first step on.
+
+    A run of the same config that was cut short is gone on with.
+    """
+    subject = prepare(config)
+    optimizer = _optimizer(config.optimizer, subject.task.model)
+    resume = _leave(config, out)
+    how = config.train
+    size, seed = how.batch_size, how.seed
+    run = train(subject.task, optimizer, how.epochs, size, seed, out, keep=how.keep, resume=resume, resources=resources)
+    return run, subject
+
+
+def _leave(config: Config, out: Path) -> bool:
+    """Writes the config into the new directory; says whether a run that it describes was cut short there.
+
+    As the directory's one writer: of two trainings at once, the second finds the config of the first.
+    """
+    file = Beside(out).config
+    lock = claim(out, resume=True)
+    try:
+        begun = cut_short(out) and file.exists()
+        if (out / MANIFEST).exists() and not begun:
+            raise RunError(f"{out} already holds a run: choose another directory with --out, or delete it first.")
+        if not file.exists():
+            write_text(file, to_toml(config))
+    except OSError as error:
+        raise RunError(f"{file} cannot be written ({error}): make room, or choose another directory.") from None
+    finally:
+        lock.release()
+    if read(file) != config:
+        raise InputError(f"{file} describes another run: choose another directory, or give this file as the config.")
+    return begun
+
+
+def _model(part: ModelPart, found: data.Data) -> nn.Module:
+    outputs = 1 if len(found.classes) == 2 else len(found.classes)
+    options: dict[str, Any] = {
+        name: value for name in ("hidden", "activation") if (value := getattr(part, name)) is not None
+    }
+    flat = part.name in ("logistic", "mlp")
+    if flat:
+        options["features"] = found.train.x[0].numel()
+    if part.name == "mlp":
+        options["outputs"] = outputs
+    model = models.build(part.name, part.seed, **options)
+    if flat and found.train.x.ndim > 2:
+        model = nn.Sequential(nn.Flatten(), model)
+    with torch.no_grad():
+        try:
+            given = tuple(model(found.train.x[:2]).shape[1:])
+        except RuntimeError as error:
+            raise InputError(f"The model {part.name} does not take {found.name}'s examples: {error}.") from None
+    if given != (() if outputs == 1 else (outputs,)):
+        raise InputError(
+            f"The model {part.name} gives outputs of shape {list(given)}, but {found.name} has {len(found.classes)} "
+            "classes: take the model mlp, which has as many outputs as there are classes."
+        )
+    return model
+
+
+def _loss(found: data.Data) -> nn.Module:
+    return nn.BCEWithLogitsLoss() if len(found.classes) == 2 else nn.CrossEntropyLoss()
+
+
+def _optimizer(part: OptimizerPart, model: nn.Module) -> torch.optim.Optimizer:
+    if part.name not in OPTIMIZERS:
+        raise InputError(
+            f"there is no optimizer {part.name!r}{closest(part.name, OPTIMIZERS)}; "
+            f"choose one of {', '.join(OPTIMIZERS)}."
+        )
+    kind, known = OPTIMIZERS[part.name]
+    given = {key: value for key, value in asdict(part).items() if key != "name" and value is not None}
+    if foreign := sorted(set(given) - set(known)):
+        raise InputError(f"{part.name} takes {', '.join(known)}, but not {', '.join(foreign)}: leave that out.")
+    if part.betas is not None and len(part.betas) != 2:
+        raise InputError(f"betas={part.betas} must be two numbers, such as [0.9, 0.999].")
+    try:
+        return kind(model.parameters(), **given)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{part.name} cannot be made with {given}: {error}.") from None

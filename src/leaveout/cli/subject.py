@@ -1,0 +1,100 @@
+"""What a run is about: told by its config, or by a user's own function named on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from leaveout.builtin import config
+from leaveout.builtin.config import Subject
+from leaveout.errors import InputError, LeaveoutError, closest
+from leaveout.run.manifest import check_config
+from leaveout.run.paths import Beside
+from leaveout.task.task import Task
+
+TaskOption = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        help="package.module:function that returns (task, query set), or (task, query set, test set); not needed for "
+        "runs of leaveout train.",
+    ),
+]
+
+
+def subject_of(run: Path, where: str | None) -> Subject:
+    """The task and the queries of a run: the user's own, or those of the config beside it."""
+    if where is not None:
+        return subject(where)
+    file = Beside(run).config
+    if not file.exists():
+        raise InputError(
+            f"{run} was not made by leaveout train (it has no {file.name}): say what was trained with "
+            "--task package.module:function, a function that returns (task, query set)."
+        )
+    check_config(run)
+    return config.prepare(config.read(file))
+
+
+def subject(where: str) -> Subject:
+    """What the user's function returns, as a task and its queries."""
+    return _checked(where, called(where, "--task"))
+
+
+def called(where: str, option: str) -> Any:
+    """What the user's function returns."""
+    function = named(where, option)
+    if not callable(function):
+        raise typer.BadParameter(f"{where} is no function but a {type(function).__name__}.", param_hint=option)
+    try:
+        return function()
+    except (LeaveoutError, typer.BadParameter):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
+        raise _failed(where, error) from None
+
+
+def named(where: str, option: str) -> Any:
+    """What the user calls package.module:name; the module is looked for in the working directory as well."""
+    module, _, name = where.partition(":")
+    if not module or not name:
+        raise typer.BadParameter(f"{where} must be written as package.module:function.", param_hint=option)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = vars(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise _failed(where, error) from None
+        raise typer.BadParameter(
+            f"{where}: there is no module {error.name!r} here or among what is installed.", param_hint=option
+        ) from None
+    except LeaveoutError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the user's own module raises
+        raise _failed(where, error) from None
+    if name not in found:
+        raise typer.BadParameter(f"{where}: {module} has no {name!r}{closest(name, found)}.", param_hint=option)
+    return found[name]
+
+
+def _checked(where: str, found: Any) -> Subject:
+    if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], Task):
+        raise typer.BadParameter(
+            f"{where} returned a {type(found).__name__}: let it return (lo.Task(...), query set), or "
+            "(lo.Task(...), query set, test set).",
+            param_hint="--task",
+        )
+    return Subject(*found)
+
+
+def _failed(where: str, error: Exception) -> InputError:
+    """The user's own error in a sentence, with the place in the user's own file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    return InputError(f"{where} failed with {type(error).__name__}: {error}{place}; mend it and try again.")

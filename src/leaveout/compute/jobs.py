@@ -1,0 +1,121 @@
+"""The shards of one computation: done by an engine, and kept as they finish, so that what was killed can go on.
+
+A kept shard is one file named by everything that it depends on: other work never finds it. Its name also depends on a
+secret of this user's: shards that came with a stranger's run are never found. It is written aside and renamed, with a
+checksum; one that was damaged is done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pooch
+from torch import Tensor
+
+from leaveout._util.files import read_sealed, save_sealed
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, LeaveoutWarning
+
+SECRET = 32
+"""Bytes of the secret."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a part of the work gave, and what it cost."""
+
+    tensors: dict[str, Tensor]
+    cost: Cost
+
+
+def completed(
+    resources: Resources,
+    function: Callable[[tuple[T, Path | None]], Shard],
+    items: Sequence[T],
+    keys: Sequence[str],
+    what: str,
+) -> list[Shard]:
+    """``function((item, mark))`` for every item; those that are kept under their keys are read instead.
+
+    Args:
+        resources: the engine, and where shards are kept.
+        function: gives an item's shard; may note in a file ``mark`` how far it is.
+        items: the parts of the work.
+        keys: a word for each item, with everything that its shard depends on.
+        what: a word for the progress bar.
+    """
+    files = _files(resources, keys)
+    found = {place: shard for place, file in enumerate(files) if (shard := _read(file)) is not None}
+    missing = [place for place in range(len(items)) if place not in found]
+    marks = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
+    todo = [(items[place], marks[place]) for place in missing]
+    # In this process, a shard shows a bar of its own.
+    done = resources.map(function, todo, what) if resources.elsewhere else enumerate(map(function, todo))
+    for number, shard in done:
+        place = missing[number]
+        found[place] = shard
+        if files:
+            _write(files[place], shard)
+        if mark := marks[place]:
+            mark.unlink(missing_ok=True)
+    return [found[place] for place in range(len(items))]
+
+
+def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
+    if resources.work is None:
+        return []
+    folder = Path(resources.work).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"work={str(folder)!r} is no place for shards ({error}): give a directory.") from None
+    secret = _secret()
+    return [folder / f"{hmac.new(secret, key.encode(), hashlib.sha256).hexdigest()[:32]}.safetensors" for key in keys]
+
+
+def _secret() -> bytes:
+    """Random bytes that this user's processes share, from a file that only they can read."""
+    file = Path(pooch.os_cache("leaveout")) / "secret"
+    try:
+        if not file.exists() or file.stat().st_size != SECRET:
+            file.unlink(missing_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=file.parent) as aside:  # which others cannot read
+                aside.write(os.urandom(SECRET))
+                aside.flush()
+                with suppress(FileExistsError):  # another process was quicker
+                    os.link(aside.name, file)
+        return file.read_bytes()
+    except OSError as error:
+        warnings.warn(
+            f"Shards of this process will not be found by the next one: {file} cannot be written ({error}); set "
+            "XDG_CACHE_HOME to a directory of yours.",
+            LeaveoutWarning,
+            stacklevel=2,
+        )
+        return os.urandom(SECRET)
+
+
+def _write(file: Path, shard: Shard) -> None:
+    save_sealed(file, shard.tensors, {"file": file.name, "cost": asdict(shard.cost)})
+
+
+def _read(file: Path) -> Shard | None:
+    try:
+        tensors, told = read_sealed(file)
+        # A shard in another's place is not taken for it.
+        return Shard(tensors, Cost(**told["cost"])) if told["file"] == file.name else None
+    except (OSError, KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,150 @@
+"""How work is done, as opposed to what is computed: memory budget, engine, shards, progress."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from leaveout.compute import progress
+from leaveout.compute.engines import Engine, Local, engine_of
+from leaveout.errors import InputError, is_whole
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+ROWS, VECTORS, SHARD_BYTES = 64, 16, 500_000_000
+"""What makes a shard that goes to another process or is kept: the same wherever it is done."""
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def shard_rows(bytes_each: int, most: int = ROWS) -> int:
+    """How many rows or queries of this size make a shard, whoever works on it.
+
+    >>> shard_rows(1), shard_rows(100_000_000), shard_rows(10**12)
+    (64, 5, 1)
+    """
+    return max(1, min(most, SHARD_BYTES // max(1, bytes_each)))
+
+
+def parse_bytes(amount: str | int, what: str = "memory") -> int:
+    """Bytes in words.
+
+    >>> parse_bytes("2GB"), parse_bytes("1.5 kB"), parse_bytes(64)
+    (2000000000, 1500, 64)
+    """
+    if is_whole(amount, 1):
+        return int(amount)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", str(amount), re.IGNORECASE)
+    found = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
+    if not 1 <= found < math.inf:
+        raise InputError(f"{what}={repr(amount)[:40]} is not an amount of bytes: write it like '2GB' or 500_000_000.")
+    return int(found)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What an estimator may use.
+
+    Args:
+        memory: budget for what is held beyond the run itself, like ``"2GB"``; longer work is cut into chunks that fit.
+            ``"auto"`` is half of what the machine has free. Each worker of an engine has this budget.
+        progress: show progress bars; by default only on a terminal.
+        engine: where shards of work are done: ``"local"``, ``"ray"``, ``Local(processes)`` or ``Ray(address)``.
+        work: a directory where finished shards are kept. The same work, begun again after a crash, goes on from there.
+            They stay when all is done: delete the directory when the scores are saved.
+        shard: rows or query vectors in a shard. By default as many as memory holds, or at most 64 rows or 16 vectors
+            where shards go to other processes or are kept. Shards of the same size give the same scores to the last
+            bit, others the same but for rounding. No shard is larger than the budget, or with ``"auto"`` than 500 MB:
+            what is free at the moment does not change the shards.
+        mark: the file in which a sweep notes how far it is; told to each shard that is kept.
+    """
+
+    memory: str | int = "auto"
+    progress: bool | None = None
+    engine: str | Engine = "local"
+    work: str | Path | None = None
+    shard: int | None = None
+    mark: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory != "auto":
+            parse_bytes(self.memory)
+        if self.shard is not None and not is_whole(self.shard, 1):
+            raise InputError(f"shard={self.shard!r} is no number of rows: give at least 1, or None.")
+        if self.work is not None and not isinstance(self.work, str | os.PathLike):
+            raise InputError(f"work={self.work!r} is no place for shards: give a directory.")
+        object.__setattr__(self, "engine", engine_of(self.engine))
+
+    @property
+    def bytes(self) -> int:
+        """The budget."""
+        return free_memory() // 2 if self.memory == "auto" else parse_bytes(self.memory)
+
+    def chunk(self, bytes_each: int, count: int) -> int:
+        """How many of ``count`` things of this size fit into the budget, at least one."""
+        return max(1, min(count, self.bytes // max(1, bytes_each)))
+
+    @property
+    def whole(self) -> bool:
+        """Whether work is done in one piece here, as far as memory holds it."""
+        return self.shard is None and self.work is None and not self.elsewhere
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether work is done in other processes."""
+        return self._engine.elsewhere
+
+    @property
+    def _engine(self) -> Engine:
+        return engine_of(self.engine)
+
+    @property
+    def same_disk(self) -> bool:
+        """Whether those who work see this machine's files."""
+        return self._engine.same_disk
+
+    def shard_size(self, bytes_each: int, count: int, most: int = ROWS) -> int:
+        """How many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is told."""
+        fits = self.part(bytes_each, count)
+        return fits if self.whole else min(fits, self.shard or shard_rows(bytes_each, most))
+
+    def part(self, bytes_each: int, count: int) -> int:
+        """How many of ``count`` things of this size are worked on at a time, at least one.
+
+        Where shards are kept or sent, what is free at the moment has no say: the next process must find them again.
+        """
+        if self.whole or self.memory != "auto":
+            return self.chunk(bytes_each, count)
+        return shard_rows(bytes_each, count)
+
+    def inside(self) -> Resources:
+        """What a shard may use while it is worked on."""
+        quiet = False if self.elsewhere else self.progress
+        return replace(self, progress=quiet, engine=Local(), work=None, shard=None)
+
+    def marked(self, file: Path | None) -> Resources:
+        """The same with a place for notes."""
+        return replace(self, mark=file)
+
+    def map(self, function: Callable[[T], R], items: Sequence[T], what: str) -> Iterator[tuple[int, R]]:
+        """(position, result) of every item as it is done, by the engine, with one bar for the work of all workers."""
+        return self.track(self._engine.run(function, items), len(items), what)
+
+    def track(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
+        """The items, with a bar that shows rate and remaining time."""
+        return progress.track(items, total, what, self.progress)
+
+
+def free_memory() -> int:
+    """Bytes that can be had without pushing anything out, or 4 GB where the system does not say."""
+    try:
+        known = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        known = None
+    return int(known[1]) * 1024 if known else 4 * 10**9

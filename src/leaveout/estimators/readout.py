@@ -1,0 +1,219 @@
+"""From displacements of the parameters to changes of the query loss: the last of an estimator's three choices."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import grad, jacrev, vmap
+from torch.utils.data import Dataset
+
+from leaveout._util.trees import Params, each, height, inner, split
+from leaveout.errors import InputError
+from leaveout.task.batches import Batch
+from leaveout.task.folding import Folded
+from leaveout.task.task import Task, batches
+
+BLOCK = 512
+BLOCK_BYTES = 200_000_000
+
+
+class Query:
+    """The query examples seen from the final parameters; ``single`` asks for a column each, otherwise their mean."""
+
+    def __init__(self, task: Task, params: Params, dataset: Dataset, *, single: bool) -> None:
+        self.task, self.params, self.dataset, self.single = task, params, dataset, single
+        self.size = batches.size(dataset)
+        if self.size == 0:
+            raise InputError("The query set is empty: give at least one example to explain.")
+        _check_fit(task, params, dataset)
+
+    @property
+    def ids(self) -> tuple[int | str, ...]:
+        """The labels of the scores' columns."""
+        return tuple(range(self.size)) if self.single else ("mean",)
+
+    def blocks(self) -> Iterator[Batch]:
+        """The query examples, some at a time."""
+        for start in range(0, self.size, BLOCK):
+            yield self.task.read(range(start, min(start + BLOCK, self.size)), self.dataset)
+
+    def check(self) -> None:
+        """Refuses query examples that have no finite loss, naming the first."""
+        parts = [self._found(range(start, min(start + BLOCK, self.size))) for start in range(0, self.size, BLOCK)]
+        broken = (~torch.isfinite(torch.cat(parts))).nonzero().flatten().tolist()
+        if broken:
+            raise InputError(
+                f"Query example {broken[0]} has no finite loss under the trained model: look for NaN or infinite "
+                "values in it, or leave it out."
+            )
+
+    def fingerprint(self) -> int:
+        """A checksum of the query examples, so that scores are only compared with those of the same queries."""
+        checksum = 0
+        for block in self.blocks():
+            checksum = zlib.crc32(repr(batches.fingerprint(block)).encode(), checksum)
+        return checksum
+
+    def reduce(self, values: Float[Tensor, "rows examples"]) -> Float[Tensor, "rows queries"]:
+        """Per-example values as the columns that were asked for."""
+        return values if self.single else values.mean(1, keepdim=True)
+
+    def losses(self, stack: Params) -> Float[Tensor, "rows examples"]:
+        """The loss of every query example under every parameter vector of a stack."""
+        parts = []
+        for block in self.blocks():
+            chunk = max(1, BLOCK_BYTES // max(1, self.task.footprint(self.params, block)))
+            parts.append(torch.cat([self._block_losses(part, block) for part in split(stack, chunk)]))
+        return torch.cat(parts, dim=1)
+
+    def _found(self, ids: range) -> Float[Tensor, " examples"]:
+        """These examples' losses; one that has none is looked for by halves."""
+        try:
+            with torch.no_grad():
+                return self.task.query_losses(self.params, self.task.read(ids, self.dataset))
+        except Exception as error:
+            if len(ids) > 1:
+                middle = len(ids) // 2
+                return torch.cat([self._found(ids[:middle]), self._found(ids[middle:])])
+            raise InputError(
+                f"Query example {ids[0]} has no loss under the trained model ({str(error).splitlines()[0]}): correct "
+                "it or leave it out."
+            ) from error
+
+    def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
+        with torch.no_grad(), Folded():
+            return self.task.over(self.task.query_losses, (0, None))(stack, block)
+
+
+class Readout(ABC):
+    """How a displacement becomes a score."""
+
+    @abstractmethod
+    def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
+        """Scores from the displacements themselves."""
+
+
+class Projected(Readout):
+    """A readout that needs only inner products of the displacements with a few vectors, so it can go backward."""
+
+    @abstractmethod
+    def vectors(self, query: Query) -> Params:
+        """The vectors, stacked."""
+
+    @abstractmethod
+    def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
+        """Scores from the inner products."""
+
+    def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
+        """Scores from the displacements themselves."""
+        return self.of_products(query, inner(moved, self.vectors(query)))
+
+
+class Linear(Projected):
+    """⟨∇L(query, θ_N), δ⟩."""
+
+    def vectors(self, query: Query) -> Params:
+        """∇L of each query, or of their mean."""
+        task = query.task
+        if query.single:
+            return _single(query, lambda own, one: grad(_block_loss)(own, query, one, 1))
+        total: Params | None = None
+        for block in query.blocks():
+            part = grad(_block_loss)(task.own(query.params), query, block, query.size)
+            total = part if total is None else each(torch.add, total, part)
+        assert total is not None  # noqa: S101 - a query is never empty
+        return each(lambda tensor: tensor.unsqueeze(0), total)
+
+    def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
+        """The products are the scores, a column each."""
+        return products.reshape(-1, len(query.ids))
+
+
+class Outputs(Projected):
+    """L(z + J·δ) − L(z): the outputs' change is linear, the loss of the outputs is not."""
+
+    def vectors(self, query: Query) -> Params:
+        """A row of the Jacobian of the outputs for each output of each query."""
+        rows = _single(query, jacrev(lambda own, one: query.task.outputs({**query.params, **own}, one)[0][0].flatten()))
+        return each(lambda tensor: tensor.flatten(0, 1), rows)
+
+    def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
+        """The loss at the moved outputs, minus the loss at the recorded ones."""
+        changes, start = [], 0
+        for block in query.blocks():
+            with torch.no_grad():
+                outputs, targets = query.task.outputs(query.params, block)
+                stop = start + outputs.numel()
+                moved = outputs + products[:, start:stop].unflatten(1, outputs.shape)
+                losses = vmap(query.task.output_losses, (0, None))(moved, targets)
+                changes.append(losses - query.task.output_losses(outputs, targets))
+            start = stop
+        return query.reduce(torch.cat(changes, dim=1))
+
+
+class Exact(Readout):
+    """L(query, θ_N + δ) − L(query, θ_N), which needs δ itself."""
+
+    def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
+        """The loss at the moved parameters, minus the loss at the recorded ones."""
+        here = query.losses(each(lambda tensor: tensor.unsqueeze(0), query.params))
+        whole = {name: tensor.expand(height(moved), *tensor.shape) for name, tensor in query.params.items()}
+        there = query.losses({**whole, **each(torch.add, moved, query.task.own(query.params))})
+        return query.reduce(there - here)
+
+
+READOUTS: dict[str, Readout] = {"linear": Linear(), "outputs": Outputs(), "exact": Exact()}
+
+
+def readout_of(name: str) -> Readout:
+    """The readout by its name."""
+    if name not in READOUTS:
+        raise InputError(f"readout={name!r} is unknown: use one of {', '.join(map(repr, READOUTS))}.")
+    return READOUTS[name]
+
+
+def _block_loss(own: Params, query: Query, block: Batch, size: int) -> Tensor:
+    return query.task.query_losses({**query.params, **own}, block).sum() / size
+
+
+def _single(query: Query, function: Any) -> Params:
+    """A function of the parameters for each query example, stacked."""
+    task = query.task
+
+    def one(example: Batch) -> Params:
+        return function(task.own(query.params), batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))
+
+    parts = [task.over(one)(block) for block in query.blocks()]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _check_fit(task: Task, params: Params, dataset: Dataset) -> None:
+    """Query examples must be built like training examples, or the model would fail or, worse, broadcast."""
+    train, query = batches.leaves(task.read([0])), batches.leaves(task.read([0], dataset))
+
+    def kinds(parts: list[Any]) -> list[tuple[torch.dtype, int]]:
+        return [(part.dtype, part.ndim) if isinstance(part, Tensor) else (torch.bool, -1) for part in parts]
+
+    try:
+        if kinds(train) != kinds(query):
+            raise ValueError("other types or dimensions")
+        with torch.no_grad():
+            task.query_losses(params, task.read([0], dataset))
+    except Exception as error:  # noqa: BLE001 - the user's model may raise anything on data of another shape
+        raise InputError(
+            f"The query examples do not fit the model ({str(error).splitlines()[0]}): a training example has "
+            f"{_shapes(train)}, a query example {_shapes(query)}; prepare both in the same way."
+        ) from None
+
+
+def _shapes(parts: list[Any]) -> str:
+    return ", ".join(
+        f"{str(p.dtype).removeprefix('torch.')}{list(p.shape[1:])}" if isinstance(p, Tensor) else type(p).__name__
+        for p in parts
+    )

@@ -1,0 +1,81 @@
+"""Several methods at once: those that share a sweep take it together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch.utils.data import Dataset
+
+from leaveout._util.allocator import kept_memory
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError
+from leaveout.estimators.acc import ACC
+from leaveout.estimators.base import Estimator
+from leaveout.estimators.sgdie import SGDIE
+from leaveout.run.reader import Run
+from leaveout.scores import Scores
+from leaveout.task.task import Task
+from leaveout.trajectory.left_out import Groups
+
+
+def score(
+    estimators: Estimator | Sequence[Estimator],
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    queries: str = "mean",
+    groups: Groups | None = None,
+    resources: Resources | None = None,
+) -> list[Scores]:
+    """The scores of every estimator, in their order.
+
+    SGD-IE comes for nothing from the sweep of an ACC with a cheap transport and the same readout; their scores then
+    carry the same cost, that of both.
+    """
+    estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)
+    if not estimators:
+        raise InputError("No estimator was given: give at least one, such as lo.ACC().")
+    found = dict(one_by_one(estimators, run, task, query, queries=queries, groups=groups, resources=resources))
+    return [found[estimator] for estimator in estimators]
+
+
+def one_by_one(
+    estimators: Sequence[Estimator],
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    queries: str = "mean",
+    groups: Groups | None = None,
+    resources: Resources | None = None,
+    there: Collection[Estimator] = (),
+) -> Iterator[tuple[Estimator, Scores]]:
+    """Each estimator with its scores as soon as they are there, so that they can be kept before the next begins.
+
+    The scores of those that are ``there`` already are left out. They still decide what is swept together: work that
+    was cut short between two methods ends with the same bits.
+    """
+    waiting = dict.fromkeys(estimators)
+    for estimator in list(waiting):
+        chosen = estimator.resolved(run)
+        if isinstance(chosen, ACC) and chosen.transport != "exact":
+            beside = SGDIE(readout=chosen.readout, layers=chosen.layers)
+            pair = [one for one in (estimator, beside) if one in waiting]
+            waiting = {one: None for one in waiting if one not in pair}
+            if all(one in there for one in pair):
+                continue
+            request = chosen.request(run, task, query, queries, groups, False, resources)
+            with request.cost.metered(), kept_memory():
+                choice = chosen.choice()
+                choice.occasions.check(run)
+                products = choice.products(request)
+                corrected = choice.read(request, products.corrected)
+                plain = choice.read(request, products.plain)
+            if estimator not in there:
+                yield estimator, request.scores(chosen.name, corrected)
+            if beside in pair and beside not in there:
+                yield beside, request.scores(beside.name, plain)
+    for estimator in waiting:
+        if estimator not in there:
+            yield estimator, estimator.score(run, task, query, queries=queries, groups=groups, resources=resources)

@@ -1,0 +1,108 @@
+"""When in training an example's influence arose: SGD-IE's score, told apart by epoch.
+
+SGD-IE's score is a sum over the example's occurrences, ``score_k = Σ_{i : k∈Z_i} c_i ⟨u_{i+1}, g(z_k, θ_i)⟩``. One
+backward sweep passes them all, so a column for each epoch costs what the score itself costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from leaveout._util.allocator import kept_memory
+from leaveout._util.trees import PARAM
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError
+from leaveout.estimators.readout import Linear, Query
+from leaveout.run.reader import Run
+from leaveout.scores import Scores
+from leaveout.sweep.sweep import Sweep
+from leaveout.task.task import Task
+from leaveout.trajectory.left_out import Groups, members_of
+from leaveout.trajectory.trajectory import Trajectory
+
+MOST = 40
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What each part of training contributed to the mean query loss's change without an example.
+
+    ``values`` has a row for each of ``train_ids`` and a column for each of ``spans``; a row sums to SGD-IE's score.
+    ``fingerprint`` is that of the queries, as scores carry it.
+    """
+
+    values: Float[Tensor, "train spans"]
+    train_ids: tuple[int | str, ...]
+    spans: tuple[str, ...]
+    fingerprint: int
+
+    def check_same_queries(self, scores: Scores) -> None:
+        """Refuses to stand beside scores of other queries."""
+        if scores.query_fingerprint not in (None, self.fingerprint):
+            raise InputError(
+                f"{scores.method} was scored for other queries than these: give the query set that was scored."
+            )
+
+
+def timeline(
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    ids: Sequence[int] | None = None,
+    groups: Groups | None = None,
+    resources: Resources | None = None,
+) -> Timeline:
+    """SGD-IE's score for the mean query loss, a column for each epoch.
+
+    More than 40 epochs are joined to at most 40 spans; where only one epoch was recorded, its steps are cut into
+    spans.
+
+    Args:
+        run: the recorded run.
+        task: what was trained.
+        query: the examples whose mean loss is explained.
+        ids: only these examples.
+        groups: these groups instead of single examples.
+        resources: memory budget and progress.
+    """
+    trajectory = Trajectory(run, task)
+    asked = Query(task, trajectory.final()[PARAM], query, single=False)
+    members = members_of(task.size, ids, groups)
+    names, column = spans([run.record(i).epoch for i in range(len(run))])
+    vectors = Linear().vectors(asked)
+    values = next(iter(vectors.values())).new_zeros((len(members), len(names)))
+    with kept_memory():
+        for moment, pulled in Sweep(trajectory, resources or Resources(), Cost()).pulled(vectors):
+            row, position = members.pairs(moment.record.ids)
+            values[:, column[moment.record.index]].index_add_(0, row, pulled.weights[0, position], alpha=-1)
+    return Timeline(values.cpu(), members.names, names, asked.fingerprint())
+
+
+def spans(epochs: Sequence[int], most: int = MOST) -> tuple[tuple[str, ...], list[int]]:
+    """Names of the parts of training, and the part that each step belongs to; epochs are named from 1.
+
+    >>> spans([0, 0, 1, 1, 2])
+    (('epoch 1', 'epoch 2', 'epoch 3'), [0, 0, 1, 1, 2])
+    >>> spans([0, 1, 2, 3, 4], most=3)
+    (('epochs 1 to 2', 'epochs 3 to 4', 'epoch 5'), [0, 0, 1, 1, 2])
+    >>> spans([0, 0, 0, 0, 0], most=2)
+    (('steps 1 to 3', 'steps 4 to 5'), [0, 0, 0, 1, 1])
+    """
+    what, lengths = "epoch", [len(list(steps)) for _, steps in groupby(epochs)]
+    if len(lengths) == 1:
+        what, lengths = "step", [1] * len(epochs)
+    width = -(-len(lengths) // most)
+    names, column = [], []
+    for number, start in enumerate(range(0, len(lengths), width)):
+        stop = min(start + width, len(lengths))
+        names.append(f"{what} {stop}" if stop == start + 1 else f"{what}s {start + 1} to {stop}")
+        column += [number] * sum(lengths[start:stop])
+    return tuple(names), column

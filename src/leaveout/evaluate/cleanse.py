@@ -1,0 +1,293 @@
+"""Rank, remove, retrain: what the test loss becomes without the examples that scores call harmful."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from leaveout._util.files import free, read_json, save_json
+from leaveout._util.trees import PARAM, Params, nbytes
+from leaveout.compute.cost import Cost
+from leaveout.compute.jobs import Shard, completed
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, RunError, check_seed
+from leaveout.estimators.readout import Query
+from leaveout.run.reader import Run
+from leaveout.scores import Scores
+from leaveout.task.batches import Batch
+from leaveout.task.task import Task
+from leaveout.trajectory.identity import identity
+from leaveout.trajectory.left_out import Members, rows_of
+from leaveout.trajectory.replay import counterfactuals, shuffled
+from leaveout.trajectory.trajectory import Trajectory
+
+NOTHING, RANDOM = "nothing", "random"
+MEASURES = ("loss", "error")
+Choice: TypeAlias = tuple[dict[str, Any], tuple[int, ...]]
+MEASURED = ("loss", "loss_se", "error", "error_se")
+COLUMNS = ("choice", "removed", "order", "draw", *MEASURED)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Test loss and misclassification after removing examples and training again.
+
+    ``table`` has a row for each training: ``choice`` is the method that chose what was removed, ``"random"`` or
+    ``"nothing"``; ``order`` numbers the order of the batches and ``draw`` the random choice. ``loss_se`` and
+    ``error_se`` are standard errors over the test examples. ``error`` is NaN where outputs are not class scores.
+    ``run_fingerprint`` tells which run was trained again.
+    """
+
+    table: pd.DataFrame
+    batches: str
+    test_size: int
+    cost: Cost
+    run_fingerprint: int | None = None
+
+    def to_frame(self, level: float = 0.95) -> pd.DataFrame:
+        """A row for each choice and number removed: the mean over trainings, with an interval.
+
+        Over two or more trainings the interval is Student's, of their mean; of a single one it is normal, over the
+        test examples. ``trainings`` says which.
+        """
+        keys = self.table.groupby(["choice", "removed"], sort=False)
+        rows = []
+        for (choice, removed), part in keys:
+            row: dict[str, Any] = {"choice": choice, "removed": removed, "trainings": len(part)}
+            for measure in MEASURES:
+                values = part[measure].to_numpy(dtype=float)
+                if len(values) > 1:
+                    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+                else:
+                    half = stats.norm.ppf((1 + level) / 2) * float(part[f"{measure}_se"].iloc[0])
+                mean = float(values.mean())
+                row |= {measure: mean, f"{measure}_low": mean - half, f"{measure}_high": mean + half}
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def __str__(self) -> str:
+        frame = self.to_frame()
+        measure = "loss" if frame["error"].isna().all() else "error"
+        style = "{:.4g}" if measure == "loss" else "{:.2%}"
+
+        def told(row: pd.Series) -> str:
+            value, low, high = (style.format(row[key]) for key in (measure, f"{measure}_low", f"{measure}_high"))
+            return f"{value} ({low} to {high})"
+
+        base = frame[frame["choice"] == NOTHING].iloc[0]
+        what = "test loss" if measure == "loss" else "test error"
+        lines = [f"{what} of {self.test_size} examples, {self.batches} batches; nothing removed: {told(base)}"]
+        for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
+            shown = "; ".join(f"{row['removed']} removed: {told(row)}" for _, row in part.iterrows())
+            lines.append(f"  {choice}: {shown}")
+        return "\n".join(lines)
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes the curve to one JSON file, whole or not at all."""
+        path = free(path, overwrite=overwrite)
+        columns = {name: [_or_none(value) for value in self.table[name].tolist()] for name in COLUMNS}
+        told = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
+        told["run_fingerprint"] = self.run_fingerprint
+        save_json(path, told)
+        return path
+
+    def check_same_run(self, run: Run) -> None:
+        """Refuses to speak of another run than the one that was trained again."""
+        if self.run_fingerprint not in (None, run.fingerprint):
+            raise InputError(f"The cleansing curve is of another run than {run}: give that of this run.")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Curve:
+        """Reads what ``save`` wrote."""
+        try:
+            told = read_json(Path(path))
+            table = pd.DataFrame({name: told["table"][name] for name in COLUMNS})
+            measured = [name for name in COLUMNS if name.startswith(MEASURES)]
+            table[measured] = table[measured].astype(float)
+            table = table.astype({"choice": str, "removed": int})
+            if NOTHING not in table["choice"].tolist():
+                raise ValueError("it does not say what removing nothing gives")
+            return cls(
+                table, str(told["batches"]), int(told["test_size"]), Cost(**told["cost"]), told.get("run_fingerprint")
+            )
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RunError(f"{path} holds no curve ({error}): give a file that Curve.save wrote.") from None
+
+
+def cleanse(
+    scores: Scores | Sequence[Scores],
+    run: Run,
+    task: Task,
+    test_set: Dataset,
+    remove: Sequence[int] = (10, 100, 1000),
+    *,
+    random: int = 5,
+    shuffles: int = 0,
+    seed: int = 0,
+    resources: Resources | None = None,
+) -> Curve:
+    """Removes the most harmful examples, trains again from the start, and measures on the test set.
+
+    Removed examples weigh zero in the recorded batches, as when they are left out one at a time. As a control, as many
+    are removed at random.
+
+    Args:
+        scores: of single examples, by one method or several.
+        run: the run that was scored.
+        task: what was trained.
+        test_set: examples that neither training nor the scores have seen.
+        remove: how many to remove.
+        random: how many random choices for each of these numbers; 0 for no control.
+        shuffles: 0 trains with the recorded batches; k trains k times, each in a fresh order of the examples.
+        seed: of the random choices and the fresh orders.
+        resources: memory budget, progress, engine, and where finished trainings are kept.
+    """
+    methods = [scores] if isinstance(scores, Scores) else list(scores)
+    amounts = _checked(methods, run, task, remove, random, shuffles)
+    check_seed(seed, 0, 2**32 - 1)
+    resources, cost = resources or Resources(), Cost()
+    trajectory = Trajectory(run, task)
+    query = Query(task, trajectory.final()[PARAM], test_set, single=True)
+    query.check()
+    rows: list[dict[str, Any]] = []
+    with cost.metered():
+        for order in range(max(1, shuffles)):
+            again = Again(trajectory, query, resources.inside(), _mixed(seed, order) if shuffles else None)
+            chosen = _chosen(methods, task.size, amounts, range(order * random, (order + 1) * random), seed)
+            rows += [{**row, "order": order} for row in _trained(again, chosen, resources, cost)]
+    table = pd.DataFrame(rows)[list(COLUMNS)]
+    return Curve(table, "shuffled" if shuffles else "recorded", query.size, cost, run.fingerprint)
+
+
+def _checked(
+    methods: list[Scores], run: Run, task: Task, remove: Sequence[int], random: int, shuffles: int
+) -> list[int]:
+    if not methods:
+        raise InputError("No scores were given: give those of at least one method.")
+    names = [scores.method for scores in methods]
+    if len(set(names)) < len(names) or {NOTHING, RANDOM} & set(names):
+        raise InputError(f"The methods' names {names} are not all different: give each method's scores once.")
+    for scores in methods:
+        scores.check_same_run(run)
+        if any(isinstance(i, str) for i in scores.train_ids):
+            raise InputError(f"{scores.method} scored groups: cleanse removes examples; score those.")
+        if not all(0 <= int(i) < task.size for i in scores.train_ids):
+            raise InputError(
+                f"{scores.method} scored examples that the task does not have: give the scores of this run."
+            )
+    amounts = sorted({int(m) for m in remove})
+    most = min(len(scores.train_ids) for scores in methods)
+    if not amounts or amounts[0] < 1 or amounts[-1] > most:
+        raise InputError(f"remove={list(remove)} must be numbers from 1 to {most}, the examples that are scored.")
+    if random < 0 or shuffles < 0:
+        raise InputError(f"random={random} and shuffles={shuffles} count trainings: give 0 or more.")
+    return amounts
+
+
+def _chosen(methods: list[Scores], size: int, amounts: list[int], draws: range, seed: int) -> list[Choice]:
+    """What to remove, with what it is called."""
+    chosen = []
+    for scores in methods:
+        ranked = [int(i) for i in scores.harmful(amounts[-1])]
+        chosen += [({"choice": scores.method, "removed": m, "draw": 0}, tuple(sorted(ranked[:m]))) for m in amounts]
+    for draw in draws:
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(_mixed(seed, draw))).tolist()
+        chosen += [({"choice": RANDOM, "removed": m, "draw": draw}, tuple(sorted(order[:m]))) for m in amounts]
+    return chosen
+
+
+@dataclass(frozen=True)
+class Again:
+    """Trains again without some examples, with the recorded batches or, given a seed, in a fresh order."""
+
+    trajectory: Trajectory
+    query: Query
+    resources: Resources
+    order: int | None
+
+    def __call__(self, given: tuple[Members, Path | None]) -> Shard:
+        """What the models measure: a row for each of the members' rows, and one with every example."""
+        cost = Cost()
+        if self.order is None:
+            params = counterfactuals(self.trajectory, given[0], 0.0, self.resources, cost)
+        else:
+            params = shuffled(self.trajectory, given[0], self.order, self.resources, cost)
+        return Shard({"measured": _measured(self.query, params)}, cost)
+
+    def identity(self) -> str:
+        """Everything that its shards share."""
+        query = self.query
+        return identity(self.trajectory.run, query.task, query.params, "cleanse", query.fingerprint(), self.order)
+
+
+def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cost) -> list[dict[str, Any]]:
+    """Trains once for each choice, and once with everything; side by side as memory and the engine allow."""
+    members = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
+    parts = list(members.chunks(resources.shard_size(_bytes_each(again.trajectory), len(members))))
+    known = "" if resources.work is None else again.identity()
+    keys = [] if resources.work is None else [f"{known} {part.identity()}" for part in parts]
+    done = completed(resources, again, parts, keys, "training again")
+    cost.gradients += sum(shard.cost.gradients for shard in done)
+    measured = torch.cat([shard.tensors["measured"][:-1] for shard in done] + [done[0].tensors["measured"][-1:]])
+    named = [*(name for name, _ in chosen), {"choice": NOTHING, "removed": 0, "draw": 0}]
+    rows = [
+        {**name, **dict(zip(MEASURED, row, strict=True))} for name, row in zip(named, measured.tolist(), strict=True)
+    ]
+    return rows[-1:] + rows[:-1]
+
+
+def _bytes_each(trajectory: Trajectory) -> int:
+    state = trajectory.initial()
+    return 3 * trajectory.task.footprint(state[PARAM], trajectory.batch(0)) + 4 * nbytes(state)
+
+
+def _mixed(seed: int, number: int) -> int:
+    """A seed for each of many numbers, different for different seeds."""
+    return 1_000_003 * seed + number
+
+
+def _measured(query: Query, stack: Params) -> Float[Tensor, "rows 4"]:
+    """Mean loss and misclassification of every model of a stack, with their standard errors over the test set."""
+    losses, wrong = query.losses(stack).double(), _wrong(query, stack)
+    wrong = torch.full_like(losses, float("nan")) if wrong is None else wrong
+    columns = [(values.mean(1), values.std(1) / values.shape[1] ** 0.5) for values in (losses, wrong)]
+    return torch.stack([column for pair in columns for column in pair], dim=1)
+
+
+def _wrong(query: Query, stack: Params) -> Float[Tensor, "rows examples"] | None:
+    """1 where a model's class is not the example's; None where the outputs are not class scores."""
+    rows = []
+    for index in range(len(next(iter(stack.values())))):
+        params = {name: tensor[index] for name, tensor in stack.items()}
+        parts = [_misclassified(query.task, params, block) for block in query.blocks()]
+        if any(part is None for part in parts):
+            return None
+        rows.append(torch.cat([part for part in parts if part is not None]).double())
+    return torch.stack(rows)
+
+
+def _misclassified(task: Task, params: Params, block: Batch) -> Tensor | None:
+    with torch.no_grad():
+        outputs, targets = task.outputs(params, block)
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return None
+    if isinstance(task.loss, nn.BCEWithLogitsLoss) and outputs.numel() == len(outputs) == targets.numel():
+        return (outputs.flatten() > 0) != (targets.flatten() > 0.5)
+    if outputs.ndim == 2 and outputs.shape[1] > 1 and targets.ndim == 1 and not targets.is_floating_point():
+        return outputs.argmax(1) != targets
+    return None
+
+
+def _or_none(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,157 @@
+"""How much of a score is rounding: a sample of rows computed again in float64 along the same recorded run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils.data import Dataset
+
+from leaveout._util.trees import State
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, check_seed
+from leaveout.estimators import Estimator, Replay
+from leaveout.run.model_match import constants_of
+from leaveout.run.reader import Record, Run
+from leaveout.scores import Scores
+from leaveout.task.task import Task
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The difference between scores and the same scores in float64.
+
+    ``typical`` is the median and ``largest`` the maximum over ``count`` rows and their queries, ``scale`` the largest
+    score by size, ``worst`` the row of the largest difference.
+    """
+
+    typical: float
+    largest: float
+    scale: float
+    worst: int | str
+    count: int
+    method: str
+    cost: Cost
+
+    @property
+    def share(self) -> float:
+        """The largest difference as a share of the largest score."""
+        return self.largest / self.scale if self.scale > 0 else float("inf") if self.largest > 0 else 0.0
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        if self.share < 1e-4:
+            verdict = "rounding does not matter"
+        elif self.share < 1e-2:
+            verdict = "rounding changes the order of very close scores only"
+        else:
+            verdict = "rounding is part of these scores: train and score in float64 to tell close ones apart"
+        return (
+            f"{self.method} against float64 on {self.count} examples: typical difference {self.typical:.1e}, largest "
+            f"{self.largest:.1e} (example {self.worst}), which is {self.share:.1g} of the largest score; {verdict}."
+        )
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def rounding(
+    scores: Scores,
+    estimator: Estimator,
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    sample: int = 32,
+    seed: int = 0,
+    resources: Resources | None = None,
+) -> Rounding:
+    """Computes the most extreme scores and a random sample of the rest again in float64.
+
+    The states are the recorded ones; every gradient, product and sum is taken in float64. ``Replay`` starts from the
+    recorded first state and trains in float64.
+
+    Args:
+        scores: scores of single examples.
+        estimator: what gave them.
+        run: the run that was scored.
+        task: what was trained.
+        query: the query set that was scored.
+        sample: how many rows, half of them the most extreme.
+        seed: of the random half.
+        resources: memory budget and progress.
+    """
+    if any(isinstance(i, str) for i in scores.train_ids):
+        raise InputError("These are scores of groups: give scores of single examples.")
+    if sample < 1:
+        raise InputError(f"sample={sample} leaves nothing to compare: give at least 1.")
+    scores.check_same_run(run)
+    rows = _chosen(scores, sample, seed)
+    ids = [int(scores.train_ids[row]) for row in rows]
+    double = task.doubled()
+    asked = (
+        replace(estimator, ids=None) if isinstance(estimator, Replay) else estimator
+    )  # the groups say who is left out
+    exact = asked.score(
+        Doubled(run, constants_of(double.model, run.rule)),
+        double,
+        query,
+        queries="mean" if scores.query_ids == ("mean",) else "each",
+        groups=[[i] for i in ids],
+        resources=resources,
+    )
+    scores.check_same_queries(exact)
+    if estimator.resolved(run).name != scores.method:
+        raise InputError(
+            f"These scores are by {scores.method}, not by {estimator.resolved(run).name}: give what gave them."
+        )
+    difference = (scores.values[rows].double().cpu() - exact.values.cpu()).abs()
+    worst = int(difference.max(1).values.argmax())
+    return Rounding(
+        float(difference.median()),
+        float(difference.max()),
+        float(scores.values.abs().max()),
+        ids[worst],
+        len(rows),
+        scores.method,
+        exact.cost,
+    )
+
+
+def _chosen(scores: Scores, sample: int, seed: int) -> list[int]:
+    extreme = scores.extreme((sample + 1) // 2)
+    rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
+    order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed))).tolist()
+    return extreme + [rest[i] for i in order[: sample - len(extreme)]]
+
+
+class Doubled(Run):
+    """A run with its states in float64; they do not follow from each other to that precision."""
+
+    def __init__(self, run: Run, constants: dict[str, int]) -> None:
+        dtypes = dict.fromkeys(run.manifest.dtypes, "float64")
+        super().__init__(
+            run.path, replace(run.manifest, dtypes=dtypes, constants=constants), interpolate=run.interpolate
+        )
+        self._single = run
+        self.__dict__["kept"] = run.kept
+
+    def __reduce__(self) -> tuple:
+        """Travels as what it was made from."""
+        return Doubled, (self._single, self.manifest.constants)
+
+    @property
+    def exact(self) -> bool:
+        """Steps are not checked: the recorded ones were rounded."""
+        return False
+
+    def record(self, index: int) -> Record:
+        """Step ``index`` without its state."""
+        return self._single.record(index)
+
+    def state(self, index: int) -> State:
+        """A kept state in float64."""
+        state = self._single.state(index)
+        return {slot: {name: tensor.double() for name, tensor in params.items()} for slot, params in state.items()}

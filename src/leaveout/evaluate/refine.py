@@ -1,0 +1,44 @@
+"""The cascade: cheap scores for all, exact replays for the few that matter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.utils.data import Dataset
+
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError
+from leaveout.estimators.replay import replayed
+from leaveout.run.reader import Run
+from leaveout.scores import UNIT, Scores
+from leaveout.task.task import Task
+
+
+def refine(
+    scores: Scores,
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    top: int = 32,
+    resources: Resources | None = None,
+) -> Scores:
+    """The scores with the ``top`` most extreme examples (or groups) replaced by exact leave-one-out replays.
+
+    Half of them are the most harmful, half the most helpful; ``scores.exact`` says which.
+    """
+    if scores.unit != UNIT:
+        raise InputError(
+            f"{scores.method} is counted in {scores.unit}, and a replay in {UNIT}: refine scores of another method."
+        )
+    if top < 1:
+        raise InputError(f"top={top} leaves nothing to replay: give at least 1.")
+    rows = scores.extreme(top)
+    truth = replayed(scores, rows, run, task, query, resources)
+    values = scores.values.clone()
+    values[rows] = truth.values.to(values)
+    exact = torch.zeros(len(values), dtype=torch.bool) if scores.exact is None else scores.exact.clone()
+    exact[rows] = True
+    method = scores.method if scores.method.endswith("+ Replay") else f"{scores.method} + Replay"
+    return replace(scores, values=values, method=method, exact=exact, cost=scores.cost + truth.cost)

@@ -1,0 +1,198 @@
+"""What a run needs that nobody has yet: operations counted on tensors without memory, times how often they are done.
+
+Counting runs the same derivatives that scoring takes, on PyTorch's meta device, where tensors have shapes and no
+values: neither the data nor the memory for them are needed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from leaveout._util.trees import Params, pullback
+from leaveout.compute.resources import VECTORS, shard_rows
+from leaveout.errors import InputError
+
+EFFICIENCY = 0.5
+"""The share of a large matrix product's rate that sweeps reach: 0.4 to 0.75 in docs/benchmarks.md."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model by its shape, with one example; all of it may be on the meta device.
+
+    Args:
+        model: of any size.
+        inputs: a batch of one example.
+        targets: its targets.
+        loss: ``(outputs, targets) -> mean loss``.
+        layers: patterns of the names of the parameters that are scored.
+        slots: tensors that the optimizer's state holds for a parameter, the parameter among them.
+    """
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    layers: tuple[str, ...] = ("*",)
+    slots: int = 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """One example of a problem in numbers: bytes, and floating point operations.
+
+    ``vector`` is what a displacement of what is scored takes with the optimizer's ``slots``, ``state`` what a step
+    leaves on disk, ``held`` what a forward pass keeps for its backward pass. ``training`` is the gradient of everything
+    that is trained; the others are for what is scored: ``read`` gives ⟨v, g⟩, ``product`` H·v, ``more`` H·v for each of
+    many vectors, which share a pass, ``pair`` g and H·v of the example alone, and ``forward`` its loss.
+    """
+
+    slots: int
+    vector: int
+    state: int
+    held: int
+    training: int
+    read: int
+    product: int
+    more: int
+    pair: int
+    forward: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run and what is asked of it: query vectors, the width of sketches, and workers; ``disk`` as for a Recorder."""
+
+    examples: int
+    epochs: int
+    batch_size: int
+    queries: int = 1
+    sketch: int = 256
+    workers: int = 1
+    disk: int = 2 * 10**9
+
+    def __post_init__(self) -> None:
+        for name, value in self.__dict__.items():
+            if value < 1:
+                raise InputError(f"{name}={value} describes no run: give at least 1.")
+
+    @property
+    def steps(self) -> int:
+        """Of all epochs."""
+        return self.epochs * -(-self.examples // self.batch_size)
+
+
+def size_of(given: Described) -> Size:
+    """Counts what one example takes, by doing it."""
+    model, loss = given.model, given.loss
+    trained = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
+    scored = {name: param for name, param in trained.items() if any(fnmatchcase(name, p) for p in given.layers)}
+    if not scored:
+        raise InputError(f"layers={given.layers} names no trained parameter: there are {', '.join(trained)}.")
+
+    def value(params: Params, weight: Tensor | float = 1.0) -> Tensor:
+        outputs = functional_call(model, {**trained, **params}, (given.inputs,))
+        return weight * loss(outputs, given.targets)
+
+    one = next(iter(scored.values())).new_ones(())
+    _, pull = pullback(lambda p: grad(value)(p), scored)
+    return Size(
+        given.slots,
+        given.slots * _bytes(scored),
+        given.slots * _bytes(trained),
+        _held(model, lambda: loss(model(given.inputs), given.targets)),
+        _counted(lambda: grad(value)(trained)),
+        _counted(lambda: pullback(lambda w: grad(value)(scored, w), one)[1](scored)),
+        _counted(lambda: grad(lambda p: jvp(value, (p,), (scored,))[1])(scored)),
+        _counted(lambda: pull(scored)),
+        _counted(lambda: jvp(grad(value), (scored,), (scored,))),
+        _counted(lambda: value(scored)),
+    )
+
+
+def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFrame:
+    """Seconds, memory and disk of training and of every method.
+
+    Args:
+        size: what an example takes.
+        planned: the run.
+        rate: floating point operations a second that a worker sustains.
+        memory: bytes that a worker has.
+    """
+    n, q = planned.examples, planned.queries
+    seen = planned.epochs * n  # examples in all batches together
+    kept = min(planned.steps, planned.disk // size.state + math.isqrt(planned.steps))
+    again = 0 if kept == planned.steps else seen * size.training  # states that were not kept are computed again
+    batch = planned.batch_size * size.held
+    one = 4 * batch + 4 * size.vector
+    pairs = 4 * batch + 4 * planned.batch_size * size.vector  # a gradient and a product for each of a batch's examples
+    rows, sketches = n * size.vector, n * planned.sketch * 4 * size.slots
+    spilt = rows > memory
+    exact, replay = shard_rows(6 * size.vector), shard_rows(3 * batch + 4 * size.state)
+    of_exact, of_replay, of_queries = -(-n // exact), -(-n // replay), -(-q // VECTORS)
+    base = size.pair - size.more  # the gradient, which a shard needs once
+    sweep = size.product if q == 1 else q * size.more + of_queries * base
+    both = size.pair if q == 1 else size.pair + sweep
+    row = size.pair - size.forward  # of exact ACC: rows share the forward pass
+    table = [
+        ("training, recorded", seen * size.training, 2 * size.state + batch, (kept + 1) * size.state, 1),
+        ("TracIn", seen * size.read + again, one, 0, 1),
+        ("SGD-IE", seen * sweep + again, one + 2 * (q - 1) * size.vector, 0, of_queries),
+        ("ACC(free)", seen * both + again, pairs + (0 if spilt else rows), rows if spilt else 0, of_queries),
+        (f"ACC(sketch={planned.sketch})", q * (seen * size.pair + again), pairs + sketches, 0, q),
+        ("ACC(exact)", seen * (n * row + of_exact * base), 4 * batch + exact * 6 * size.vector, 0, of_exact),
+        # A shard has one model more, with every example.
+        ("Replay", seen * (n + of_replay) * size.training, replay * (3 * batch + 4 * size.state), 0, of_replay),
+    ]
+    frame = pd.DataFrame(table, columns=["method", "work", "memory", "disk", "shards"]).set_index("method")
+    # The last round of shards may leave workers idle.
+    rounds = -(-frame["shards"] // planned.workers) / frame["shards"]
+    return frame.assign(seconds=frame["work"] * rounds / rate)
+
+
+def measured_rate() -> float:
+    """Operations a second that sweeps may reach on this machine: a share of what a large matrix product does."""
+    left = torch.randn(1024, 1024)
+    left @ left
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        left @ left
+        best = min(best, time.perf_counter() - start)
+    return EFFICIENCY * 2 * 1024**3 / best
+
+
+def _counted(function: Callable[[], object]) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def _held(model: nn.Module, function: Callable[[], object]) -> int:
+    shared = {param.untyped_storage()._cdata for param in model.parameters()}
+    held: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in shared:
+            held[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        function()
+    return sum(held.values())
+
+
+def _bytes(params: Params) -> int:
+    return sum(param.numel() * param.element_size() for param in params.values())

@@ -1,0 +1,212 @@
+"""Scores held against exact replays: where they matter most, and where nobody looked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch.utils.data import Dataset
+
+from leaveout._util.files import free, read_json, save_json
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, RunError, check_seed, is_whole
+from leaveout.estimators.replay import replayed
+from leaveout.evaluate.metrics import Agreement, Interval, compare
+from leaveout.run.reader import Run
+from leaveout.scores import UNIT, Scores
+from leaveout.task.task import Task
+
+MINIMUM = 4
+COLUMNS = ("score", "truth", "sample")
+
+
+@dataclass(frozen=True)
+class Check:
+    """How far scores can be trusted, for the most extreme examples and for a random sample of the others.
+
+    ``table`` has a row for each replayed example: its score, the true change of the loss, and the sample it is in.
+    ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is a good one. It is
+    NaN for scores that are no changes of the loss, which are compared by their order alone. ``run_fingerprint`` tells
+    which run was replayed.
+    """
+
+    extreme: Agreement
+    random: Agreement
+    spread: dict[str, float]
+    table: pd.DataFrame
+    method: str
+    cost: Cost
+    run_fingerprint: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        return (
+            f"{self.method}, held against {len(self.table)} exact replays: {self._part('extreme', self.extreme)}, and "
+            f"{self._part('random', self.random)}."
+        )
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes the check to one JSON file, whole or not at all."""
+        path = free(path, overwrite=overwrite)
+        told = {
+            "method": self.method,
+            "sentence": self.sentence,
+            "extreme": _told(self.extreme),
+            "random": _told(self.random),
+            "spread": {sample: _number(value) for sample, value in self.spread.items()},
+            "cost": asdict(self.cost),
+            "run_fingerprint": self.run_fingerprint,
+            "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
+        }
+        save_json(path, told)
+        return path
+
+    def check_same_scores(self, scores: Scores) -> None:
+        """Refuses to speak for other scores than those that were held against replays."""
+        if self.method != scores.method:
+            raise InputError(
+                f"The check is of {self.method}, the scores are of {scores.method}: give the check of these scores."
+            )
+        mean = scores.mean().double()
+        known = dict(zip(scores.train_ids, mean.tolist(), strict=True))
+        slack = 1e-6 * float(mean.abs().max())  # a mean over queries may be rounded otherwise on another machine
+        told = zip(self.table.index, self.table["score"], strict=True)
+        prints = {self.run_fingerprint, scores.run_fingerprint} - {None}
+        if len(prints) > 1 or any(not abs(known.get(i, math.inf) - score) <= slack for i, score in told):
+            raise InputError(
+                f"The check is of other scores by {self.method} than these: verify these, and give their check."
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Check:
+        """Reads what ``save`` wrote."""
+        try:
+            told = read_json(Path(path))
+            rows = told["table"]
+            check = cls(
+                _agreement(told["extreme"]),
+                _agreement(told["random"]),
+                {sample: _float(value) for sample, value in told["spread"].items()},
+                pd.DataFrame({name: rows[name] for name in COLUMNS}, index=pd.Index(rows["train"], name="train")),
+                str(told["method"]),
+                Cost(**told["cost"]),
+                told.get("run_fingerprint"),
+            )
+            str(check)  # whatever the sentence needs is there
+            return check
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise RunError(f"{path} holds no check ({error}): give a file that Check.save wrote.") from None
+
+    def _part(self, sample: str, agreement: Agreement) -> str:
+        where = f"the {agreement.count} most extreme" if sample == "extreme" else f"{agreement.count} drawn at random"
+        told = f"tau {agreement.kendall}"
+        if self.spread[sample] > 0:
+            told += f", typical error {agreement.rmse.value / self.spread[sample]:.0%} of the scores' spread"
+        return f"among {where} {trust(agreement.kendall)} ({told})"
+
+
+def trust(tau: Interval) -> str:
+    """What a rank correlation with the truth lets one do, judged by the lower end of its interval.
+
+    >>> trust(Interval(0.95, 0.9, 0.98))
+    'the ranking can be trusted'
+    """
+    if tau.low >= 0.8:
+        return "the ranking can be trusted"
+    if tau.low >= 0.5:
+        return "the ranking is right in the large, not in detail"
+    if tau.low > 0:
+        return "the ranking is only a hint"
+    return "the ranking cannot be trusted"
+
+
+def verify(
+    scores: Scores,
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    replays: int = 64,
+    seed: int = 0,
+    resources: Resources | None = None,
+) -> Check:
+    """Replays the run exactly without the most extreme examples, and without a random sample of the rest.
+
+    Half of the replays go to each. Scores for several queries are compared by their mean over the queries.
+
+    Args:
+        scores: scores of single examples or of groups.
+        run: the run that was scored.
+        task: what was trained.
+        query: the query set that was scored.
+        replays: how many examples to replay.
+        seed: of the random sample.
+        resources: memory budget and progress.
+    """
+    if len(scores.train_ids) < 2 * MINIMUM or not is_whole(replays, 2 * MINIMUM):
+        raise InputError(
+            f"verify needs at least {2 * MINIMUM} scored examples or groups, and replays: it compares rankings."
+        )
+    extreme, random = chosen(scores, min(replays, len(scores.train_ids)), seed)
+    truth = replayed(scores, extreme + random, run, task, query, resources)
+    table = pd.DataFrame(
+        {
+            "score": scores.mean()[extreme + random].double().cpu().numpy(),
+            "truth": truth.mean().double().cpu().numpy(),
+            "sample": ["extreme"] * len(extreme) + ["random"] * len(random),
+        },
+        index=pd.Index(truth.train_ids, name="train"),
+    )
+    samples = dict(iter(table.groupby("sample")))
+    agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
+    # Scores that are no changes of the loss are compared by their order alone.
+    comparable = scores.unit == UNIT
+    spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
+    return Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost, run.fingerprint)
+
+
+def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int]]:
+    """Rows to replay: half of them the most extreme, half from each tail, and a random sample of the rest."""
+    half = max(MINIMUM, replays // 2)
+    extreme = scores.extreme(half)
+    rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
+    picked = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed)))[: replays - half]
+    return extreme, [rest[i] for i in picked.tolist()]
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN, which a constant sample gives."""
+    return None if math.isnan(value) else value
+
+
+def _float(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _told(agreement: Agreement) -> dict[str, Any]:
+    def interval(of: Interval) -> dict[str, float | None]:
+        return {name: _number(value) for name, value in asdict(of).items()}
+
+    return {
+        **{name: interval(getattr(agreement, name)) for name in ("rmse", "kendall", "spearman")},
+        "jaccard": {str(percent): interval(of) for percent, of in agreement.jaccard.items()},
+        "count": agreement.count,
+    }
+
+
+def _agreement(told: dict[str, Any]) -> Agreement:
+    def interval(of: dict[str, float | None]) -> Interval:
+        return Interval(**{name: _float(value) for name, value in of.items()})
+
+    overlaps = {float(p) if "." in p else int(p): interval(of) for p, of in told["jaccard"].items()}
+    rmse, kendall, spearman = (interval(told[name]) for name in ("rmse", "kendall", "spearman"))
+    return Agreement(rmse, kendall, spearman, overlaps, int(told["count"]))

@@ -1,0 +1,216 @@
+"""One function a claim: each measures both sides in the same run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from statistics import mean
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
+from leaveout.evaluate.metrics import kendall
+from leaveout.evaluate.plan import plan
+from leaveout.paper.bench.problems import QUIET, binary, folder, images, plain_training, quickest, seconds
+from leaveout.paper.bench.table import Row
+from leaveout.run.reader import Run
+from leaveout.run.recorder import Recorder
+from leaveout.sweep.transports import Subspace
+from leaveout.task.derivatives import stacked_gradients, weighted_changes
+from leaveout.task.task import Task
+from leaveout.trajectory.trajectory import Trajectory
+
+FIVE = [
+    ("adult", "logistic"),
+    ("20news", "logistic"),
+    ("mnist-1v7", "logistic"),
+    ("mnist-1v7", "mlp"),
+    ("20news", "mlp"),
+]
+
+
+def image_sweeps() -> list[Row]:
+    """SGD-IE against plain training, and ACC against SGD-IE, on the MNIST network."""
+    found, task, run = images(5_120, 4)  # several epochs, as trainings have
+    training, sgdie, acc = quickest(
+        8,
+        lambda: plain_training(task, run, copy.deepcopy(task.model), nn.CrossEntropyLoss()),
+        lambda: SGDIE().score(run, task, found.val, resources=QUIET),
+        lambda: ACC().score(run, task, found.val, resources=QUIET),
+    )
+    times = f"training {training:.1f} s, SGD-IE {sgdie:.1f} s, ACC(free) {acc:.1f} s"
+    how = f"MNIST CNN, {len(run)} steps of 64, 4 epochs: {times}, the quickest of eight each"
+    return [
+        Row("SGD-IE / plain training of the same steps", sgdie / training, "<=", 2.5, how),
+        Row("ACC(free) / SGD-IE, one query", acc / sgdie, "<=", 1.5, "the same run"),
+    ]
+
+
+def example_count() -> list[Row]:
+    """What a step costs must not depend on how many examples there are."""
+    each, peak = {}, 0
+    for n, epochs in ((1000, 40), (50_000, 1)):
+        found, task, run = images(n, epochs)
+        ACC().score(run.head(40), task, found.val, resources=QUIET)  # traces, and the first touch of memory
+        cost = ACC().score(run, task, found.val, resources=QUIET).cost
+        each[n], peak = cost.seconds / len(run), cost.peak_memory
+    how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms a step; {peak / 1e9:.1f} GB at n = 50,000"
+    return [Row("ACC(free), a step at n = 50,000 / at n = 1,000", each[50_000] / each[1000], "<=", 1.2, how)]
+
+
+def many_outputs() -> list[Row]:
+    """A hundred query outputs against a hundred times one."""
+    found, task, run = binary("adult", "mlp", epochs=38)
+    some = TensorDataset(found.val.x[:100], found.val.y[:100])
+    ACC().score(run.head(20), task, found.val, resources=QUIET)
+    one, _ = seconds(lambda: ACC().score(run, task, found.val, resources=QUIET))
+    hundred, _ = seconds(lambda: ACC(readout="outputs").score(run, task, some, resources=QUIET))
+    how = f"Adult 8-8: {one:.2f} s and {hundred:.2f} s"
+    return [Row("ACC(free), 100 query outputs / 100 times one", hundred / (100 * one), "<=", 0.25, how)]
+
+
+def replays() -> list[Row]:
+    """Exact replay against a plain loop, and exact ACC against exact replay."""
+    found, task, run = binary("adult", "mlp", epochs=38)
+    loss = nn.BCEWithLogitsLoss()
+    plain, replay, acc = quickest(
+        10,
+        lambda: plain_training(task, run, copy.deepcopy(task.model), loss),
+        lambda: Replay().score(run, task, found.val, resources=QUIET),
+        lambda: ACC("exact").score(run, task, found.val, resources=QUIET),
+    )
+    how = f"Adult 8-8, n = 400, {len(run)} steps: {replay:.2f} s, a plain model {plain:.3f} s, the quickest of ten each"
+    return [
+        Row("Replay of 400 / 400 plain loops", replay / (400 * plain), "<=", 1 / 50, how),
+        Row("exact ACC / Replay", acc / replay, "<=", 1.5, f"the same, {acc:.2f} s; {_parts(task, run, replay, acc)}"),
+    ]
+
+
+def _parts(task: Task, run: Run, replay: float, acc: float) -> str:
+    """What the derivatives alone take of a step: 400 models' gradients, and how the gradient changes along 400 rows."""
+    moment = Trajectory(run, task).moment(len(run) // 2)
+    stack = {n: t + 0.01 * torch.randn(400, *t.shape) for n, t in moment.params.items()}
+    weights = torch.ones(400, 100)
+    calls = (
+        lambda: stacked_gradients(task, stack, weights, moment.batch),
+        lambda: weighted_changes(task, moment.params, moment.batch, (stack, weights, weights)),
+    )
+    quickest(8, *calls)  # traced from then on
+    gradients, changes = (1e3 * t for t in quickest(50, *calls))
+    steps = len(run) / 1e3
+    return (
+        f"of a step, Replay's gradients take {gradients:.1f} of {replay / steps:.1f} ms, ACC's products "
+        f"{changes:.1f} of {acc / steps:.1f} ms"
+    )
+
+
+def wide_inputs() -> list[Row]:
+    """How much of the machine's matrix rate the first layer's products reach."""
+    found, task, run = binary("20news", "mlp", epochs=10)
+    width = found.train.x.shape[1]
+    left, right = torch.randn(400 * 8, width), torch.randn(width, 100)
+    left @ right
+    plain, _ = seconds(lambda: [left @ right for _ in range(10)])
+    work = 2 * 400 * 8 * width * 100
+    rate = 10 * work / plain
+    rows = []
+    for estimator in (Replay(), ACC("exact")):
+        taken = estimator.score(run, task, found.val, resources=QUIET).cost.seconds
+        reached = 2 * work * len(run) / taken  # one product forward and one back
+        how = f"20News 8-8: {reached / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s"
+        rows.append(Row(f"{estimator.name}, layer-1 rate / plain matmul", reached / rate, ">=", 0.25, how))
+    return rows
+
+
+def recording() -> list[Row]:
+    """What recording adds to an ordinary loop."""
+    found, task, _ = images(20_000, 1)
+    loss = nn.CrossEntropyLoss()
+    loader = DataLoader(found.train, batch_size=64, shuffle=True)
+
+    def loop(*, recorded: bool) -> None:
+        model = copy.deepcopy(task.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        recorder = Recorder(folder(), model, optimizer) if recorded else None
+        for x, y in recorder.watch(loader) if recorder else loader:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+        if recorder:
+            recorder.finish()
+
+    plain, recorded = quickest(8, lambda: loop(recorded=False), lambda: loop(recorded=True))
+    how = f"MNIST CNN, keep='auto', {plain:.1f} s and {recorded:.1f} s, the quickest of eight each"
+    return [Row("recorded training / unrecorded", recorded / plain, "<=", 1.1, how)]
+
+
+def plans() -> list[Row]:
+    """What ``plan`` predicts against what then happens."""
+    rows = []
+    cheap: list[Estimator] = [TracIn(), SGDIE(), ACC()]
+    for what, (found, task, run), methods in (
+        ("MNIST CNN", images(20_000, 1), cheap),
+        ("Adult 8-8", binary("adult", "mlp", epochs=38), [*cheap, ACC("exact"), Replay()]),
+    ):
+        planned = plan(task, found.val, run, resources=QUIET)["seconds"]
+        real = {
+            m.resolved(run).name: min(_alone(m, run, task.untraced(), found.val) for _ in range(2)) for m in methods
+        }
+        worst = float(max(max(planned[name] / real[name], real[name] / planned[name]) for name in real))
+        how = ", ".join(f"{name} {planned[name]:.1f} and {real[name]:.1f} s" for name in real) + ", the quicker of two"
+        rows.append(Row(f"planned and real time, larger / smaller, {what}", worst, "<=", 1.5, how))
+    return rows
+
+
+def _alone(method: Estimator, run: Run, task: Task, query: Dataset) -> float:
+    """Seconds that a method takes by itself, without what others left to be swept up."""
+    gc.collect()
+    return method.score(run, task, query, resources=QUIET).cost.seconds
+
+
+def cheap_transports() -> list[Row]:
+    """Rank correlation of the cheap transports with the exact one, on five tasks."""
+    rows = []
+    for name, model in FIVE:
+        found, task, run = binary(name, model, n=200, size=50, epochs=30)
+        exact = ACC("exact").score(run, task, found.val, resources=QUIET).mean()
+        for transport, target in (("free", 0.98), (Subspace(8), 0.99)):
+            estimator = ACC(transport)
+            values = estimator.score(run, task, found.val, resources=QUIET).mean()
+            tau = kendall(values, exact)
+            what = f"tau({estimator.name}, exact ACC), {name}, {model}"
+            rows.append(Row(what, tau, ">=", target, "n = 200, batch 50, 30 epochs, lr 0.1"))
+    return rows
+
+
+def faithful_outputs() -> list[Row]:
+    """Rank correlation of ACC with the outputs readout with exact leave-one-out."""
+    rows = []
+    for name in ("adult", "20news", "mnist-1v7"):
+        taus = []
+        for seed in range(5):
+            found, task, run = binary(name, "logistic", seed=seed, l2=0.01)
+            truth = Replay().score(run, task, found.val, resources=QUIET).mean()
+            values = ACC(readout="outputs").score(run, task, found.val, resources=QUIET).mean()
+            taus.append(kendall(values, truth))
+        how = f"n = 400, batch 100, 30 epochs, lr 0.1, l2 0.01; five seeds, {min(taus):.3f} to {max(taus):.3f}"
+        rows.append(Row(f"tau(ACC(free) outputs, exact leave-one-out), {name}, logistic", mean(taus), ">=", 0.96, how))
+    return rows
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        image_sweeps,
+        example_count,
+        many_outputs,
+        replays,
+        wide_inputs,
+        recording,
+        plans,
+        cheap_transports,
+        faithful_outputs,
+    )
+}

@@ -1,0 +1,161 @@
+"""Long and wide: very many recorded steps, and very many examples in one scoring pass, with memory watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from leaveout.compute.resources import Resources
+from leaveout.estimators import ACC, SGDIE
+from leaveout.paper.bench.problems import QUIET, folder, seconds
+from leaveout.paper.bench.table import load_table
+from leaveout.run.reader import open_run
+from leaveout.run.train import train
+from leaveout.task.task import Task
+
+SETTLED = 0.5
+"""The share of the time after which resident memory should grow no more."""
+
+HEAD = """# Load
+
+Measured by `leaveout load`, which runs for as long as it takes and watches its own resident memory. Growth is the slope
+of a straight line through the second half of the samples: what a step adds once everything has been touched.
+
+"""
+
+NOTES = """
+Processor time is what counts on a machine that does other things as well; "a step" is of that. While recording, states
+wait in memory until they fill a shard (64 MB, 4096 steps or 10 seconds): memory rises until the first shard is written,
+and then only where a shard is larger than those before it. While scoring, memory follows the shard that is read, up as
+its pages are touched and down at the next: a slope of some hundred bytes, where a state has ten thousand, is where in
+this sawtooth the samples begin and end. What held a state a step would show as 10 KB.
+"""
+EPOCHS = 12
+"""Of the wide run: enough for several shards."""
+
+
+class Resident:
+    """Samples of this process's resident memory."""
+
+    def __init__(self, every: float = 0.1) -> None:
+        self._every, self._stop = every, threading.Event()
+        self.samples: list[tuple[float, int]] = []
+
+    def _sample(self) -> None:
+        while True:  # not at the end, when what was held is free again
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            self.samples.append((perf_counter(), pages * os.sysconf("SC_PAGE_SIZE")))
+            if self._stop.wait(self._every):
+                return
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Samples while this lasts."""
+        thread = threading.Thread(target=self._sample, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+
+    @property
+    def peak(self) -> int:
+        """The largest."""
+        return max(size for _, size in self.samples)
+
+    def growth(self, steps: int) -> float:
+        """Bytes a step once it has settled, for steps that take the same time each."""
+        time, size = np.array(self.samples).T
+        time = time - time[0]
+        late = time >= SETTLED * time[-1]
+        if late.sum() < 2:
+            return float("nan")  # over before it could be told
+        slope = np.polyfit(time[late], size[late], 1)[0]
+        return float(slope * time[-1] / steps)
+
+
+def watched(what: str, steps: int, function: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
+    """Calls a function of so many steps; what it took, and what it gave."""
+    resident = Resident()
+    used = process_time()
+    with resident.watched():
+        taken, result = seconds(function)
+    told = {"what": what, "steps": steps, "seconds": taken, "processor": process_time() - used}
+    return {**told, "peak": resident.peak, "growth": resident.growth(steps)}, result
+
+
+def long_run(steps: int) -> Iterator[dict[str, Any]]:
+    """Very many steps of a small model recorded, opened and scored."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, 8, generator=generator)
+    data = TensorDataset(x, (x.sum(1) + torch.randn(1000, generator=generator) > 0).float())
+    model = nn.Sequential(nn.Linear(8, 1), nn.Flatten(0))
+    task = Task(model, nn.BCEWithLogitsLoss(), data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    path = folder()
+    told, run = watched(
+        f"{steps:,} steps recorded, logistic regression with 9 parameters, batches of 10",
+        steps,
+        lambda: train(task, optimizer, steps // 100, 10, 0, path, resources=QUIET),
+    )
+    yield {**told, "case": "long", "disk": sum(file.stat().st_size for file in path.iterdir())}
+    del run
+    told, _ = watched(
+        "the same run opened and scored by SGD-IE, one query",
+        steps,
+        lambda: SGDIE().score(open_run(path), task, TensorDataset(*data[:100]), resources=QUIET),
+    )
+    yield {**told, "case": "long"}
+    shutil.rmtree(path.parent)
+
+
+def wide_run(examples: int, *, width: int = 64, size: int = 1000) -> Iterator[dict[str, Any]]:
+    """Very many examples scored in one pass, each remembered in a projection."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(examples, 64, generator=generator)
+    data = TensorDataset(x, (x[:, :10] + torch.randn(examples, 10, generator=generator)).argmax(1))
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    task = Task(model, nn.CrossEntropyLoss(), data)
+    path = folder()
+    count = sum(param.numel() for param in model.parameters())
+    steps = EPOCHS * -(-examples // size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    told, run = watched(
+        f"{EPOCHS} epochs of {examples:,} examples recorded, network with {count:,} parameters, batches of {size:,}",
+        steps,
+        lambda: train(task, optimizer, EPOCHS, size, 0, path, resources=QUIET),
+    )
+    yield {**told, "case": "wide", "disk": sum(file.stat().st_size for file in path.iterdir())}
+    query = TensorDataset(*data[:1000])
+    told, _ = watched(
+        f"the same run scored by ACC(sketch={width}), one pass, {examples:,} scores",
+        steps,
+        lambda: ACC(sketch=width).score(run, task, query, resources=Resources("2GB", progress=False)),
+    )
+    yield {**told, "case": "wide"}
+    shutil.rmtree(path.parent)
+
+
+def write(rows: list[dict[str, Any]], out: Path) -> None:
+    """``load.json`` and ``load.md``; cases that were not measured now stay as they are there."""
+    machine = f"Threads: {torch.get_num_threads()}; PyTorch {torch.__version__}, Python {platform.python_version()}."
+    out.mkdir(parents=True, exist_ok=True)
+    measured = {row["case"] for row in rows}
+    if (before := out / "load.json").exists():
+        rows = [*(row for row in json.loads(before.read_text())["rows"] if row["case"] not in measured), *rows]
+    (out / "load.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    (out / "load.md").write_text("\n".join([HEAD + machine, "", *load_table(rows)]) + "\n" + NOTES)

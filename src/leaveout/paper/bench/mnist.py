@@ -1,0 +1,94 @@
+"""All of MNIST: every one of 50,000 images scored along 20 epochs, and what exact replays say of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from leaveout._util.files import write_text
+from leaveout._util.png import pixels, png
+from leaveout.builtin import data, models
+from leaveout.builtin.data import Examples, Noisy
+from leaveout.compute.resources import Resources
+from leaveout.estimators import ACC, SGDIE, score
+from leaveout.evaluate.verify import verify
+from leaveout.paper.bench.problems import folder, plain_training, seconds
+from leaveout.run.reader import open_run
+from leaveout.run.train import train
+from leaveout.scores import Scores
+from leaveout.task.task import Task
+
+SHEET = 40
+EPOCHS = 20
+SCORES = "acc.safetensors"
+
+
+def measure(n: int, flipped: float, replays: int, out: Path, work: Path | None = None) -> dict[str, Any]:
+    """Trains, scores and verifies; writes the most harmful images as one sheet, and the figures as JSON.
+
+    With ``work``, run, scores and finished replays stay there, and the same call goes on with them.
+    """
+    work = work or folder()
+    found = data.load("mnist", n_train=n, n_val=10_000)
+    noisy = data.flip(found.train, flipped, seed=0)
+    task = Task(models.build("mnist-cnn", seed=0), nn.CrossEntropyLoss(), noisy.examples)
+    file = out / (f"mnist-{n}" + ("-flipped" if flipped else "") + ".json")
+    if not (work / SCORES).exists() or not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        told, acc = _scored(task, noisy, found.val, work)
+        harmful = [row["id"] for row in told["harmful"]]
+        file.with_suffix(".png").write_bytes(png(pixels(sheet(noisy.examples, harmful).numpy(), side=4096)))
+        write_text(file, json.dumps(told, indent=1) + "\n")
+        acc.save(work / SCORES, overwrite=True)
+    told, acc, run = json.loads(file.read_text()), Scores.load(work / SCORES), open_run(work / "run")
+    check = verify(acc, run, task, found.val, replays=replays, resources=Resources(memory="6GB", work=work / "shards"))
+    told["verify"] = {
+        "sentence": check.sentence,
+        "seconds": check.cost.seconds,
+        "replays": check.table.reset_index().to_dict("records"),
+    }
+    write_text(file, json.dumps(told, indent=1) + "\n")
+    return told
+
+
+def _scored(task: Task, noisy: Noisy, val: Examples, work: Path) -> tuple[dict[str, Any], Scores]:
+    """Trains and scores; figures of both, and ACC's scores."""
+    resources, there = Resources(memory="6GB"), (work / "run").exists()
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.05)
+    recorded, run = seconds(
+        lambda: train(task, optimizer, EPOCHS, 64, 0, work / "run", resume=there, resources=resources)
+    )
+    plain = plain_training(task, run, models.build("mnist-cnn", seed=0), nn.CrossEntropyLoss())
+    sgdie, acc = score([SGDIE(), ACC()], run, task, val, resources=resources)
+    harmful = [int(i) for i in acc.harmful(SHEET)]
+    flipped = int(noisy.touched.sum())
+    told: dict[str, Any] = {
+        "images": task.size,
+        "flipped": flipped,
+        "steps": len(run),
+        "seconds": {
+            "plain training": plain,
+            "recorded training": None if there else recorded,  # the rest of it only
+            "SGD-IE and ACC": acc.cost.seconds,
+        },
+        "scoring / plain training": acc.cost.seconds / plain,
+        "peak memory, GB": acc.cost.peak_memory / 1e9,
+        "run on disk, GB": sum(file.stat().st_size for file in run.path.iterdir()) / 1e9,
+        "harmful": [{"id": i, "label": int(noisy.examples.y[i]), "flipped": bool(noisy.touched[i])} for i in harmful],
+    }
+    for scores in (sgdie, acc):
+        worst = [int(i) for i in scores.harmful(flipped)]
+        told[f"flipped found by {scores.method}"] = int(noisy.touched[worst].sum())
+    return told, acc
+
+
+def sheet(examples: Examples, ids: list[int], columns: int = 10, zoom: int = 3) -> Float[Tensor, "height width"]:
+    """Images side by side, with a thin frame around each."""
+    tiles = [torch.nn.functional.pad(examples.x[i, 0], (1, 1, 1, 1), value=0.5) for i in ids]
+    rows = [torch.cat(tiles[start : start + columns], dim=1) for start in range(0, len(tiles), columns)]
+    return torch.cat(rows).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)

@@ -1,0 +1,22 @@
+"""The published tables and curves as declarative specs, a file each, and one runner for all of them."""
+
+from leaveout.paper.reproduce.bounds import BOUNDS
+from leaveout.paper.reproduce.cleansing import CLEANSING, CLEANSING_FULL
+from leaveout.paper.reproduce.epochs import EPOCHS
+from leaveout.paper.reproduce.family import FAMILY, METHODS
+from leaveout.paper.reproduce.groups import GROUPS
+from leaveout.paper.reproduce.mismatch import MISMATCH
+from leaveout.paper.reproduce.readouts import READOUTS
+from leaveout.paper.reproduce.sensitivity import SENSITIVITY
+from leaveout.paper.reproduce.spec import Settings, Spec
+from leaveout.paper.reproduce.tables import CONVEX, NONCONVEX
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        *(CONVEX, NONCONVEX, FAMILY, METHODS, SENSITIVITY, EPOCHS, GROUPS, BOUNDS),
+        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH),
+    )
+}
+
+__all__ = ["SPECS", "Settings", "Spec"]

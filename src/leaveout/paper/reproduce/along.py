@@ -1,0 +1,38 @@
+"""Scores and truth along one run: after how many steps, how far from the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from leaveout._util.trees import PARAM, Params
+from leaveout.compute.cost import Cost
+from leaveout.estimators.readout import Query, readout_of
+from leaveout.paper.reproduce.problems import QUIET, Problem
+from leaveout.sweep.sweep import Sweep
+from leaveout.trajectory.left_out import members_of
+from leaveout.trajectory.replay import courses
+from leaveout.trajectory.trajectory import Trajectory
+
+
+def displaced(problem: Problem, marks: Sequence[int], *, corrected: bool) -> Iterator[tuple[int, Params]]:
+    """Every example's estimated displacement after each number of steps, from one sweep: SGD-IE's or exact ACC's."""
+    sweep = Sweep(Trajectory(problem.run, problem.task), QUIET, Cost(), corrected=corrected)
+    for moment, moved in sweep.course(members_of(problem.task.size)):
+        if moment.record.index + 1 in marks:
+            yield moment.record.index + 1, moved[PARAM]
+
+
+def replayed(problem: Problem, marks: Sequence[int]) -> Iterator[tuple[int, Params]]:
+    """Every example's true displacement after each number of steps, from one stack of trainings."""
+    trajectory = Trajectory(problem.run, problem.task)
+    for moment, params in courses(trajectory, members_of(problem.task.size), 0.0, QUIET, Cost()):
+        if moment.record.index + 1 in marks:
+            yield moment.record.index + 1, {name: tensor[:-1] - tensor[-1:] for name, tensor in params.items()}
+
+
+def changes(problem: Problem, step: int, moved: Params, readout: str) -> Tensor:
+    """The change of the mean query loss for displacements after some steps, by a readout."""
+    query = Query(problem.task, problem.run.state(step)[PARAM], problem.val, single=False)
+    return readout_of(readout).of_displacements(query, moved).mean(1)

@@ -1,0 +1,94 @@
+"""Where the error of a score comes from: the displacement, or how it is read.
+
+The displacements of SGD-IE, of ACC and of real retraining are read linearly and exactly. What is left with the real
+displacement is the reading's own error, and no estimator can be blamed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from leaveout._util.trees import PARAM, Params, each, inner_rows
+from leaveout.estimators import ACC, SGDIE, Replay
+from leaveout.estimators.readout import Query, readout_of
+from leaveout.paper.reproduce.fidelity import agreement
+from leaveout.paper.reproduce.markdown import spread, table
+from leaveout.paper.reproduce.problems import QUIET, binary
+from leaveout.paper.reproduce.spec import Row, Settings, Spec
+from leaveout.paper.reproduce.tables import NOISE, QUICK, SETTINGS, SHOWN, named
+
+REAL = "real displacement"
+READINGS = ("linear", "exact")
+
+
+def cells(seeds: int, quick: bool) -> Sequence[Settings]:
+    """All three sets, clean and with the most label noise; networks for a quarter of the seeds."""
+    return [
+        {"data": name, "model": model, "noise": noise, "level": level, **(QUICK if quick else SETTINGS), "seed": seed}
+        for seed in range(seeds)
+        for model in ("logistic", *(("mlp",) if 4 * seed < seeds else ()))
+        for name in NOISE
+        for noise, level in (NOISE[name][0], NOISE[name][-1])
+    ]
+
+
+def compute(settings: Settings) -> list[Row]:
+    """A row for each displacement and reading of it."""
+    with binary(settings) as problem:
+        asked = (problem.run, problem.task, problem.val)
+        real = Replay().score(*asked, displacements=True, resources=QUIET)
+        moved = {
+            method.name: method.score(*asked, displacements=True, resources=QUIET).displacements or {}
+            for method in (SGDIE(), ACC("exact"))
+        } | {REAL: real.displacements or {}}
+        query = Query(problem.task, problem.run.final()[PARAM], problem.val, single=False)
+        return [
+            {
+                "displacement": name,
+                "reading": reading,
+                **agreement(readout_of(reading).of_displacements(query, stack).mean(1), real.mean()),
+                "missed": distance(stack, moved[REAL]),
+            }
+            for name, stack in moved.items()
+            for reading in READINGS
+        ]
+
+
+def distance(stack: Params, real: Params) -> float:
+    """Mean ‖δ − δ*‖ over mean ‖δ*‖."""
+    apart = each(lambda a, b: (a - b).double(), stack, real)
+    size = each(lambda a: a.double(), real)
+    return float(inner_rows(apart, apart).sqrt().mean() / inner_rows(size, size).sqrt().mean())
+
+
+def tables(frame: pd.DataFrame) -> str:
+    """RMSE and tau by displacement and reading, and how far the displacement is from the real one."""
+    rows = []
+    keys = ["model", "data", "noise", "level", "displacement"]
+    for (model, name, noise, level, moved), part in frame.groupby(keys, sort=False):
+        place = ["logistic" if model == "logistic" else "8-8 network", SHOWN[str(name)], named(str(noise), level)]
+        shown = [str(moved), spread(part["missed"], small=True)]
+        for reading in READINGS:
+            own = part[part["reading"] == reading]
+            shown += [spread(own["rmse"], small=True), spread(own["kendall"])]
+        rows.append([*place, *shown, str(part["seed"].nunique())])
+    head = ["model", "data", "noise", "displacement", "its relative error"]
+    columns = [f"{what}, {reading}" for reading in READINGS for what in ("RMSE", "tau")]
+    return f"{SETTING}\n\n" + table([*head, *columns, "seeds"], rows)
+
+
+SETTING = """The settings of the tables. The relative error of a displacement is the mean ‖δ − δ*‖ over the mean ‖δ*‖,
+δ* from real retraining. Linear: ⟨∇L, δ⟩. Exact: L(θ + δ) − L(θ). The real displacement read exactly is the truth, up
+to rounding."""
+
+READOUTS = Spec(
+    "readouts",
+    "Displacement or reading: where the error of a score comes from",
+    seeds=20,
+    cells=cells,
+    compute=compute,
+    tables=tables,
+    naming=("data", "model", "noise", "level", "seed"),
+)

@@ -1,0 +1,81 @@
+"""From finished cells to files: one parquet, a Markdown table, PNGs; and one page with all pictures to play with."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from leaveout._util.files import check_writable, write_text
+from leaveout.errors import RunError, UnsupportedError
+from leaveout.paper.reproduce.plots import interactive, png
+from leaveout.paper.reproduce.runner import finished, folder_of
+from leaveout.paper.reproduce.spec import Spec
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>leaveout: results</title>
+<style>body{{font-family:sans-serif;max-width:1400px;margin:2em auto;padding:0 1em}}</style></head>
+<body><h1>leaveout: results</h1>
+<p>Click on a method in a legend to hide it, double-click to see it alone; drag to zoom.</p>
+{body}
+</body></html>
+"""
+
+
+def check_extras() -> None:
+    """Says what to install before hours of work, not after them."""
+    missing = [name for name in ("matplotlib", "plotly", "pyarrow") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(f"{' and '.join(missing)} cannot be imported: pip install -e '.[paper]'.")
+
+
+def write(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = False) -> Path:
+    """Writes ``results.parquet``, ``table.md`` and a PNG for each plot; gives the directory."""
+    frame = finished(spec, out, seeds, quick=quick)
+    folder = folder_of(spec, out, quick=quick)
+    check_writable(folder / "table.md")
+    aside = folder / f".results.{os.getpid()}"
+    try:
+        frame.to_parquet(aside)
+        os.replace(aside, folder / "results.parquet")
+    finally:
+        aside.unlink(missing_ok=True)
+    plots = spec.plots(frame)
+    command = f"leaveout reproduce {spec.name}{' --quick' if quick else ''}"
+    head = f"# {spec.title}\n\nBy `{command}`; rows and settings of every cell are in `results.parquet`.\n\n"
+    if quick:
+        head += "**The quick version: fewer examples, epochs and seeds than the text below says.**\n\n"
+    pictures = "".join(f"\n![{plot.title}]({plot.name}.png)\n" for plot in plots)
+    for plot in plots:
+        write_bytes(folder / f"{plot.name}.png", png(plot))
+    write_text(folder / "table.md", head + spec.tables(frame).strip() + "\n" + pictures)
+    return folder
+
+
+def write_bytes(file: Path, content: bytes) -> None:
+    """A file that is there whole or not at all."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        aside.write_bytes(content)
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def page(specs: Iterable[Spec], out: Path, seeds: int | None = None, *, quick: bool = False) -> Path:
+    """``plots.html``: the pictures of every experiment that has results, in one file that needs nothing else."""
+    parts: list[str] = []
+    for spec in specs:
+        try:
+            plots = spec.plots(finished(spec, out, seeds, quick=quick))
+        except RunError:
+            continue  # not run yet
+        parts.append(f"<h2>{escape(spec.title)}</h2>")
+        for plot in plots:
+            script = not any("plotly" in part for part in parts)
+            parts.append(interactive(plot).to_html(full_html=False, include_plotlyjs=script))
+    file = out / ("plots-quick.html" if quick else "plots.html")
+    write_text(file, PAGE.format(body="\n".join(parts)))
+    return file

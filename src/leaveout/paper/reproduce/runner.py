@@ -1,0 +1,100 @@
+"""The one runner: computes cells that are not on disk yet, saves each at once, and shows what is there."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from leaveout._util.files import check_writable, save_text
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, RunError
+from leaveout.paper.reproduce.spec import Row, Settings, Spec
+
+
+def folder_of(spec: Spec, out: Path, *, quick: bool) -> Path:
+    """Where an experiment's results go; quick ones have a place of their own."""
+    return out / (f"{spec.name}-quick" if quick else spec.name)
+
+
+def compute(
+    spec: Spec,
+    out: Path,
+    seeds: int | None = None,
+    *,
+    quick: bool = False,
+    part: tuple[int, int] = (1, 1),
+    resources: Resources | None = None,
+) -> int:
+    """Computes the cells that are missing and tells how many these were.
+
+    Args:
+        spec: the experiment.
+        out: the directory of all results.
+        seeds: how many seeds; the experiment's own number by default.
+        quick: the small version.
+        part: ``(1, 2)`` and ``(2, 2)`` share the cells between two processes.
+        resources: whether to show progress, and the engine that cells are computed by.
+    """
+    if seeds is not None and seeds < 1:
+        raise InputError(f"seeds={seeds} leaves nothing to do: give at least 1.")
+    first, parts = part
+    if not 1 <= first <= parts:
+        raise InputError(f"part {first}/{parts} does not exist: write 1/{parts} to {parts}/{parts}.")
+    cells = spec.cells(seeds or spec.seeds, quick)[first - 1 :: parts]
+    folder = folder_of(spec, out, quick=quick) / "cells"
+    check_writable(folder / "cell")
+    missing = [settings for settings in cells if not (folder / spec.file(settings)).exists()]
+    for place, told in (resources or Resources()).map(partial(_computed, spec), missing, spec.name):
+        save_text(folder / spec.file(missing[place]), json.dumps(told, allow_nan=False) + "\n")
+    return len(missing)
+
+
+def _computed(spec: Spec, settings: Settings) -> Row:
+    start = time.perf_counter()
+    rows = spec.compute(settings)
+    return {
+        "experiment": spec.name,
+        "settings": dict(settings),
+        "seconds": round(time.perf_counter() - start, 2),
+        "torch": torch.__version__,
+        "rows": [_plain(row) for row in rows],
+    }
+
+
+def finished(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = False) -> pd.DataFrame:
+    """The rows of all finished cells with their settings, at least of the experiment's own number of seeds."""
+    folder = folder_of(spec, out, quick=quick) / "cells"
+    rows: list[Row] = []
+    for settings in spec.cells(max(seeds or 0, spec.seeds), quick):
+        file = folder / spec.file(settings)
+        if os.path.exists(file):  # without an OSError where the name is too long
+            rows += [
+                {**settings, **row, "cell_seconds": told["seconds"]}
+                for told in [_read(file, settings)]
+                for row in told["rows"]
+            ]
+    if not rows:
+        raise RunError(f"{folder} holds no finished cell of {spec.name!r}: run leaveout reproduce {spec.name} first.")
+    return pd.DataFrame(rows)
+
+
+def _read(file: Path, settings: Settings) -> Row:
+    try:
+        told = json.loads(file.read_text())
+        if told["settings"] != json.loads(json.dumps(settings)):
+            raise ValueError("its settings are not those that its name stands for")
+        return {"seconds": float(told["seconds"]), "rows": list(told["rows"])}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{file} cannot be read ({error}): delete it, and the cell is computed again.") from None
+
+
+def _plain(row: Row) -> Row:
+    """JSON has no NaN: a metric that does not exist is null."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

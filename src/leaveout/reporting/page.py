@@ -1,0 +1,44 @@
+"""One HTML file from the content of a report: no network, no other file, everything from the data escaped.
+
+Words go through jinja2, which escapes them; what the page's script works with is JSON in a data block, where no ``<``
+remains, and the script sets it as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+
+from leaveout.reporting.content import Content
+
+SCRIPTS = ("dom.js", "charts.js", "examples.js", "page.js")
+
+
+def page(content: Content) -> str:
+    """The whole page."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(_asset("page.html"))
+    text = template.render(
+        content=content,
+        data=as_json(asdict(content)),
+        style=_asset("style.css"),
+        script="\n".join(_asset(name) for name in SCRIPTS),
+    )
+    return text.encode("utf-8", "replace").decode("utf-8")  # halves of characters that a user's text may hold
+
+
+def as_json(value: object) -> str:
+    r"""JSON that cannot end the element it stands in.
+
+    >>> print(as_json({"a": "</script>"}))
+    {"a":"\u003c/script>"}
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _asset(name: str) -> str:
+    return files("leaveout.reporting").joinpath("assets", name).read_text(encoding="utf-8")

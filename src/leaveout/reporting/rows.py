@@ -1,0 +1,137 @@
+"""The rows of a report: which are listed, what they look like, and which of them drive a query."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from leaveout.reporting import content
+from leaveout.reporting.content import digits, rounded
+from leaveout.reporting.topic import Topic
+from leaveout.scores import Scores
+
+LISTED = 20_000
+"""Rows in the page; of more, the most extreme."""
+QUERIES = 100
+DRIVERS = 6
+PICTURE_BYTES = 6_000_000
+
+Drivers = list[tuple[int, float]]
+
+
+def chosen_queries(topic: Topic) -> list[int]:
+    """The columns that can be looked at: those of the largest loss first."""
+    if not topic.single:
+        return []
+    columns = list(range(len(topic.scores.query_ids)))
+    if topic.asked is not None:
+        columns = torch.argsort(topic.asked.losses, descending=True, stable=True).tolist()
+    return columns[:QUERIES]
+
+
+def drivers(column: Float[Tensor, " train"]) -> Drivers:
+    """The rows that did a query most harm, worst first, then those that helped it most, best last."""
+    order = torch.argsort(column, stable=True).tolist()
+    half = min(DRIVERS, len(order) // 2)
+    return [(row, digits(float(column[row]))) for row in order[:half] + order[len(order) - half :]]
+
+
+def listed(scores: Scores, needed: set[int]) -> list[int]:
+    """Rows for the page, most harmful first: all, or the most extreme and those that are needed."""
+    mean = scores.mean().tolist()
+    return sorted(set(scores.extreme(LISTED)) | needed, key=lambda row: (mean[row], row))
+
+
+def ends(count: int, top: int) -> list[int]:
+    """Places from both ends inward, so that what is cut off is what matters least.
+
+    >>> ends(5, 2)
+    [0, 4, 1, 3]
+    """
+    return list(dict.fromkeys(place for i in range(min(top, count)) for place in (i, count - 1 - i)))
+
+
+def table(topic: Topic, rows: list[int]) -> content.Table:
+    """The listed rows, column by column."""
+    scores, own = topic.scores, topic.own
+    exact = scores.exact
+    basic: dict[str, Any] = {
+        "id": [scores.train_ids[row] for row in rows],
+        "score": rounded(topic.mean[rows].tolist()),
+        "exact": exact[rows].tolist() if exact is not None else [scores.method == "Replay"] * len(rows),
+    }
+    if own is None:
+        return content.Table(**basic)
+    names = {name: i for i, name in enumerate(dict.fromkeys([*own.labels, *own.says]))}
+    return content.Table(
+        **basic,
+        names=list(names),
+        label=[names[own.labels[row]] for row in rows] if own.labels else [],
+        says=[names[own.says[row]] for row in rows] if own.says else [],
+        p=rounded(own.p[rows].tolist()) if own.p is not None else [],
+    )
+
+
+def looks(
+    topic: Topic, rows: list[int], places: Sequence[int], queries: Sequence[int]
+) -> tuple[dict[int, content.Shown], dict[int, content.Shown], bool]:
+    """What rows and queries look like, in order of weight, until the page's budget is used up (then False)."""
+    show, task = topic.show, topic.task
+    train: Any = show.train if show.train is not None or task is None else task.train_set
+    query: Any = show.query if show.query is not None else topic.query
+    shown: dict[int, content.Shown] = {}
+    asked: dict[int, content.Shown] = {}
+    jobs = [(asked, q, query, q) for q in queries]
+    if topic.groups:
+        sizes = {name: len(ids) for name, ids in (topic.members or {}).items()}
+        named = {place: str(topic.scores.train_ids[rows[place]]) for place in places}
+        shown |= {place: content.Shown(text=f"{sizes[name]:,} examples") for place, name in named.items() if sizes}
+    else:
+        jobs = [(shown, place, train, int(topic.scores.train_ids[rows[place]])) for place in places] + jobs
+    left = PICTURE_BYTES
+    for target, key, source, number in jobs:
+        if source is None or key in target:
+            continue
+        seen = show.shown(source[number])
+        left -= len(seen.picture) + len(seen.text)
+        if left < 0:
+            return shown, asked, False
+        target[key] = seen
+    return shown, asked, True
+
+
+def query_of(
+    topic: Topic, column: int, found: Drivers, place: dict[int, int], looks: dict[int, content.Shown]
+) -> content.Query:
+    """A query with the places of the rows that drive it."""
+    asked, half = topic.asked, len(found) // 2
+    placed = [(place[row], value) for row, value in found]
+    return content.Query(
+        id=topic.scores.query_ids[column],
+        shown=looks.get(column, content.Shown()),
+        label=asked.labels[column] if asked and asked.labels else "",
+        says=asked.says[column] if asked and asked.says else "",
+        p=digits(float(asked.p[column])) if asked and asked.p is not None else None,
+        loss=digits(float(asked.losses[column])) if asked else None,
+        harmful=placed[:half],
+        helpful=placed[half:][::-1],
+    )
+
+
+def histogram(values: Float[Tensor, " train"], bins: int = 48) -> content.Histogram:
+    """Counts in bins of equal width, of which zero is an edge.
+
+    >>> histogram(torch.tensor([-1.0, 0.0, 0.5, 3.0]), bins=4)
+    Histogram(edges=[-1.0, 0.0, 1.0, 2.0, 3.0], counts=[1, 2, 0, 1])
+    """
+    low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
+    width = (high - low) / bins or 1.0
+    first, last = -math.ceil(-low / width - 1e-9), max(1, math.ceil(high / width - 1e-9))
+    place = torch.floor(values.double() / width + 1e-9).long().clamp(first, last - 1)
+    counts = torch.bincount(place - first, minlength=last - first)
+    return content.Histogram(rounded([i * width for i in range(first, last + 1)]), counts.tolist())

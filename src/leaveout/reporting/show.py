@@ -1,0 +1,117 @@
+"""How an example is shown: a picture, a piece of text, or a row with feature names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from leaveout._util.png import data_uri, is_picture, pixels
+from leaveout.builtin.data import Data
+from leaveout.errors import InputError
+from leaveout.reporting.content import Shown
+from leaveout.task.task import TARGET_KEYS
+from leaveout.trajectory.left_out import Groups
+
+TEXT = 600
+CELLS = 8
+
+
+@dataclass(frozen=True)
+class Show:
+    """How the report shows examples; everything has a sensible choice of its own.
+
+    Args:
+        example: makes of an example what is shown of it: an image (a tensor or array of shape H x W, 1|3 x H x W or
+            H x W x 3), a string, a 1-D tensor, or a dict of names to values. Without it the example's input is shown.
+        train: what stands for the training examples, by number, where the data set itself holds nothing to look
+            at: texts, images, rows.
+        query: the same for the query examples.
+        classes: names of the classes.
+        features: names of the entries of 1-D inputs.
+        groups: sums of influence are shown by these groups instead of classes; for scores of groups, their members.
+        top: how many of the most harmful and of the most helpful examples are shown with what they look like.
+        timeline: whether to tell when in training influence arose, which takes one SGD-IE sweep.
+        title: of the page.
+    """
+
+    example: Callable[[Any], Any] | None = None
+    train: Sequence[Any] | None = None
+    query: Sequence[Any] | None = None
+    classes: Sequence[str] = ()
+    features: Sequence[str] = ()
+    groups: Groups | None = None
+    top: int = 60
+    timeline: bool = True
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        if self.top < 1:
+            raise InputError(f"top={self.top} shows nothing: give 1 or more.")
+
+    def shown(self, example: Any) -> Shown:
+        """One example as the page shows it."""
+        return present(self.example(example) if self.example else input_of(example), self.features)
+
+
+def show_of(given: Show | Callable[[Any], Any] | None) -> Show:
+    """What ``show=`` was given, as a ``Show``."""
+    return given if isinstance(given, Show) else Show(example=given)
+
+
+def built_in(found: Data) -> Show:
+    """How the examples of built-in data are shown: flat pixels as the square picture that they are."""
+    side = round(len(found.features) ** 0.5)
+    if found.features and found.features[0].startswith("pixel") and side**2 == len(found.features):
+        return Show(example=lambda example: example[0].reshape(side, side), classes=found.classes)
+    return Show(classes=found.classes, features=found.features)
+
+
+def input_of(example: Any) -> Any:
+    """What an example holds beside its target: the first input, or a dict's text."""
+    if isinstance(example, Mapping):
+        inputs = [value for key, value in example.items() if key not in TARGET_KEYS]
+        return next((value for value in inputs if isinstance(value, str)), inputs[0] if inputs else None)
+    return input_of(example[0]) if isinstance(example, tuple | list) and example else example
+
+
+def present(thing: Any, features: Sequence[str] = ()) -> Shown:
+    """A picture, text or row, by what the thing is.
+
+    >>> present("a message")
+    Shown(picture='', text='a message', row=(), more=0)
+    >>> present(np.array([0.5, 0.0, -2.0]), ["age", "hours", "gain"])
+    Shown(picture='', text='', row=(('age', '0.5'), ('hours', '0'), ('gain', '-2')), more=0)
+    """
+    if isinstance(thing, Mapping):
+        cells = [(str(name), _cell(value)) for name, value in thing.items()]
+        return Shown(row=tuple(cells[:CELLS]), more=max(0, len(cells) - CELLS))
+    if isinstance(thing, str):
+        return Shown(text=thing if len(thing) <= TEXT else thing[:TEXT].rstrip() + " …")
+    if isinstance(thing, bool | int | float) or thing is None:
+        return Shown(text="" if thing is None else _cell(thing))
+    array = thing.detach().cpu().numpy() if isinstance(thing, Tensor) else np.asarray(thing)
+    if is_picture(array) and array.dtype.kind in "fui":
+        return Shown(picture=data_uri(pixels(array)))
+    if array.ndim == 1 and array.dtype.kind == "f":
+        return _row(array, features)
+    return Shown(text=present(" ".join(map(str, array.flatten()[:TEXT].tolist()))).text)
+
+
+def _row(array: np.ndarray, features: Sequence[str]) -> Shown:
+    """All entries of a short row; of a long one those that stand out most, largest first, and the rest is counted."""
+    if features and len(features) != len(array):
+        raise InputError(f"{len(features)} feature names for rows of {len(array)} values: name every feature.")
+    order = list(range(len(array)))
+    if len(array) > CELLS:
+        order = [int(i) for i in np.argsort(-np.abs(array), kind="stable")[:CELLS] if array[i] != 0]
+    cells = tuple((str(features[i]) if features else f"feature {i}", _cell(float(array[i]))) for i in order)
+    return Shown(row=cells, more=len(array) - len(cells))
+
+
+def _cell(value: Any) -> str:
+    number = value.item() if isinstance(value, Tensor | np.generic) and np.size(value) == 1 else value
+    return f"{number:.4g}" if isinstance(number, float) else str(number)

@@ -1,0 +1,100 @@
+"""What a report is about: a run, its scores, and as much of task and data as is at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from leaveout._util.trees import PARAM
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError
+from leaveout.reporting.opinions import Opinions, opinions
+from leaveout.reporting.show import Show
+from leaveout.run.reader import Run
+from leaveout.scores import UNIT, Scores
+from leaveout.task.task import Task, batches
+from leaveout.trajectory.left_out import Groups, members_of
+
+
+@dataclass(frozen=True)
+class Topic:
+    """What a report is about; without a task it knows ids and scores alone."""
+
+    run: Run
+    scores: Scores
+    task: Task | None
+    query: Dataset | None
+    show: Show
+    resources: Resources
+
+    def __post_init__(self) -> None:
+        if self.query is not None and self.task is None:
+            raise InputError("A query set was given without its task: give task= as well, which knows how to read it.")
+        if self.queries is not None and self.single and self.queries != len(self.scores.query_ids):
+            raise InputError(
+                f"The scores have {len(self.scores.query_ids)} queries and the query set {self.queries}: give the "
+                "query set that was scored."
+            )
+
+    @property
+    def groups(self) -> bool:
+        """Whether rows are groups of examples."""
+        return any(isinstance(i, str) for i in self.scores.train_ids)
+
+    @cached_property
+    def members(self) -> dict[str, list[int]] | None:
+        """The examples of each scored group, where they are known."""
+        if not self.groups or self.scores.groups is not None or self.show.groups is None or self.task is None:
+            return self.scores.groups
+        known = membership(self.task.size, self.show.groups)
+        if missing := [name for name in self.scores.train_ids if name not in known]:
+            raise InputError(f"Group {missing[0]!r} was scored and is not in Show(groups=...): give the same groups.")
+        return {str(name): known[str(name)] for name in self.scores.train_ids}
+
+    @property
+    def loss(self) -> bool:
+        """Whether scores are changes of the query loss, and not merely an order."""
+        return self.scores.unit == UNIT
+
+    @property
+    def single(self) -> bool:
+        """Whether there is a column for each query."""
+        return all(isinstance(i, int) for i in self.scores.query_ids)
+
+    @property
+    def queries(self) -> int | None:
+        """How many queries there are."""
+        return None if self.query is None else batches.size(self.query)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """The scores for the mean query loss."""
+        return self.scores.mean().detach().double().cpu()
+
+    @cached_property
+    def own(self) -> Opinions | None:
+        """What the final model says of the scored examples."""
+        if self.task is None or self.groups:
+            return None
+        return self._opinions(self.task, self.task.train_set, [int(i) for i in self.scores.train_ids])
+
+    @cached_property
+    def asked(self) -> Opinions | None:
+        """What the final model says of the queries."""
+        if self.task is None or self.query is None:
+            return None
+        return self._opinions(self.task, self.query, range(batches.size(self.query)))
+
+    def _opinions(self, task: Task, dataset: Dataset, ids: range | list[int]) -> Opinions:
+        params = {name: tensor.to(task.device) for name, tensor in self.run.final()[PARAM].items()}
+        return opinions(task, params, dataset, ids, self.show.classes, self.resources)
+
+
+def membership(size: int, groups: Groups) -> dict[str, list[int]]:
+    """The examples of each group, checked."""
+    members = members_of(size, groups=groups)
+    parts = members.examples.split(members.lengths.tolist())
+    return {str(name): part.tolist() for name, part in zip(members.names, parts, strict=True)}

@@ -1,0 +1,135 @@
+"""What was done, in plain words."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from torch import nn
+
+from leaveout.evaluate.verify import Check, trust
+from leaveout.optim import Hyper
+from leaveout.reporting.content import Table, Trust
+from leaveout.run.reader import Run
+from leaveout.scores import UNIT, Scores
+from leaveout.task.task import Task
+
+SELF = "self"
+"""The column of scores that tell what an example did to its own loss."""
+
+LEVELS = {
+    "the ranking can be trusted": ("good", "The ranking can be trusted"),
+    "the ranking is right in the large, not in detail": ("large", "Right in the large, not in detail"),
+    "the ranking is only a hint": ("hint", "Only a hint"),
+    "the ranking cannot be trusted": ("none", "The ranking cannot be trusted"),
+}
+
+
+def trained(run: Run, task: Task | None) -> str:
+    """What was trained, and how."""
+    records = [run.record(i) for i in range(len(run))]
+    epochs = len({record.epoch for record in records})
+    sizes = Counter(len(record.ids) for record in records)
+    size = run.manifest.train_size or (task.size if task else None)
+    on = f" on {size:,} examples" if size else ""
+    long = f" for {epochs:,} epochs" if epochs > 1 else ""
+    batch = f"batches of {sizes.most_common(1)[0][0]:,}"
+    rates = [record.hypers[0]["lr"] for record in records]
+    rate = f"{rates[0]:.3g}" if min(rates) == max(rates) else f"between {min(rates):.3g} and {max(rates):.3g}"
+    what = f"A model ({model_name(task.model)})" if task else "A model"
+    return (
+        f"{what} with {parameters(run):,} parameters was trained{on}{long}: {len(run):,} steps of "
+        f"{optimizer(run, records[0].hypers[0])} with learning rate {rate} and {batch}."
+    )
+
+
+def parameters(run: Run) -> int:
+    """How many numbers were trained."""
+    return sum(math.prod(run.manifest.shapes[name]) for name in run.rule.groups)
+
+
+def optimizer(run: Run, hypers: Hyper) -> str:
+    """The optimizer with what sets it apart."""
+    extras = []
+    if run.rule.kind == "SGD" and hypers["momentum"]:
+        extras.append(f"{'Nesterov ' if hypers['nesterov'] else ''}momentum {hypers['momentum']:g}")
+    if hypers["weight_decay"]:
+        extras.append(f"weight decay {hypers['weight_decay']:g}")
+    return run.rule.kind + (f" ({', '.join(extras)})" if extras else "")
+
+
+def model_name(model: nn.Module) -> str:
+    """The model's class; a chain by its layers.
+
+    >>> model_name(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)))
+    'Linear, Tanh, Linear'
+    """
+    if not isinstance(model, nn.Sequential):
+        return type(model).__name__
+    names = [type(part).__name__ for part in model]
+    return ", ".join(names) if len(names) <= 8 else f"{len(names)} layers"
+
+
+def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
+    """What was estimated."""
+    whose = "every group" if groups else "every training example"
+    on = f"{queries:,} query examples" if queries else "the query examples"
+    what = f"the mean loss on {on}" if scores.query_ids == ("mean",) else f"the loss on each of {on}"
+    if scores.query_ids == (SELF,):
+        what = "its own loss"
+    if scores.unit != UNIT:
+        return f"{scores.method} ranked {whose} by what it did to {what}, counted in {scores.unit}."
+    how = "measured by exact replays" if scores.method == "Replay" else "estimated"
+    return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out."
+
+
+def found(table: Table, total: int, harmful: int, *, groups: bool, loss: bool) -> str:
+    """The outcome, and its most harmful row."""
+    what = "groups" if groups else "examples"
+    if not harmful:
+        return f"None of the {total:,} {what} did harm: without any of them the loss would be higher."
+    worst = table.id[0]
+    named = ""
+    if table.label and table.label[0] >= 0:
+        named = f" ({'labelled' if table.p else 'target'} {table.names[table.label[0]]}"
+        named += f", the model says {table.names[table.says[0]]})" if table.says[0] != table.label[0] else ")"
+    brought = f"without it the loss would fall by {-table.score[0]:.3g}"
+    if not loss:
+        brought = f"its score is {table.score[0]:.3g}, which tells its place and not by how much the loss would change"
+    return f"{harmful:,} of the {total:,} {what} did harm on balance. The most harmful is {worst}{named}: {brought}."
+
+
+def trusted(scores: Scores, check: Check | None) -> Trust:
+    """How far the scores can be trusted."""
+    if scores.method == "Replay":
+        return Trust(
+            "exact", "Exact", "Every score is an exact replay of the run without the example: nothing is estimated."
+        )
+    if check is None:
+        return Trust(
+            "unchecked",
+            "Not verified",
+            "Nobody has held these scores against exact replays, so nothing is known of how far they can be trusted "
+            "here. lo.verify(scores, run, task, query), or leaveout verify, does it.",
+        )
+    order = list(LEVELS)
+    worst = max((trust(part.kendall) for part in (check.extreme, check.random)), key=order.index)
+    return Trust(*LEVELS[worst], check.sentence)
+
+
+def measures(check: Check) -> list[tuple[str, str, str]]:
+    """Each measure with its interval, for the most extreme scores and for those drawn at random."""
+    extreme, random = check.extreme, check.random
+    rows = [
+        ("replayed", str(extreme.count), str(random.count)),
+        ("Kendall's tau", str(extreme.kendall), str(random.kendall)),
+        ("Spearman's rho", str(extreme.spearman), str(random.spearman)),
+    ]
+    if not math.isnan(check.spread["extreme"]):  # scores in another unit than the loss have no error in it
+        rows.append(("typical error (RMSE)", str(extreme.rmse), str(random.rmse)))
+        rows.append(("spread of the truth", f"{check.spread['extreme']:.2g}", f"{check.spread['random']:.2g}"))
+    shared = [percent for percent in extreme.jaccard if percent in random.jaccard]
+    return rows + [
+        (f"overlap of the top {percent:g}%", str(extreme.jaccard[percent]), str(random.jaccard[percent]))
+        for percent in shared
+    ]

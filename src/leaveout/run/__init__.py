@@ -1,0 +1,1 @@
+"""A run on disk: recorder, training loop, writer, manifest, reader, resume, remote."""

@@ -1,0 +1,131 @@
+"""What a run directory says of itself: what was trained and how, its shards, the checksums of all its files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from leaveout._util.files import checksum, plain, unsealed, write_json
+from leaveout._util.trees import PARAM
+from leaveout.errors import RunError
+from leaveout.optim import HYPERS, Rule
+from leaveout.run.paths import CONFIG
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+INITIAL = "initial.safetensors"
+SLOTS = {
+    "SGD": ((PARAM,), (PARAM, "momentum_buffer")),
+    "Adam": ((PARAM, "exp_avg", "exp_avg_sq"),),
+    "AdamW": ((PARAM, "exp_avg", "exp_avg_sq"),),
+}
+AGAIN = "the run is damaged; restore it or record it again."
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard as the manifest knows it: number, steps, and checksums of its file and of its list of states."""
+
+    number: int
+    steps: int
+    crc32: int
+    kept_crc32: int
+
+    @property
+    def name(self) -> str:
+        """Shards are found by number, never by a name that a manifest gives."""
+        return shard_name(self.number)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a run directory says of itself."""
+
+    rule: Rule
+    shapes: dict[str, list[int]]
+    dtypes: dict[str, str]
+    constants: dict[str, int]
+    train_size: int | None
+    initial_crc32: int = 0
+    shards: tuple[Shard, ...] = ()
+    finished: bool = False
+    format: int = FORMAT
+    # Of the config beside the run, if there was one; not part of what tells a run from others.
+    config_crc32: int | None = field(default=None, repr=False)
+
+    @property
+    def steps(self) -> int:
+        """How many steps are on disk."""
+        return sum(shard.steps for shard in self.shards)
+
+
+def shard_name(number: int) -> str:
+    """The file of a shard."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """The manifest, replaced in one move."""
+    write_json(path / MANIFEST, asdict(manifest))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a run directory, held against its checksum."""
+    file = path / MANIFEST
+    try:
+        if not file.exists():
+            raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
+        raw = json.loads(plain(file).read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT:
+            raise RunError(
+                f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it, or "
+                "record the run again."
+            )
+        return _manifest(unsealed(raw))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(f"{file} is not a manifest of a run ({error!r}): {AGAIN}") from None
+
+
+def cut_short(path: Path) -> bool:
+    """Whether a directory holds a run that is not finished."""
+    return (path / MANIFEST).exists() and not read_manifest(path).finished
+
+
+def _manifest(raw: dict[str, Any]) -> Manifest:
+    """The manifest, if every part of it is of its kind: it may come from a stranger."""
+    rule = Rule(raw["rule"]["kind"], dict(raw["rule"]["groups"]), tuple(raw["rule"]["slots"]))
+    shards = tuple(Shard(**shard) for shard in raw["shards"])
+    manifest = Manifest(**{**raw, "rule": rule, "shards": shards})
+    counts = [*rule.groups.values(), *manifest.constants.values(), manifest.initial_crc32]
+    counts += [count for count in (manifest.train_size, manifest.config_crc32) if count is not None]
+    counts += [number for part in (*map(astuple, shards), *manifest.shapes.values()) for number in part]
+    if rule.kind not in HYPERS:
+        raise ValueError(f"unknown optimizer {rule.kind!r}")
+    if rule.slots not in SLOTS[rule.kind]:
+        raise ValueError(f"unknown slots {rule.slots}")
+    if not rule.groups or not set(rule.groups) == set(manifest.shapes) == set(manifest.dtypes):
+        raise ValueError("groups, shapes and dtypes name different parameters")
+    if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):
+        raise ValueError("a count that is none")
+    if max(*counts, manifest.steps) >= 2**63:
+        raise ValueError("a count beyond all bounds")
+    if not all(isinstance(dtype, str) for dtype in manifest.dtypes.values()):
+        raise ValueError("a type that is none")
+    if type(manifest.finished) is not bool:
+        raise ValueError(f"finished is {manifest.finished!r}")
+    return manifest
+
+
+def check_config(path: Path) -> None:
+    """Refuses a config that is not the one that the run was made with; runs without one are well."""
+    file, expected = path / CONFIG, read_manifest(path).config_crc32
+    try:
+        if expected is not None and file.exists() and checksum(plain(file)) != expected:
+            raise RunError(
+                f"{file} was changed since the run was made with it: restore it, or train again with it into another "
+                "directory."
+            )
+    except OSError as error:
+        raise RunError(f"{file} cannot be read ({error}): restore it.") from None

@@ -1,0 +1,293 @@
+"""The run directory as it is read: a manifest and shards of steps and states, each held against its checksum.
+
+``manifest.json``          what was trained and how, which shards there are, whether the run is finished
+``initial.safetensors``    the state before step 0
+``shard-00000.safetensors`` for a range of steps: ids, epochs, hyperparameters, fingerprints, and the states kept
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from leaveout._util.files import LOCK, checksum, plain, tensor_checksum
+from leaveout._util.trees import State
+from leaveout.errors import RunError
+from leaveout.optim import HYPERS, Hyper, Rule
+from leaveout.run.manifest import AGAIN, INITIAL, MANIFEST, Manifest, check_config, read_manifest
+from leaveout.run.remote import local, source
+
+LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
+"""The tensors with a row for each step, and how many dimensions they have."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step as it was taken: everything but the state."""
+
+    index: int
+    epoch: int
+    ids: Int[Tensor, " batch"]
+    hypers: list[Hyper]
+    fingerprint: list[tuple[int, int]]
+
+
+class Run:
+    """A recorded run: its steps and the state before and after each."""
+
+    def __init__(self, path: Path, manifest: Manifest, *, interpolate: bool = False) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.interpolate = interpolate
+        self._starts = [0, *accumulate(shard.steps for shard in manifest.shards)]
+        self._loaded = lru_cache(maxsize=2)(self._load_shard)
+        self._checked: dict[str, tuple[int, int, int]] = {}
+
+    def __reduce__(self) -> tuple:
+        """Travels to other processes as its path: they open it themselves."""
+        return _reopened, (source(self.path), len(self), self.interpolate)
+
+    def __len__(self) -> int:
+        """How many steps the run has, up to the last state that is on disk."""
+        return self.kept[-1]
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """Which states are on disk: ``state(i)`` is the one before step i."""
+        found = [0]
+        for place, shard in enumerate(self.manifest.shards):
+            file = self.path / shard.name
+            kept = _load(file, {"kept"})["kept"]
+            if tensor_checksum(kept) != shard.kept_crc32:
+                raise RunError(f"{file} is not the file that was written (checksum of 'kept'): {AGAIN}")
+            listed = kept.tolist() if kept.dtype == torch.int64 and kept.ndim == 1 else [-1]
+            inside = [self._starts[place] < index <= self._starts[place + 1] for index in listed]
+            if not all(inside) or listed != sorted(set(listed)):
+                raise RunError(f"{file} keeps states of other steps than its own: {AGAIN}")
+            found += listed
+        if self.manifest.finished and found[-1] != self.manifest.steps:
+            raise RunError(f"{self.path} is marked as finished but its last state is not there: {AGAIN}")
+        return found
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {len(self)} steps of {self.rule.kind})"
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that tells this run from others: its manifest has the checksums of all its files."""
+        return zlib.crc32(f"{self.manifest} {len(self)}".encode())
+
+    @property
+    def rule(self) -> Rule:
+        """The optimizer."""
+        return self.manifest.rule
+
+    @property
+    def exact(self) -> bool:
+        """Whether each state follows from the one before it, so that it can be checked."""
+        return not self.interpolate
+
+    def head(self, steps: int) -> Run:
+        """The run of the first steps only, up to the first kept state at or after ``steps``."""
+        stop = next(index for index in self.kept if index >= min(steps, len(self)))
+        short = Run(self.path, self.manifest, interpolate=self.interpolate)
+        short.__dict__["kept"] = [index for index in self.kept if index <= stop]
+        return short
+
+    def interpolated(self) -> Run:
+        """The same run with the states between kept ones interpolated instead of computed again.
+
+        Cheaper, and approximate: steps are then not checked against what was recorded.
+        """
+        whole = Run(self.path, self.manifest, interpolate=True)
+        whole.__dict__["kept"] = self.kept
+        return whole
+
+    def record(self, index: int) -> Record:
+        """Step ``index`` without its state."""
+        number, offset = self._find(index)
+        shard = self._shard(number)
+        lengths = shard["lengths"]
+        start = int(lengths[:offset].sum())
+        names = HYPERS[self.rule.kind]
+        return Record(
+            index,
+            int(shard["epochs"][offset]),
+            shard["ids"][start : start + int(lengths[offset])].clone(),
+            [dict(zip(names, values, strict=True)) for values in shard["hypers"][offset].tolist()],
+            [(a, b) for a, b in shard["fingerprints"][offset].tolist() if a >= 0],
+        )
+
+    def state(self, index: int) -> State:
+        """A kept state: the one before step ``index``; ``state(len(run))`` is the final one."""
+        if index == 0:
+            return self._unflatten(self._initial())
+        number, _ = self._find(index - 1)
+        shard = self._shard(number)
+        place = int(torch.searchsorted(shard["kept"], index))
+        if place == len(shard["kept"]) or int(shard["kept"][place]) != index:
+            raise RunError(
+                f"{self.path} does not keep the state before step {index}: ask a Trajectory, which replays it."
+            )
+        return self._unflatten({key: shard[key][place] for key in self._keys})
+
+    def final(self) -> State:
+        """The state after the last step."""
+        return self.state(len(self))
+
+    def damage(self) -> list[str]:
+        """What is wrong with the files, each of which is read in full; nothing where all is well."""
+        checks: list[Any] = [lambda: self.kept, self._initial, lambda: check_config(self.path)]
+        checks += [lambda number=number: self._load_shard(number) for number in range(len(self.manifest.shards))]
+        return [told for check in checks if (told := _refusal(check)) is not None]
+
+    def _find(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self.manifest.steps:
+            raise RunError(f"{self.path} has {self.manifest.steps} steps and no step {index}: ask for one from 0 on.")
+        number = bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]
+
+    def _shard(self, number: int) -> dict[str, Tensor]:
+        """A shard as it was written: its tensors are the file itself, which somebody may change at any time."""
+        entry = self.manifest.shards[number]
+        self._hold_against(self.path / entry.name, entry.crc32)
+        return self._loaded(number)
+
+    @cached_property
+    def _keys(self) -> set[str]:
+        return {f"state/{slot}/{name}" for slot in self.rule.slots for name in self.rule.groups}
+
+    def _initial(self) -> dict[str, Tensor]:
+        file = self.path / INITIAL
+        self._hold_against(file, self.manifest.initial_crc32)
+        tensors = _load(file, self._keys)
+        self._check_states(file, {key: tensors[key].unsqueeze(0) for key in self._keys}, 1)
+        return tensors
+
+    def _load_shard(self, number: int) -> dict[str, Tensor]:
+        entry = self.manifest.shards[number]
+        file = self.path / entry.name
+        self._hold_against(file, entry.crc32)
+        shard = _load(file, {*LOG, "ids", "kept"})
+        rows, groups = entry.steps, max(self.rule.groups.values()) + 1
+        if (
+            shard["hypers"].dtype != torch.float64
+            or any(shard[key].ndim != LOG[key] or len(shard[key]) != rows for key in LOG)
+            or any(shard[key].dtype != torch.int64 for key in ("ids", *LOG) if key != "hypers")
+            or shard["hypers"].shape[1] < groups
+            or shard["hypers"].shape[2] != len(HYPERS[self.rule.kind])
+            or shard["fingerprints"].shape[2] != 2
+            or int(shard["lengths"].min()) < 1
+            or shard["ids"].shape != (sum(shard["lengths"].tolist()),)  # a tensor's sum may wrap
+            or int(shard["ids"].min()) < 0
+            or int(shard["epochs"].min()) < 0
+        ):
+            raise RunError(f"{file} does not hold {rows} steps of this run: {AGAIN}")
+        if count := shard["kept"].numel():
+            shard |= _load(file, self._keys)
+            self._check_states(file, shard, count)
+        return shard
+
+    def _hold_against(self, file: Path, crc32: int) -> None:
+        """Reads a file through and compares its checksum, unless that was done and the file is still the same one."""
+        try:
+            told = file.stat()
+            seen = (told.st_ino, told.st_size, told.st_mtime_ns)
+            if self._checked.get(file.name) == seen:
+                return
+            found = checksum(plain(file))
+        except OSError as error:
+            raise RunError(f"{file} cannot be read ({error.strerror or error}): {AGAIN}") from None
+        if found != crc32:
+            raise RunError(f"{file} is not the file that was written (checksum): {AGAIN}")
+        self._checked[file.name] = seen
+
+    def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
+        for slot in self.rule.slots:
+            for name in self.rule.groups:
+                tensor, shape = tensors[f"state/{slot}/{name}"], self.manifest.shapes[name]
+                dtype = self.manifest.dtypes[name]
+                if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
+                    raise RunError(f"{file} does not hold the states of this run ({slot} of {name!r}): {AGAIN}")
+
+    def _unflatten(self, tensors: dict[str, Tensor]) -> State:
+        """Copies, which stay as they are whatever becomes of the file."""
+        return {
+            slot: {name: tensors[f"state/{slot}/{name}"].clone() for name in self.rule.groups}
+            for slot in self.rule.slots
+        }
+
+
+def _reopened(path: str, steps: int, interpolate: bool) -> Run:
+    run = open_run(path, partial=True).head(steps)
+    return run.interpolated() if interpolate else run
+
+
+def _load(file: Path, needed: set[str]) -> dict[str, Tensor]:
+    """The tensors of a file that are needed; they change when the file does."""
+    try:
+        with safe_open(plain(file), framework="pt") as opened:
+            if missing := sorted(needed - set(opened.keys())):
+                raise OSError(f"it has no {missing[0]!r}")
+            return {key: opened.get_tensor(key) for key in needed}
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{file} cannot be read ({error}): {AGAIN}") from None
+
+
+def _refusal(check: Callable[[], object]) -> str | None:
+    try:
+        check()
+    except RunError as error:
+        return str(error)
+    return None
+
+
+def open_run(path: str | Path, *, partial: bool = False) -> Run:
+    """Opens a run directory.
+
+    Args:
+        path: the directory a ``Recorder`` or ``train`` wrote, or an address of one that fsspec understands, such as
+            ``s3://bucket/run``.
+        partial: accept a run that was cut short, as the run of the steps that are on disk.
+    """
+    path = local(path)
+    run = Run(path, read_manifest(path))
+    if len(run) == 0:
+        raise RunError(
+            f"The run in {path} has no complete step on disk: record it again, and let recorder.finish() end it."
+        )
+    if not run.manifest.finished and not partial:
+        raise RunError(
+            f"The run in {path} was cut short after step {len(run) - 1}: continue it with resume=True up to "
+            "recorder.finish(), record it again, or use open_run(path, partial=True) for the steps that are there."
+        )
+    return run
+
+
+def check_run(path: str | Path) -> list[str]:
+    """Reads every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
+
+    A run that was cut short is well; files that were not written by a recorder are named.
+    """
+    path = local(path)
+    try:
+        run = Run(path, read_manifest(path))
+    except RunError as error:
+        return [str(error)]
+    known = {MANIFEST, INITIAL, LOCK, *(shard.name for shard in run.manifest.shards)}
+    strangers = sorted(file.name for file in path.glob("shard-*") if file.name not in known)
+    return [
+        *run.damage(),
+        *(f"{path / name} belongs to no recorded step: delete it, or continue the run." for name in strangers),
+    ]

@@ -1,0 +1,382 @@
+"""Writes a run from an ordinary training loop, through the optimizer's own step hooks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from leaveout._util.trees import PARAM, State, nbytes, sum_of
+from leaveout.compute.resources import parse_bytes
+from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
+from leaveout.optim import Hyper, hypers_of, rule_of
+from leaveout.run.manifest import Manifest
+from leaveout.run.model_match import constants_of
+from leaveout.run.reader import Record, Run, open_run
+from leaveout.run.resume import Past, restore
+from leaveout.run.watched_loader import Noted
+from leaveout.run.writer import Writer
+from leaveout.task import batches
+from leaveout.task.checks import module_problems
+
+_RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+class Recorder:
+    """Records a training run as it happens; the loop stays as it is.
+
+    Call ``finish`` after the loop, or put the loop into ``with lo.Recorder(...) as recorder:``.
+
+    Args:
+        path: a new directory for the run.
+        model: any ``nn.Module``.
+        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW`` over its parameters.
+        keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them while they
+            fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
+            again when they are needed, from the recorded batches.
+        disk: the budget of ``"auto"``.
+        resume: go on with the run if the directory holds one that was cut short. Model and optimizer are put back to
+            its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
+            the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
+            every batch ``done`` times.
+        on_full: what happens when the disk is full: ``"stop"`` raises at the next step; ``"continue"`` warns, stops
+            recording and lets the training go on. Either way the run up to then can be read and resumed.
+
+    Every ``optimizer.step()`` is one step of the run; its batch is the last one that ``watch`` gave, or the ids that
+    ``step`` was told.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep: str | int = "auto",
+        disk: str | int = "2GB",
+        resume: bool = False,
+        on_full: str = "stop",
+    ) -> None:
+        if on_full not in ("stop", "continue"):
+            raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.")
+        if optimizer in _RECORDED:
+            raise RunError("This optimizer is being recorded already: call finish() on its recorder first.")
+        rule = rule_of(optimizer, model)
+        self._keep = Keep(keep, parse_bytes(disk, "disk"))
+        _check_modules(model)
+        self._rule = rule
+        self._model = model
+        self._optimizer = optimizer
+        self._params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name in rule.groups}
+        self._stop_when_full = on_full == "stop"
+        self._writer = Writer(path, resume=resume)
+        self._pending: list[tuple[Tensor, list[tuple[int, int]], Any]] = []
+        self._hypers: list[Hyper] = []
+        self._steps = 0
+        self._cut = False
+        self._full = False
+        self._epoch = -1
+        self._train_size: int | None = None
+        self._loaders: dict[int, Noted] = {}
+        self._past = Past(self._writer.before)
+        self._go_on()
+        self._forgotten = atexit.register(partial(_never_finished, self._writer, os.getpid()))
+        _RECORDED.add(optimizer)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def done(self) -> int:
+        """How many steps are recorded; right after ``resume=True``, those that need not be taken again."""
+        return self._steps
+
+    @property
+    def before(self) -> Run | None:
+        """The run that was there and is gone on with."""
+        return self._writer.before
+
+    def hypers(self) -> list[Hyper]:
+        """Every parameter group's hyperparameters, as the coming step will use them."""
+        return hypers_of(self._optimizer, self._rule, self._params)
+
+    def watch(self, loader: DataLoader) -> Iterator[Any]:
+        """One epoch of the loader, batch for batch as it would give them, noting which examples each holds."""
+        noted = self._noted(loader)
+        self._epoch += 1
+        finished = False
+        try:
+            for number, (ids, batch) in enumerate(noted, 1):
+                if self._past.left_early(self._epoch):
+                    break
+                if self._past.covers(ids, batch):
+                    if self._past.left_early(self._epoch) and number < noted.length:
+                        break  # before another batch is drawn, as the loop did
+                    continue
+                if self._hooks:
+                    self._pending.append((ids, batches.fingerprint(batch), batch))
+                yield batch
+            finished = True
+        finally:
+            if not finished:  # the loop was left early: the batch in hand will not be stepped on
+                self._pending.clear()
+
+    def step(self, ids: Sequence[int] | Tensor, batch: Any = None, *, epoch: int = 0) -> None:
+        """Says which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
+
+        The gradient must be that of the mean loss over exactly these examples; an accumulated one is, if every
+        micro-batch's ids are given here together and the losses were averaged over all of them.
+        """
+        found = batches.numbers(ids)
+        if not is_whole(epoch, 0, 2**63 - 1):
+            raise InputError(f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.")
+        self._epoch = int(epoch)
+        if not self._hooks:
+            return  # the disk is full, or the run is finished
+        self._pending.append((found, [] if batch is None else batches.fingerprint(batch), batch))
+
+    def finish(self) -> Run:
+        """Writes what is left, lets go of the optimizer, and returns the run."""
+        recording = bool(self._hooks)
+        self._release()
+        if self._cut:
+            raise RunError(
+                f"The run was cut short after step {self._steps - 1}: continue it with resume=True, record it again, "
+                "or use open_run(path, partial=True) for the steps that are there."
+            )
+        if self._steps == 0 and not self._full:
+            self._writer.abandon()
+            raise RunError("Nothing was recorded: optimizer.step() was never called between Recorder() and finish().")
+        if recording:
+            self._close(complete=True)
+        return open_run(self._writer.path, partial=self._full)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._hooks:
+            return
+        self._release()
+        self._cut = kind is not None
+        self._close(complete=not self._cut and self._steps > 0)
+
+    def _go_on(self) -> None:
+        """Puts everything back to where a run was cut short."""
+        run = self._writer.before
+        if run is None:
+            return
+        try:
+            restore(run, self._model, self._optimizer, self._params, self._rule)
+        except BaseException:
+            self._writer.abandon()
+            raise
+        size = nbytes(run.final())
+        for index in run.kept[1:]:
+            self._keep.note(index, size)
+        self._steps = len(run)
+        self._train_size = run.manifest.train_size
+
+    def _close(self, *, complete: bool) -> None:
+        if self._past.finished:
+            self._writer.abandon()
+            return
+        try:
+            self._writer.finish(self._state() if complete else None, complete=complete)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """The disk takes no more: what is there stays."""
+        self._hooks = []  # not removed: torch may be going through them; they do nothing any more
+        self._release()
+        self._pending.clear()
+        self._writer.abandon()
+        self._full = True
+        there = "nothing is on disk yet" if self._steps == 0 else "open_run(path, partial=True) reads what is on disk"
+        told = (
+            f"The run in {self._writer.path} could not be written on ({error}): {there}; make room and go on with "
+            "resume=True"
+        )
+        if self._stop_when_full:
+            self._cut = True
+            raise RunError(f"{told}, or train on without recording by on_full='continue'.") from error
+        warnings.warn(f"{told}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
+
+    def _release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        _RECORDED.discard(self._optimizer)
+        atexit.unregister(self._forgotten)
+        self._hooks = []
+
+    def _noted(self, loader: DataLoader) -> Noted:
+        if id(loader) not in self._loaders:
+            noted = Noted(loader)
+            if self._train_size not in (None, noted.size):
+                raise UnsupportedError(
+                    f"This loader reads another data set ({noted.size} examples, not {self._train_size}), so the "
+                    "numbers of examples would be mixed up: put both into one ConcatDataset."
+                )
+            self._loaders[id(loader)] = noted
+            self._train_size = noted.size
+        return self._loaders[id(loader)]
+
+    def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._hooks:
+            return
+        where = f"At step {self._steps}"
+        if self._past.finished:
+            raise RunError(f"The run in {self._writer.path} is finished: record further steps into another directory.")
+        if any(callable(argument) for argument in (*args, *kwargs.values())):
+            raise UnsupportedError(
+                f"{where}, optimizer.step() was given a closure: compute the loss before and call step()."
+            )
+        if not self._pending:
+            raise RunError(
+                f"{where}, no batch is known: draw batches from recorder.watch(loader), or call recorder.step(ids) "
+                "before each optimizer.step()."
+            )
+        if len(self._pending) > 1:
+            raise UnsupportedError(
+                f"{where}, {len(self._pending)} batches were drawn since the last one: gradient accumulation and "
+                "skipped batches are not seen by watch(); iterate over the loader itself and call recorder.step(ids) "
+                "with all the ids the mean loss was taken over."
+            )
+        trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
+        if changed := sorted(trained ^ set(self._params)):
+            raise UnsupportedError(
+                f"{where}, {changed[0]!r} was frozen or unfrozen: keep what is trained unchanged while it is recorded."
+            )
+        for name, param in self._params.items():
+            if param.grad is None:
+                raise UnsupportedError(f"{where}, parameter {name!r} has no gradient: use it in the loss or freeze it.")
+            if param.grad.is_sparse:
+                raise UnsupportedError(
+                    f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False."
+                )
+        self._hypers = self.hypers()
+        if self._steps == 0:
+            _check_modules(self._model)
+            manifest = Manifest(
+                rule=self._rule,
+                shapes={name: list(param.shape) for name, param in self._params.items()},
+                dtypes={name: str(param.dtype).removeprefix("torch.") for name, param in self._params.items()},
+                constants=constants_of(self._model, self._rule),
+                train_size=self._train_size,
+            )
+            try:
+                self._writer.begin(manifest, self._state())
+            except OSError as error:
+                self._give_up(error)
+
+    def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
+        if not self._hooks:
+            return
+        # One question a step: a sum is finite only if all its terms are.
+        if not torch.isfinite(sum_of(param.detach().sum() for param in self._params.values())):
+            self._stop_at_nan()
+        ids, fingerprint, _ = self._pending.pop()
+        self._steps += 1
+        state = self._state() if self._keep.wants(self._steps) else None
+        if state is not None:
+            self._keep.note(self._steps, nbytes(state))
+        try:
+            self._writer.append(Record(self._steps - 1, self._epoch, ids, self._hypers, fingerprint), state)
+        except OSError as error:
+            self._give_up(error)
+
+    def _stop_at_nan(self) -> None:
+        broken = [name for name, param in self._params.items() if not torch.isfinite(param).all()]
+        if not broken:
+            return  # large finite values whose sum overflows
+        self._release()
+        self._cut = True
+        ids, _, batch = self._pending.pop()
+        self._close(complete=False)
+        bad = [int(ids[i]) for i in batches.broken(batch) if i < len(ids)]
+        blame = (
+            f"example {bad[0]} of its batch holds NaN or infinite values; repair or leave out that example"
+            if bad
+            else f"lower the learning rate or look at the losses of its batch's examples {ids.tolist()[:8]}"
+        )
+        raise RunError(
+            f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: {blame}; the steps before it are kept."
+        )
+
+    def _state(self) -> State:
+        state: State = {PARAM: {name: _copy(param) for name, param in self._params.items()}}
+        for slot in self._rule.slots:
+            if slot != PARAM:
+                state[slot] = {name: _copy(self._buffer(param, slot)) for name, param in self._params.items()}
+        return state
+
+    def _buffer(self, param: Tensor, slot: str) -> Tensor:
+        held = self._optimizer.state[param].get(slot) if param in self._optimizer.state else None
+        return torch.zeros_like(param) if held is None else held
+
+
+class Keep:
+    """Which states are worth their room on disk.
+
+    >>> keep = Keep("auto", budget=3)
+    >>> [i for i in range(1, 60) if keep.wants(i) and keep.note(i, 1) is None]
+    [1, 2, 3, 6, 11, 18, 26, 36, 48]
+    """
+
+    def __init__(self, keep: str | int, budget: int) -> None:
+        if keep not in ("all", "auto") and not (isinstance(keep, int) and keep >= 1):
+            raise InputError(f"keep={keep!r} is unknown: use 'all', 'auto', or a number K for every K-th state.")
+        self._keep, self._budget = keep, budget
+        self._used = 0
+        self._next = 1
+
+    def wants(self, index: int) -> bool:
+        """Whether the state before step ``index`` is kept."""
+        if isinstance(self._keep, int):
+            return index % self._keep == 0
+        return self._keep == "all" or index >= self._next
+
+    def note(self, index: int, size: int) -> None:
+        """The state was kept, and took this much room."""
+        self._used += size
+        # Gaps of 2√i make √N of N.
+        self._next = index + 1 if self._used < self._budget else index + max(1, round(2 * index**0.5))
+
+
+def _never_finished(writer: Writer, owner: int) -> None:
+    """Saves what a recorder had when the program ended without ``finish``."""
+    if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
+        return
+    writer.finish(complete=False)
+    warnings.warn(
+        f"The recording in {writer.path} was never finished and counts as cut short: call recorder.finish() after the "
+        "training loop, or put the loop into `with lo.Recorder(...) as recorder:`. What was recorded is kept, and "
+        "resume=True goes on from there.",
+        LeaveoutWarning,
+        stacklevel=2,
+    )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # Always a copy: the optimizer changes its tensors in place.
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _check_modules(model: nn.Module) -> None:
+    if problems := module_problems(model):
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise UnsupportedError(f"This model cannot be recorded exactly:\n{listed}")

@@ -1,0 +1,96 @@
+"""Run directories on shared storage: fetched once into this machine's cache, then read like any other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pooch
+
+from leaveout._util.files import checksum
+from leaveout.errors import InputError, RunError
+
+MANIFEST = "manifest.json"
+FILES = re.compile(r"initial\.safetensors|shard-(\d+)\.safetensors")
+"""What a run directory may hold; other names are left where they are."""
+
+INITIAL = -1
+"""The number of the file that shards follow."""
+
+_SOURCES: dict[Path, str] = {}
+
+
+def local(path: str | Path) -> Path:
+    """The directory itself, or for an address like ``s3://bucket/run`` a copy of the run that is there.
+
+    A copy belongs to one manifest: a run that was changed is fetched anew. Files that are there, with the checksum
+    that the manifest tells, are not fetched again.
+    """
+    if "://" not in str(path):
+        return Path(path)
+    try:
+        system, root = fsspec.core.url_to_fs(str(path))
+        if "file" in system.protocol:
+            return Path(root)
+        return _fetched(system, root, str(path))
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{path} cannot be reached ({error}): correct it, or install what it needs.") from None
+    except FileNotFoundError:
+        raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({error}): try again, or copy the run here.") from None
+
+
+def source(path: Path) -> str:
+    """Where another process finds the run of this directory."""
+    return _SOURCES.get(path) or str(path.resolve())
+
+
+def _fetched(system: Any, root: str, address: str) -> Path:
+    manifest = system.cat_file(f"{root}/{MANIFEST}")
+    name = hashlib.sha256(address.encode() + b"\0" + manifest).hexdigest()[:32]
+    folder = Path(pooch.os_cache("leaveout")) / "runs" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    sums = _checksums(manifest)
+    for entry in system.ls(root, detail=True):
+        file = Path(entry["name"]).name
+        if found := FILES.fullmatch(file):
+            _fetch(system, entry, folder / file, sums.get(int(found[1] or INITIAL)))
+    _put(folder / MANIFEST, lambda aside: aside.write_bytes(manifest))
+    _SOURCES[folder] = address
+    return folder
+
+
+def _checksums(manifest: bytes) -> dict[int, Any]:
+    """The checksums of a run's files by their numbers; none from what is no manifest, which its reader will refuse."""
+    try:
+        told = json.loads(manifest)
+        return {INITIAL: told["initial_crc32"], **{int(shard["number"]): shard["crc32"] for shard in told["shards"]}}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def _fetch(system: Any, entry: dict[str, Any], file: Path, crc32: Any) -> None:
+    if file.exists() and file.stat().st_size == entry["size"] and crc32 in (None, checksum(file)):
+        return
+
+    def get(aside: Path) -> None:
+        system.get_file(entry["name"], str(aside))
+        if aside.stat().st_size != entry["size"]:
+            raise OSError(f"{entry['name']} came with {aside.stat().st_size} of {entry['size']} bytes")
+
+    _put(file, get)
+
+
+def _put(file: Path, write: Any) -> None:
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        write(aside)
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,69 @@
+"""Going on with a run that was cut short: model and optimizer as they were, batches that are done passed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leaveout._util.trees import PARAM
+from leaveout.errors import MismatchError
+from leaveout.optim import Rule
+from leaveout.run.model_match import check_model
+from leaveout.run.reader import Record, Run
+from leaveout.task import batches
+
+
+def restore(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Tensor], rule: Rule
+) -> None:
+    """Puts model and optimizer back to the run's last state; hyperparameters stay as the optimizer has them."""
+    if rule != run.rule:
+        raise MismatchError(
+            f"The run in {run.path} was trained by {run.rule.kind} with other parameter groups or buffers than this "
+            f"{rule.kind} has: build model and optimizer as they were."
+        )
+    check_model(run.manifest, model, params)
+    state, last = run.final(), run.record(len(run) - 1)
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(state[PARAM][name])
+            held = {slot: state[slot][name].to(param, copy=True) for slot in rule.slots if slot != PARAM}
+            hyper = last.hypers[rule.groups[name]]
+            if rule.kind == "SGD":
+                if held and (hyper["started"] or hyper["momentum"]):
+                    optimizer.state[param]["momentum_buffer"] = held["momentum_buffer"]
+            else:
+                optimizer.state[param] = {"step": torch.tensor(hyper["step"], dtype=torch.float32), **held}
+
+
+class Past:
+    """The steps of a run that are on disk, told from the batches of a loop that is run again from its beginning."""
+
+    def __init__(self, run: Run | None) -> None:
+        self._run = run
+        self._met = 0
+        self.finished = run is not None and run.manifest.finished
+
+    def left_early(self, epoch: int) -> bool:
+        """Whether the loop went on to the next epoch at this place."""
+        record = self._next()
+        return record is not None and record.epoch > epoch
+
+    def covers(self, ids: Tensor, batch: Any) -> bool:
+        """Whether the batch's step is on disk; refuses another batch than that step's."""
+        record = self._next()
+        if record is None:
+            return False
+        changed = record.fingerprint and batches.fingerprint(batch) != record.fingerprint
+        if changed or not torch.equal(ids, record.ids):
+            raise MismatchError(
+                f"The loader gives another batch for step {self._met} than the run that is resumed: seed it as before, "
+                "and give the same data in the same order."
+            )
+        self._met += 1
+        return True
+
+    def _next(self) -> Record | None:
+        return self._run.record(self._met) if self._run is not None and self._met < len(self._run) else None

@@ -1,0 +1,90 @@
+"""The built-in training loop: shuffled batches, recorded, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, MismatchError, RunError, check_seed, is_whole
+from leaveout.optim import Hyper
+from leaveout.run.reader import Run
+from leaveout.run.recorder import Recorder
+from leaveout.task.task import Task
+
+
+def train(
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    out: str | Path,
+    *,
+    keep: str | int = "auto",
+    resume: bool = False,
+    resources: Resources | None = None,
+) -> Run:
+    """Trains the task's model with shuffled batches and records it.
+
+    Args:
+        task: model, loss and data; the model's parameters are trained in place.
+        optimizer: a ``torch.optim`` optimizer over them.
+        epochs: how often every example is seen.
+        batch_size: examples a step; the last batch of an epoch may be smaller.
+        seed: of the shuffling.
+        out: a new directory for the run.
+        keep: which states go to disk, as for ``Recorder``.
+        resume: go on where a run in ``out`` was cut short, with the same batches; the run that is finished then is
+            the one that would have been recorded undisturbed. A finished one is returned as it is.
+        resources: whether to show progress.
+    """
+    if not is_whole(epochs, 1) or not is_whole(batch_size, 1):
+        raise InputError(f"epochs={epochs} and batch_size={batch_size} must both be whole numbers of at least 1.")
+    order = torch.Generator().manual_seed(check_seed(seed))
+    plan = (
+        (epoch, ids) for epoch in range(epochs) for ids in torch.randperm(task.size, generator=order).split(batch_size)
+    )
+    steps = epochs * -(-task.size // batch_size)
+    with Recorder(out, task.model, optimizer, keep=keep, resume=resume) as recorder:
+        if recorder.before is not None:
+            _pass_over(recorder.before, plan, steps, recorder.hypers())
+        for epoch, ids in (resources or Resources()).track(plan, steps - recorder.done, "training"):
+            batch = task.read(ids.tolist())
+            optimizer.zero_grad()
+            losses = task.losses(task.parameters(), batch)
+            if not bool(torch.isfinite(losses.detach()).all()):
+                raise RunError(_not_finite(recorder.done, ids, losses.detach()))
+            losses.mean().backward()
+            recorder.step(ids, batch, epoch=epoch)
+            optimizer.step()
+        return recorder.finish()
+
+
+def _not_finite(step: int, ids: Tensor, losses: Tensor) -> str:
+    example = int(ids[int((~torch.isfinite(losses)).nonzero()[0, 0])])
+    return (
+        f"Step {step} has no finite loss, that of example {example} is NaN or infinite: look at it, or lower the "
+        "learning rate; the steps before it are kept."
+    )
+
+
+def _pass_over(run: Run, plan: Iterator[tuple[int, Tensor]], steps: int, hypers: list[Hyper]) -> None:
+    """Takes the batches that are done from the plan; refuses to go on in another way than the run was begun."""
+    done = (run.record(index) for index in range(len(run)))
+    same = len(run) == steps if run.manifest.finished else len(run) <= steps
+    if not same or not all(torch.equal(record.ids, ids) for record, (_, ids) in zip(done, plan, strict=False)):
+        raise MismatchError(
+            f"The run in {run.path} was begun with other batches: give the epochs, batch_size, seed and training set "
+            "that it was begun with, or another directory."
+        )
+    counted = ("started", "step")
+    for now, then in zip(hypers, run.record(len(run) - 1).hypers, strict=True):
+        if changed := [name for name in then if name not in counted and now[name] != then[name]]:
+            raise MismatchError(
+                f"The run in {run.path} was begun with {changed[0]}={then[changed[0]]:g}, not {now[changed[0]]:g}: "
+                "give the optimizer that it was begun with, or another directory."
+            )

@@ -1,0 +1,230 @@
+"""The run directory as it is written: shards on a thread of their own, and the manifest after each.
+
+What the manifest names is on disk. A process that is killed, or a machine that loses power, leaves the run up to the
+last shard that the manifest names; writing goes on from there.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from leaveout._util.files import LOCK, Lock, asides, checksum, tensor_checksum, write_tensors
+from leaveout._util.trees import State, nbytes
+from leaveout.errors import RunError
+from leaveout.optim import HYPERS
+from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
+from leaveout.run.paths import CONFIG
+from leaveout.run.reader import Record, Run
+
+SHARD_BYTES = 64_000_000
+SHARD_STEPS = 4096
+SHARD_SECONDS = 10.0
+SHARDS = r"shard-\d+\.safetensors"
+EARLY = re.compile("|".join(map(re.escape, (LOCK, INITIAL, CONFIG))))
+"""What a writer leaves that is killed before its manifest is there, beside what it had written aside."""
+LEFT = re.compile(f"{EARLY.pattern}|{SHARDS}")
+"""What one leaves that is killed later."""
+ASIDE = re.compile(asides("|".join((*map(re.escape, (MANIFEST, INITIAL, CONFIG)), SHARDS))))
+
+
+class Writer:
+    """Appends steps to a run directory, a new one or one that was cut short.
+
+    Args:
+        path: the directory.
+        shard_bytes: how much is held before it is written.
+        resume: go on with the run that is there, if there is one; ``before`` is then the part of it that stays.
+
+    Raises:
+        RunError: if the directory holds anything else, or has another writer.
+    """
+
+    def __init__(self, path: str | Path, shard_bytes: int = SHARD_BYTES, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self._lock = claim(self.path, resume=resume)
+        self._shard_bytes = shard_bytes
+        self._manifest: Manifest | None = None
+        self._records: list[Record] = []
+        self._states: dict[int, State] = {}
+        self._held = 0
+        self._number = 0
+        self._flushed = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leaveout-writer")
+        self._writing: Future[Manifest] | None = None
+        self.before: Run | None = None
+        if resume and (self.path / MANIFEST).exists():
+            try:
+                self._reopen(Run(self.path, read_manifest(self.path)))
+            except BaseException:
+                self.abandon()
+                raise
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a run was begun and is not at its end."""
+        return self._manifest is not None and not self._manifest.finished
+
+    def begin(self, manifest: Manifest, initial: State) -> None:
+        """Writes the state before the first step."""
+        write_tensors(self.path / INITIAL, _flatten(initial))
+        config = self.path / CONFIG
+        self._manifest = replace(
+            manifest,
+            initial_crc32=checksum(self.path / INITIAL),
+            config_crc32=checksum(config) if config.exists() else None,
+        )
+        write_manifest(self.path, self._manifest)
+
+    def append(self, record: Record, state: State | None) -> None:
+        """Takes one step, and the state after it if it is to be kept; its tensors must not change afterwards.
+
+        The newest step is never written before the next one comes: ``finish`` may still give it its state.
+        """
+        if self._writing is not None and self._writing.done():
+            self._wait()
+        late = time.monotonic() - self._flushed > SHARD_SECONDS
+        if self._records and (self._held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late):
+            self._flush()
+        self._records.append(record)
+        if state is not None:
+            self._states[record.index + 1] = state
+            self._held += nbytes(state)
+
+    def finish(self, final: State | None = None, *, complete: bool = True) -> None:
+        """Waits until everything is on disk; ``complete=False`` leaves the run marked as cut short.
+
+        The last state is always kept: ``final`` gives it where the last step's was not.
+        """
+        try:
+            self._wait()
+            if self._records:
+                assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
+                if final is not None:
+                    self._states[self._records[-1].index + 1] = final
+                # Not in the thread: none starts any more while the interpreter ends.
+                self._manifest = _write_shard(self.path, self._number, self._records, self._states, self._manifest)
+            if self._manifest is not None:
+                _tidy(self.path, self._manifest)  # before it is finished: nobody tidies a finished run
+                if complete:
+                    self._manifest = replace(self._manifest, finished=True)
+                    write_manifest(self.path, self._manifest)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Lets go of the directory as it is."""
+        self._thread.shutdown(wait=True)
+        self._records, self._states = [], {}
+        self._lock.release()
+
+    def _reopen(self, run: Run) -> None:
+        """Takes the run up to its last kept state; steps after it are taken again.
+
+        A shard that goes on beyond that state is taken into memory. It is written anew under a number of its own,
+        so that the old one is there until the manifest names the new one.
+        """
+        _tidy(self.path, run.manifest)
+        if len(run) == 0:
+            return
+        whole = [shard for place, shard in enumerate(run.manifest.shards) if run._starts[place + 1] <= len(run)]
+        self._manifest = replace(run.manifest, shards=tuple(whole))
+        self._number = max(shard.number for shard in run.manifest.shards) + 1
+        self._records = [run.record(index) for index in range(self._manifest.steps, len(run))]
+        self._states = {index: run.state(index) for index in run.kept if index > self._manifest.steps}
+        self._held = sum(map(nbytes, self._states.values()))
+        self.before = run
+
+    def _flush(self) -> None:
+        self._wait()  # one shard under way at a time bounds what is held in memory
+        assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
+        self._writing = self._thread.submit(
+            _write_shard, self.path, self._number, self._records, self._states, self._manifest
+        )
+        self._number += 1
+        self._records, self._states, self._held, self._flushed = [], {}, 0, time.monotonic()
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._manifest = writing.result()
+
+
+def claim(path: Path, *, resume: bool = False) -> Lock:
+    """Makes the directory its writer's, or refuses if something is there or somebody is writing."""
+    try:
+        check_free(path, resume=resume)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = Lock(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be written ({error}): choose another directory for the run.") from None
+    try:
+        check_free(path, resume=resume)
+    except RunError:
+        lock.release()
+        raise
+    return lock
+
+
+def check_free(path: Path, *, resume: bool) -> None:
+    """Refuses a directory that holds something other than a config, or than the run that is to go on."""
+    if (path / MANIFEST).exists():
+        if resume:
+            return
+        raise RunError(
+            f"{path} already holds a run: choose another directory, delete it first, or continue it with resume=True."
+        )
+    if not path.exists():
+        return
+    if not path.is_dir() or not all(_ours(file, EARLY) for file in path.iterdir()):
+        raise RunError(f"{path} is there already and not an empty directory: choose another one for the run.")
+
+
+def _tidy(path: Path, manifest: Manifest) -> None:
+    """Takes away what a killed writer left beside the run; only its one writer may do so."""
+    named = {MANIFEST, INITIAL, LOCK, CONFIG, *(shard.name for shard in manifest.shards)}
+    for file in path.iterdir():
+        if file.name not in named and _ours(file, LEFT):
+            shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
+
+
+def _ours(file: Path, names: re.Pattern[str]) -> bool:
+    return bool(ASIDE.fullmatch(file.name) or (names.fullmatch(file.name) and file.is_file()))
+
+
+def _write_shard(
+    path: Path, number: int, records: Sequence[Record], states: dict[int, State], manifest: Manifest
+) -> Manifest:
+    """Writes a shard, then the manifest that names it."""
+    names = HYPERS[manifest.rule.kind]
+    leaves = max(len(record.fingerprint) for record in records)
+    prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
+    tensors = {
+        "ids": torch.cat([record.ids for record in records]),
+        "lengths": torch.tensor([len(record.ids) for record in records]),
+        "epochs": torch.tensor([record.epoch for record in records]),
+        "hypers": torch.tensor([[[h[name] for name in names] for h in r.hypers] for r in records], dtype=torch.float64),
+        "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
+    }
+    tensors["kept"] = torch.tensor(list(states), dtype=torch.int64)
+    flat = [_flatten(state) for state in states.values()]
+    if flat:
+        tensors |= {key: torch.stack([state[key] for state in flat]) for key in flat[0]}
+    file = path / shard_name(number)
+    write_tensors(file, tensors)
+    shard = Shard(number, len(records), checksum(file), tensor_checksum(tensors["kept"]))
+    manifest = replace(manifest, shards=(*manifest.shards, shard))
+    write_manifest(path, manifest)
+    return manifest
+
+
+def _flatten(state: State) -> dict[str, Tensor]:
+    return {f"state/{slot}/{name}": tensor for slot, params in state.items() for name, tensor in params.items()}

@@ -1,0 +1,1 @@
+"""Vectors carried through the linearised steps of a run."""

@@ -1,0 +1,72 @@
+"""How far a long sweep has come, noted every so often, so that one that was killed is taken up there.
+
+A sweep is one chain of steps: it cannot be cut into shards, but what it carries from step to step can be put aside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from leaveout._util.files import read_sealed, save_sealed
+from leaveout._util.trees import State
+from leaveout.compute.cost import Cost
+
+EVERY = 60.0
+"""Seconds between two notes."""
+
+SHARE = 20
+"""A note that took t seconds to write is followed by at least this many times t of work."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A sweep under way: the steps before ``step`` are left to do, with these vectors, and what was gathered so far."""
+
+    step: int
+    vectors: State
+    gathered: dict[str, Tensor]
+
+
+class Mark:
+    """Where one sweep notes how far it is; without a file it notes nothing."""
+
+    def __init__(self, file: Path | None, cost: Cost, device: torch.device) -> None:
+        self._file, self._cost, self._device = file, cost, device
+        self._next = time.monotonic() + EVERY
+
+    def noted(self) -> Noted | None:
+        """What an earlier process noted of the same sweep, if it did; what that cost is counted."""
+        if self._file is None:
+            return None
+        try:
+            tensors, told = read_sealed(self._file)
+        except (OSError, ValueError):
+            return None
+        if told["file"] != self._file.name:
+            return None
+        tensors = {key: t.to(self._device) if t.is_floating_point() else t for key, t in tensors.items()}
+        self._cost.hvps += told["hvps"]
+        self._cost.gradients += told["gradients"]
+        vectors: State = {}
+        for key in [key for key in tensors if key.startswith("vectors/")]:
+            _, slot, name = key.split("/", 2)
+            vectors.setdefault(slot, {})[name] = tensors.pop(key)
+        order = told["order"]  # safetensors sorts names, and torch.func compares their order
+        return Noted(told["step"], {slot: {n: vectors[slot][n] for n in order[slot]} for slot in order}, tensors)
+
+    def note(self, step: int, vectors: State, gathered: Callable[[], dict[str, Tensor]]) -> None:
+        """The steps from ``step`` on are done; written down if it is time."""
+        if self._file is None or time.monotonic() < self._next:
+            return
+        start = time.monotonic()
+        told = {"file": self._file.name, "step": step, "hvps": self._cost.hvps, "gradients": self._cost.gradients}
+        told["order"] = {slot: list(params) for slot, params in vectors.items()}
+        flat = {f"vectors/{slot}/{name}": t for slot, params in vectors.items() for name, t in params.items()}
+        save_sealed(self._file, {**flat, **gathered()}, told)
+        self._next = time.monotonic() + max(EVERY, SHARE * (time.monotonic() - start))

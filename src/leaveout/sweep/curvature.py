@@ -1,0 +1,169 @@
+"""What carries a vector through a step beside the optimizer itself: the curvature of the loss, or what stands for it.
+
+Each kind gives the batch's products, and those of single examples, which are what ACC corrects with.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from leaveout._util.trees import Params, each, height, rows
+from leaveout.task.batches import Batch
+from leaveout.task.derivatives import (
+    directional,
+    example_gradients,
+    example_outer_products,
+    example_products,
+    gradient,
+    hessian_products,
+    is_single,
+    outer_changes,
+    outer_products,
+    weight_products,
+    weighted_changes,
+)
+from leaveout.task.task import Task, take
+
+
+class Curvature(ABC):
+    """The batch gradient at one state, and its derivative, or a stand-in for it, applied to stacks of vectors."""
+
+    def __init__(self, task: Task, params: Params, batch: Batch, chunk: int | None = None) -> None:
+        self.task, self.params, self.batch, self.chunk = task, params, batch, chunk
+
+    @cached_property
+    def gradient(self) -> Params:
+        """ḡ(θ; w¹); most products give it as well, and then it costs nothing more."""
+        return gradient(self.task, self.params, self.batch)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the gradient is at hand."""
+        return "gradient" in self.__dict__
+
+    @abstractmethod
+    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+        """C(Z)·a and ⟨a, g_z⟩/|Z| for every vector a."""
+
+    @abstractmethod
+    def changes(
+        self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
+    ) -> Params:
+        """C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a, with its own weights w and their change ẇ."""
+
+    @abstractmethod
+    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
+        """g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
+
+    def gradients(self, examples: Batch) -> Params:
+        """g(z) for every example."""
+        return example_gradients(self.task, self.params, examples, self.chunk)
+
+
+class Hessian(Curvature):
+    """The true curvature: SGD-IE, ACC."""
+
+    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+        """H·a and ⟨a, g_z⟩/|Z| for every vector a; a single one goes without the gradient, which is quicker."""
+        if height(vectors) == 1 and self.task.abilities.forward:
+            curved, reads = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
+            return each(lambda t: t[None], curved), reads[None]
+        value, curved, reads = hessian_products(self.task, self.params, self.batch, vectors, self.chunk)
+        self.__dict__["gradient"] = value
+        return curved, reads
+
+    def changes(
+        self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
+    ) -> Params:
+        """H(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
+        stacks = (vectors, weights, added)
+        self.__dict__["gradient"], changes = weighted_changes(self.task, self.params, self.batch, stacks, self.chunk)
+        return changes
+
+    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
+        """g(z) and H(z)·v for every example."""
+        return example_products(self.task, self.params, examples, vectors, self.chunk)
+
+
+class GaussNewton(Curvature):
+    """(1/|Z|) Σ Jᵀ (∂²ℓ/∂outputs²) J with the Jacobian J of the outputs: the Hessian of a model that is linear there.
+
+    Positive semidefinite for convex losses; equal to the Hessian for linear models.
+    """
+
+    fisher = False
+
+    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+        """C·a and ⟨a, g_z⟩/|Z| for every vector a."""
+        self.__dict__["gradient"], curved, reads = outer_products(
+            self.task, self.params, self.batch, vectors, self.chunk, fisher=self.fisher
+        )
+        return curved, reads
+
+    def changes(
+        self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
+    ) -> Params:
+        """C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
+        stacks = (vectors, weights, added)
+        self.__dict__["gradient"], changes = outer_changes(
+            self.task, self.params, self.batch, stacks, self.chunk, fisher=self.fisher
+        )
+        return changes
+
+    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
+        """g(z) and C(z)·v for every example."""
+        return example_outer_products(self.task, self.params, examples, vectors, self.chunk, fisher=self.fisher)
+
+
+class Fisher(GaussNewton):
+    """(1/|Z|) Σ g gᵀ with the gradients g of the examples' losses without their L2 term, whose curvature is added."""
+
+    fisher = True
+
+
+class Flat(Curvature):
+    """No curvature: only the derivative in the weights."""
+
+    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+        """Zero, and ⟨a, g_z⟩/|Z| for every vector a."""
+        self.__dict__["gradient"], reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
+        return each(torch.zeros_like, vectors), reads
+
+    def changes(
+        self,
+        vectors: Params,  # noqa: ARG002 - nothing is curved
+        weights: Float[Tensor, "vectors batch"],  # noqa: ARG002
+        added: Float[Tensor, "vectors batch"],
+    ) -> Params:
+        """(1/|Z|) Σ ẇ_z g(z) for every row of changes."""
+        return each(lambda t: torch.tensordot(added, t, 1).div_(len(t)), self.gradients(self.batch))
+
+    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:  # noqa: ARG002 - nothing is curved
+        """g(z), and zero."""
+        gradients = self.gradients(examples)
+        return gradients, each(torch.zeros_like, gradients)
+
+
+def own_where(
+    curvature: Curvature, keep: Bool[Tensor, " examples"] | None, examples: Batch, vectors: Params
+) -> tuple[Params, Params]:
+    """As ``curvature.own``, with C(z)·v only where it is wanted, and zero elsewhere; None: everywhere."""
+    if keep is None or bool(keep.all()):
+        return curvature.own(examples, vectors)
+    if not bool(keep.any()):
+        gradients = curvature.gradients(examples)
+        return gradients, each(torch.zeros_like, gradients)
+    index, rest = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
+    chosen = vectors if is_single(vectors, curvature.params) else rows(vectors, index)
+    kept, curved = curvature.own(take(examples, index), chosen)
+    order = torch.argsort(torch.cat([index, rest]))
+    others = curvature.gradients(take(examples, rest))
+    return (
+        each(lambda a, b: torch.cat([a, b])[order], kept, others),
+        each(lambda a, b: torch.cat([a, torch.zeros_like(b)])[order], curved, others),
+    )

@@ -1,0 +1,199 @@
+"""One recorded step s' = O(s, ḡ(θ; w)), linearised: Jacobian products, and what leaving examples out changes in it.
+
+``O`` is the optimizer's elementwise step, ``ḡ(θ; w) = (1/|Z|) Σ w_z g(z, θ)`` the weighted batch gradient. So
+``∂F = ∂_s O + ∂_g O · H(w)``: the optimizer's part is exact and cheap, and the curvature enters in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from leaveout._util.trees import (
+    PARAM,
+    Params,
+    State,
+    each,
+    expand,
+    gather_sums,
+    height,
+    inner_rows,
+    replace_rows,
+    rows,
+    state_rows,
+    zeros,
+)
+from leaveout.optim import Rule
+from leaveout.sweep.curvature import Curvature
+from leaveout.task.task import take
+from leaveout.trajectory.recorded_step import Moment
+
+Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
+"""(row, position in the batch): the row leaves out the example at that position."""
+
+Keep: TypeAlias = Bool[Tensor, " pairs"] | None
+"""Which pairs are corrected; None: all of them. A row's pairs are all corrected or none."""
+
+
+class Pulled(NamedTuple):
+    """Pulled-back vectors: in the state (``carried``: without curvature), the batch gradient and the weights."""
+
+    state: State
+    carried: State
+    gradient: Params
+    weights: Float[Tensor, "vectors batch"]
+
+
+class LinearStep:
+    """The derivative of one step at its recorded state: with every example, and with each row's examples left out.
+
+    ``path`` is applied to whatever reaches the step as a change of the batch gradient (a symmetric linear map, such as
+    a projection; by default nothing). ``after`` is the step computed again, F(s; w¹), to be compared with the recorded
+    state; it takes a gradient where nothing else does.
+    """
+
+    def __init__(
+        self, rule: Rule, moment: Moment, curvature: Curvature, path: Callable[[Params], Params] | None = None
+    ) -> None:
+        self._rule, self._moment, self._map = rule, moment, curvature
+        self._path = path or (lambda params: params)
+        self._hypers = moment.record.hypers
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the step can be computed again without a gradient of its own."""
+        return self._map.has_gradient
+
+    @cached_property
+    def after(self) -> State:
+        """The step computed again."""
+        return self._rule.step(self._moment.before, self._map.gradient, self._hypers)
+
+    def pull(self, vectors: State) -> Pulled:
+        """∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight."""
+        state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self._hypers)
+        along = self._path(along)
+        curved, reads = self._map.products(along)
+        return Pulled(_plus(state, curved), state, along, reads)
+
+    def push(self, vectors: State, pairs: Pairs) -> State:
+        """∂F(w¹)·δ + γ: SGD-IE's step, with the first-order effect of each row's examples. Uses the vectors up."""
+        missed = self._marked(vectors, pairs)
+        along = self._map.changes(vectors[PARAM], torch.ones_like(missed), -missed)
+        return self._tangent(vectors, self._path(along))
+
+    def inject(self, pairs: Pairs, count: int) -> State:
+        """γ alone, for ``count`` rows."""
+        affected, gradient = self._left_out(pairs)
+        missing = gather_sums(each(torch.neg, gradient), affected, count)
+        return self._tangent(zeros(self._moment.before, count), missing)
+
+    def push_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> State:
+        """∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state.
+
+        Rows that are not to be kept take SGD-IE's step. Uses the vectors up.
+        """
+        missed = self._marked(vectors, pairs)
+        own_pairs = pairs if keep is None else _where(pairs, keep)
+        without = missed if keep is None else self._marked(vectors, own_pairs)
+        if self._rule.linear:  # then Γ = γ, and one tangent serves all
+            return self._tangent(vectors, self._path(self._map.changes(vectors[PARAM], 1 - without, -missed)))
+        along = self._path(self._map.changes(vectors[PARAM], 1 - without, without - missed))
+        pushed = self._tangent(vectors, along)
+        affected, gradient = self._left_out(own_pairs)
+        own = self._counterfactual(gradient)
+        tangent = self._rule.tangent(own, (state_rows(vectors, affected), rows(along, affected)), self._hypers)
+        jump = self._jump(own)
+        return replace_rows(pushed, affected, {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent})
+
+    def pull_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> tuple[State, Float[Tensor, " rows"]]:
+        """∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩; rows that are not kept as for SGD-IE."""
+        count = height(vectors[PARAM])
+        read = next(iter(vectors[PARAM].values())).new_zeros(count)
+        state, along = self._rule.cotangent(self._at(count), vectors, self._hypers)
+        if keep is not None:
+            plain, gradient = self._left_out(_where(pairs, ~keep))
+            read[plain] = -inner_rows(rows(along, plain), gradient)
+            pairs = _where(pairs, keep)
+        affected, gradient = self._left_out(pairs)
+        if len(affected):
+            own = self._counterfactual(gradient)
+            own_vectors = state_rows(vectors, affected)
+            jump = self._jump(own)
+            read[affected] = sum(inner_rows(own_vectors[slot], jump[slot]) for slot in jump)
+            if not self._rule.linear:
+                own_state, own_along = self._rule.cotangent(own, own_vectors, self._hypers)
+                state = replace_rows(state, affected, own_state)
+                along = replace_rows({PARAM: along}, affected, {PARAM: own_along})[PARAM]
+        along = self._path(along)
+        without = self._marked(vectors, pairs)
+        return _plus(state, self._map.changes(along, 1 - without, torch.zeros_like(without))), read
+
+    def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
+        """One where a row leaves out an example of the batch, zero elsewhere."""
+        like = next(iter(vectors[PARAM].values()))
+        marked = like.new_zeros((len(like), len(self._moment.record.ids)))
+        marked[pairs] = 1
+        return marked
+
+    def _at(self, count: int) -> tuple[State, Params]:
+        # A linear step has the same derivative everywhere, so that any gradient serves where none is at hand.
+        gradient = self._moment.before[PARAM] if self._rule.linear else self._map.gradient
+        return expand(self._moment.before, count), expand({PARAM: gradient}, count)[PARAM]
+
+    def _tangent(self, state: State, gradient: Params) -> State:
+        if self._rule.linear:  # it is its own derivative
+            return self._rule.step_(state, gradient, self._hypers)
+        return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self._hypers)
+
+    def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
+        """The recorded state with the batch gradient that lacks each row's examples."""
+        state, _ = self._at(height(gradient))
+        return state, each(torch.sub, expand({PARAM: self._map.gradient}, height(gradient))[PARAM], gradient)
+
+    def _jump(self, own: tuple[State, Params]) -> State:
+        """Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
+        stepped = self._rule.step(*own, self._hypers)
+        return {slot: each(torch.sub, stepped[slot], self.after[slot]) for slot in stepped}
+
+    def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:
+        """The rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, on their path."""
+        affected, local = torch.unique(pairs[0], return_inverse=True)
+        if not len(affected):
+            return affected, self._nothing()
+        _, position = self._padded(pairs)
+        gradients = self._map.gradients(take(self._moment.batch, position))
+        return affected, self._path(self._mean(gradients, local, len(affected)))
+
+    def _nothing(self) -> Params:
+        params = self._moment.before[PARAM]
+        return {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
+
+    def _padded(self, pairs: Pairs) -> tuple[Int[Tensor, " padded"], Int[Tensor, " padded"]]:
+        """The pairs, the last one repeated up to one of a few lengths: few shapes to trace."""
+        row, position = pairs
+        quantum = max(1, len(self._moment.record.ids) // 8)
+        more = -len(row) % quantum if len(row) != len(self._moment.record.ids) else 0
+        return torch.cat([row, row[-1:].expand(more)]), torch.cat([position, position[-1:].expand(more)])
+
+    def _mean(self, terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
+        """(1/|Z|) times the sum of each row's terms; those beyond the pairs are padding."""
+        size = len(self._moment.record.ids)
+        if count == len(local):  # one example a row: only their order may differ
+            index = torch.empty_like(local).scatter_(0, local, torch.arange(count, device=local.device))
+            return each(lambda tensor: tensor[index].div_(size), terms)
+        held = each(lambda tensor: tensor[: len(local)], terms)
+        return each(lambda tensor: tensor.div_(size), gather_sums(held, local, count))
+
+
+def _plus(state: State, params: Params) -> State:
+    return {**state, PARAM: each(torch.add, state[PARAM], params)}
+
+
+def _where(pairs: Pairs, keep: Bool[Tensor, " pairs"]) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
+    return pairs[0][keep], pairs[1][keep]

@@ -1,0 +1,105 @@
+"""Watches the vectors on their way through a run: says where they grow without bound, and stops where they break."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp
+
+from leaveout._util.trees import PARAM, Params, State
+from leaveout.errors import LeaveoutWarning, MismatchError
+from leaveout.task.batches import Batch
+from leaveout.task.task import Task, batches
+from leaveout.trajectory.recorded_step import Moment
+
+LIMIT = 1000.0
+"""How many times a vector may grow on its way before it is said."""
+
+
+class Growth:
+    """The size of the vectors, step by step, in whichever direction they go.
+
+    A linearised step that stretches some direction (learning rate times curvature above 2, or negative curvature)
+    makes vectors grow geometrically while it lasts. What is watched is the largest growth from a low point to a later
+    high point. ``steady`` divides displacements by the number of steps that have added to them.
+    """
+
+    def __init__(self, task: Task, *, steady: bool = False) -> None:
+        self._task, self._steady = task, steady
+        self._count = 0
+        self._low, self._low_at = math.inf, -1
+        self._most, self._from, self._to = 1.0, -1, -1
+
+    def note(self, moment: Moment, vectors: State) -> None:
+        """The vectors after a step (or, going back, before it); refuses those that are not finite."""
+        size = _size(vectors[PARAM])
+        index = moment.record.index
+        self._count += 1
+        if not math.isfinite(size):
+            raise MismatchError(self._broken(moment))
+        if self._steady:
+            size /= self._count
+        if 0 < size < self._low:
+            self._low, self._low_at = size, index
+        elif size > self._most * self._low:
+            self._most, self._from, self._to = size / self._low, self._low_at, index
+
+    def tell(self) -> None:
+        """Warns of what has been seen."""
+        if self._most > LIMIT:
+            warnings.warn(f"{self._seen()}; {REMEDY}", LeaveoutWarning, stacklevel=3)
+
+    def _seen(self) -> str:
+        first, last = sorted((self._from, self._to))
+        return (
+            f"From step {first} to step {last} a displacement of the parameters grows up to {self._most:.2g}-fold: the "
+            "linearised run is unstable there"
+        )
+
+    def _broken(self, moment: Moment) -> str:
+        index = moment.record.index
+        blamed = blame(self._task, moment)
+        if blamed:
+            return (
+                f"At step {index} the derivatives of example {blamed[0]}'s loss are NaN or infinite"
+                f"{f', and of {len(blamed) - 1} more in its batch' if len(blamed) > 1 else ''}: look at that example, "
+                "use TracIn() or Replay(), or score an earlier part of the run (run.head)."
+            )
+        grown = f" {self._seen()}." if self._most > LIMIT else ""
+        return f"The recurrence overflowed at step {index}.{grown} Please {REMEDY}"
+
+
+REMEDY = (
+    "train with a smaller learning rate, score an earlier part of the run (run.head(steps)), or verify the scores by "
+    "Replay."
+)
+
+
+def blame(task: Task, moment: Moment) -> list[int]:
+    """The examples of a step's batch whose loss has a first or second derivative that is not finite."""
+    ids = moment.record.ids.tolist()
+    return [example for i, example in enumerate(ids) if not _is_smooth(task, moment.params, _pick(moment.batch, i))]
+
+
+def _is_smooth(task: Task, params: Params, example: Batch) -> bool:
+    def gradient(at: Params) -> Params:
+        return grad(task.example_loss)(at, example)
+
+    ones = {name: torch.ones_like(tensor) for name, tensor in params.items()}
+    parts = [gradient(params)]
+    with suppress(RuntimeError, NotImplementedError):  # an operation without forward mode
+        parts.append(jvp(gradient, (params,), (ones,))[1])
+    return all(bool(torch.isfinite(tensor).all()) for part in parts for tensor in part.values())
+
+
+def _pick(batch: Batch, i: int) -> Batch:
+    return batches.map_leaves(lambda leaf: leaf[i], batch)
+
+
+def _size(params: Params) -> float:
+    tensors: list[Tensor] = list(params.values())
+    return float(torch.stack(torch._foreach_norm(tensors)).norm())

@@ -1,0 +1,162 @@
+"""How a displacement gets from one occurrence of its example to the next without a product a row and step.
+
+The whole transport V·δ is approximated at once: where the batch's curvature is dropped, the example's own is dropped
+too, because the two nearly cancel. So what travels freely collects plain gradients, not corrected ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from leaveout._util.trees import PARAM
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, UnsupportedError
+from leaveout.optim import Rule, sgd
+from leaveout.sweep.curvature import Curvature, own_where
+from leaveout.sweep.free_transport import Coasting, Drift, Layout, drift
+from leaveout.sweep.linear_step import Keep
+from leaveout.task.task import take
+from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """Exact transport on the ``rank`` directions of largest curvature, free transport outside.
+
+    Costs ``rank`` more Hessian-vector products a step, whatever the number of examples.
+    """
+
+    rank: int = 8
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InputError(f"Subspace(rank={self.rank}) has no directions: give a rank of at least 1.")
+
+    def __str__(self) -> str:
+        return f"subspace {self.rank}"
+
+
+def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> Coasting:
+    """Room for a vector a row: in memory if the budget holds them, otherwise in a file, which is slower."""
+    needed = rows * len(rule.slots) * len(group) * like.element_size()
+    return Coasting(rows, len(rule.slots), group, like, disk=needed > resources.bytes)
+
+
+class Carrier(ABC):
+    """Displacements of all rows, known at their own occurrences."""
+
+    def products(self, keep: Keep) -> int:
+        """Products with the curvature that a step takes."""
+        return 1 if keep is None or bool(keep.any()) else 0
+
+    @abstractmethod
+    def step(
+        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int, keep: Keep
+    ) -> Float[Tensor, "pairs width"]:
+        """H(z)·δ_r for every pair, zero where it is not corrected; then the step passes, without the examples."""
+
+    @abstractmethod
+    def advance(self, moment: Moment) -> None:
+        """A step passes that no row has an example in."""
+
+
+class Free(Carrier):
+    """No curvature: for plain SGD δ stays put, with momentum it coasts, with decay it shrinks."""
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        layout: Layout,
+        kind: type[Curvature],
+        rows: int,
+        resources: Resources,
+        like: Tensor,
+    ) -> None:
+        self._trajectory, self._layout, self._like = trajectory, layout, like
+        self.rows, self.kind = rows, kind
+        self._held = place(rows, trajectory.rule, layout.group, like, resources)
+
+    def step(
+        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int, keep: Keep
+    ) -> Float[Tensor, "pairs width"]:
+        """H(z)·δ_r for every pair, and on."""
+        curvature = self.kind(self._trajectory.task, moment.params, moment.batch, chunk)
+        vectors = self._layout.unflatten(self.now(row))
+        gradients, curved = own_where(curvature, keep, take(moment.batch, position), vectors)
+        self.move(moment, row, self._layout.flatten(gradients))
+        return self._layout.flatten(curved)
+
+    def advance(self, moment: Moment) -> None:
+        """A step passes."""
+        self._held.advance(self._drift(moment).carry)
+
+    def now(self, row: Int[Tensor, " pairs"]) -> Float[Tensor, "pairs width"]:
+        """Each pair's row's displacement of the parameters."""
+        return self._held.now(row)[:, 0]
+
+    def move(self, moment: Moment, row: Int[Tensor, " pairs"], gradients: Float[Tensor, "pairs width"]) -> None:
+        """The step passes, and takes the pairs' examples away."""
+        step = self._drift(moment)
+        self._held.advance(step.carry)
+        enter = step.enter[self._layout.group].T / -len(moment.record.ids)  # slots x width
+        self._held.add(row, gradients[:, None] * enter)
+
+    def _drift(self, moment: Moment) -> Drift:
+        return drift(self._trajectory.rule, moment.record.hypers, self._trajectory.task.l2, self._like)
+
+
+class SubspaceCarrier(Carrier):
+    """δ = d + Qᵀ(z − Q·d): d travels freely, z = Q·δ by the exact step within the span of Q's rows."""
+
+    def __init__(self, trajectory: Trajectory, layout: Layout, free: Free, basis: Float[Tensor, "rank width"]) -> None:
+        self._trajectory, self._layout, self._free, self._basis = trajectory, layout, free, basis
+        shape = (free.rows, len(basis))
+        self._inside = {slot: basis.new_zeros(shape) for slot in trajectory.rule.slots}
+
+    def products(self, keep: Keep) -> int:
+        """As many more as the subspace has directions."""
+        return len(self._basis) + 2 * super().products(keep)
+
+    def step(
+        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int, keep: Keep
+    ) -> Float[Tensor, "pairs width"]:
+        """H(z)·δ_r for every pair, and on."""
+        outside, z = self._free.now(row), self._inside[PARAM][row]
+        inside = z @ self._basis
+        moved = outside + inside - outside @ self._basis.T @ self._basis
+        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch, chunk)
+        examples = take(moment.batch, torch.cat([position, position]))
+        twice = None if keep is None else torch.cat([keep, keep])
+        vectors = self._layout.unflatten(torch.cat([moved, inside]))
+        gradients, curved = own_where(curvature, twice, examples, vectors)
+        gradient = self._layout.flatten(gradients)[: len(row)]
+        of_moved, of_inside = self._layout.flatten(curved).chunk(2)
+        self._move(moment, row, (of_inside + gradient) @ self._basis.T)
+        self._free.move(moment, row, gradient)
+        return of_moved
+
+    def advance(self, moment: Moment) -> None:
+        """A step passes."""
+        nobody = torch.zeros(0, dtype=torch.int64)
+        self._move(moment, nobody, self._basis.new_zeros((0, len(self._basis))))
+        self._free.advance(moment)
+
+    def _move(self, moment: Moment, row: Int[Tensor, " pairs"], taken: Float[Tensor, "pairs rank"]) -> None:
+        """The optimizer's own step on the coordinates, with the batch's curvature within the span."""
+        hypers = moment.record.hypers
+        if any(hyper != hypers[0] for hyper in hypers):
+            raise UnsupportedError(
+                "Subspace transport needs the same hyperparameters for all parameters, and this run's groups differ: "
+                "use ACC(transport='free')."
+            )
+        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch)
+        curved = self._layout.flatten(curvature.products(self._layout.unflatten(self._basis))[0]) @ self._basis.T
+        gradient = self._inside[PARAM] @ curved
+        gradient.index_add_(0, row, taken, alpha=-1 / len(moment.record.ids))
+        self._inside = sgd(self._inside, gradient, hypers[0])

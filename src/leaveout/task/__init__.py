@@ -1,0 +1,1 @@
+"""The objective as pure functions of the parameters: task, batches, derivatives, checks."""

@@ -1,0 +1,176 @@
+"""Batches by example number: reading them from a data set, and telling whether they are the ones trained on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from leaveout._util.hashing import mixed, row_hashes, weights
+from leaveout.errors import InputError
+
+Batch: TypeAlias = Any
+"""What a loader yields: a tensor, or tuples, lists and dicts of them."""
+
+Collate: TypeAlias = Callable[[list], Batch]
+
+
+def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -> Batch:
+    """The examples with these numbers as one batch, as a ``DataLoader`` would build it.
+
+    >>> read(TensorDataset(torch.arange(4.0)), [2, 0])
+    [tensor([2., 0.])]
+    """
+    # A data set of tensors is indexed at once, unless its class has its own way to read an example.
+    if (
+        collate is None
+        and isinstance(dataset, TensorDataset)
+        and type(dataset).__getitem__ is TensorDataset.__getitem__
+    ):
+        index = torch.as_tensor(ids)
+        return [tensor[index] for tensor in dataset.tensors]
+    if collate is None and type(dataset) is Subset:
+        return read(dataset.dataset, [dataset.indices[i] for i in ids])
+    examples = [dataset[i] for i in ids]
+    if collate is not None:
+        return collate(examples)
+    try:
+        return default_collate(examples)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(
+            f"Examples {list(ids[:3])}... cannot be joined into a batch ({reason}): let them have tensors of one shape "
+            "and nothing that is None, or give collate= the function that joins them."
+        ) from error
+
+
+def numbers(ids: Any) -> Tensor:
+    """The numbers of a batch's examples, as a tensor of their own.
+
+    >>> numbers(range(3))
+    tensor([0, 1, 2])
+    """
+    try:
+        found = torch.as_tensor(ids).cpu().clone()
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise InputError(f"ids do not name a batch ({error}): give a list of example numbers.") from None
+    if found.ndim != 1 or len(found) == 0:
+        raise InputError(f"ids of shape {list(found.shape)} do not name a batch: give a list of example numbers.")
+    if found.dtype.is_floating_point or found.dtype.is_complex or found.dtype == torch.bool:
+        kind = str(found.dtype).removeprefix("torch.")
+        raise InputError(f"ids of type {kind} do not name a batch: give a list of example numbers.")
+    found = found.long()
+    if int(found.min()) < 0:
+        raise InputError(f"Example number {int(found.min())} is negative: ids count from 0 in the data set's order.")
+    return found
+
+
+def size(dataset: Dataset) -> int:
+    """How many examples a data set holds."""
+    if isinstance(dataset, IterableDataset):
+        raise InputError(
+            f"{type(dataset).__name__} is an IterableDataset, whose examples have no numbers: use a map-style Dataset."
+        )
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(
+            f"{type(dataset).__name__} has no length, so its examples have no numbers: use a map-style Dataset."
+        ) from None
+
+
+def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    """The same nest with the function applied to everything that is not a tuple, list or dict."""
+    if isinstance(batch, dict):
+        return {key: map_leaves(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        values = [map_leaves(function, value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return function(batch)
+
+
+def leaves(batch: Batch) -> list[Any]:
+    """Everything in the nest that is not a tuple, list or dict, in order."""
+    found: list[Any] = []
+    map_leaves(found.append, batch)
+    return found
+
+
+def broken(batch: Batch) -> list[int]:
+    """The positions of a batch's examples that hold NaN or infinite values.
+
+    >>> broken([torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 1])])
+    [1]
+    """
+    found: set[int] = set()
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim:
+            found |= set((~torch.isfinite(leaf)).reshape(len(leaf), -1).any(1).nonzero().flatten().tolist())
+    return sorted(found)
+
+
+def to(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device."""
+    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def fingerprint(batch: Batch) -> list[tuple[int, int]]:
+    """For each tensor a checksum of its rows in order, and one that does not see their order.
+
+    >>> a, b = torch.eye(2), torch.eye(2).flip(0)
+    >>> (ordered, unordered), (other, same) = fingerprint(a)[0], fingerprint(b)[0]
+    >>> ordered == other, unordered == same
+    (False, True)
+    """
+    return [_leaf_fingerprint(leaf) for leaf in leaves(batch)]
+
+
+def _leaf_fingerprint(leaf: Any) -> tuple[int, int]:
+    if not isinstance(leaf, Tensor):
+        checksum = zlib.crc32(repr(leaf).encode())
+        return checksum, checksum
+    kind = np.uint64(zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode()))
+    data = leaf.detach().cpu()
+    data = (data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1)).contiguous()
+    if data.stride(-1) != 1:  # a single value of a larger tensor counts as contiguous
+        data = data.clone(memory_format=torch.contiguous_format)
+    rows = row_hashes(data.view(torch.uint8).numpy()) if data.numel() else np.zeros(0, np.uint64)
+    ordered, unordered = (mixed(_places(len(rows)) @ rows + kind) >> np.uint64(1)).tolist()  # signed integers on disk
+    return ordered, unordered
+
+
+@lru_cache(maxsize=64)
+def _places(count: int) -> np.ndarray:
+    """Weights that tell the places of rows apart, and some that do not."""
+    return np.stack([weights(count), np.ones(count, np.uint64)])
+
+
+def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[], Batch]) -> str | None:
+    """What differs between a recorded batch and the one read now, in words; None where nothing does."""
+    now = fingerprint(batch)
+    if now == recorded:
+        return None
+    if fingerprint(again()) != now:
+        return (
+            "the data set gives something else each time it is read (random augmentation?); "
+            "make it return the same example for the same number"
+        )
+    if len(now) != len(recorded):
+        return f"it held {len(recorded)} tensors when it was trained on and holds {len(now)} now"
+    which = [i for i, (old, new) in enumerate(zip(recorded, now, strict=True)) if old != new]
+    if all(recorded[i][1] == now[i][1] for i in which):
+        return "it holds the same examples in another order; give the data set in the order it was trained on"
+    parts = leaves(batch)
+    names = " and ".join(
+        f"tensor {i} (now {str(parts[i].dtype).removeprefix('torch.')} {list(parts[i].shape)})"
+        if isinstance(parts[i], Tensor)
+        else f"item {i}"
+        for i in which
+    )
+    return f"{names} has other values, another type or another shape; give the data set that was trained on"

@@ -1,0 +1,280 @@
+"""Gradients and Hessian-vector products of a task, many at once: pure functions of tensors, traced when they recur.
+
+``Z`` is a batch of |Z| examples with losses ℓ(z, θ), g(z) and H(z) their gradients and Hessians, and
+``ḡ = (1/|Z|) Σ g(z)``, ``H(Z) = (1/|Z|) Σ H(z)`` those of the batch. A *stack* has a first dimension of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import grad, jvp, vjp
+
+from leaveout._util.trees import Params, each, inner, inner_rows, pullback
+from leaveout.errors import UnsupportedError
+from leaveout.task.batches import Batch, leaves, map_leaves
+from leaveout.task.task import Task
+
+Rows: TypeAlias = tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows batch"]]
+"""Stacks of vectors v, weights w of the batch's examples, and changes ẇ of these."""
+
+
+def gradient(task: Task, params: Params, batch: Batch) -> Params:
+    """ḡ, to the last bit what autograd gives: recorded steps are taken again with it."""
+    return _run(task, "gradient", lambda p, b: task.gradient(p, _ones(p, b), b), params, batch, exact=True)
+
+
+def stacked_gradients(task: Task, stack: Params, weights: Float[Tensor, "rows batch"], batch: Batch) -> Params:
+    """(1/|Z|) Σ w_z g(z) of every model of a stack, with its own weights, on one batch."""
+    function = task.over(task.gradient, (0, 0, None))
+    return _run(task, "stacked_gradients", function, stack, weights, batch, exact=True)
+
+
+def hessian_products(
+    task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
+) -> tuple[Params, Params, Float[Tensor, "vectors batch"]]:
+    """ḡ, and for every vector v of a stack H(Z)·v and ⟨v, g(z)⟩/|Z|.
+
+    Both are parts of one pull-back: that of (θ, w) ↦ (1/|Z|) Σ w_z g(z, θ).
+    """
+    _curved(task)
+
+    def products(p: Params, b: Batch, v: Params) -> tuple[Params, tuple[Params, Tensor]]:
+        value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), _ones(p, b))
+        return value, task.over(pull)(v)
+
+    value, (curved, reads) = _by_chunks(task, "hessian_products", products, (params, batch), (vectors,), chunk)
+    return value, curved, reads
+
+
+def weighted_changes(
+    task: Task, params: Params, batch: Batch, stacks: Rows, chunk: int | None = None
+) -> tuple[Params, Params]:
+    """ḡ, and for every row (v, w, ẇ) of the stacks H(Z; w)·v + (1/|Z|) Σ ẇ_z g(z): how ḡ(θ; w) changes along (v, ẇ).
+
+    With an example's weight zero and changing by −1, that is a row without the example, in one pass.
+    """
+    _curved(task)
+
+    def products(p: Params, b: Batch, v: Params, w: Tensor, dw: Tensor) -> tuple[Params, Params]:
+        def slope(q: Params, weights: Tensor) -> Params:
+            return task.gradient({**p, **q}, weights, b)
+
+        def one(vector: Params, weights: Tensor, change: Tensor) -> Params:
+            if task.abilities.forward:
+                return jvp(slope, (task.own(p), weights), (vector, change))[1]
+            _, pull = pullback(lambda q: slope(q, weights), task.own(p))
+            return each(torch.add, pull(vector)[0], slope(task.own(p), change))
+
+        return slope(task.own(p), _ones(p, b)), task.over(one)(v, w, dw)
+
+    return _by_chunks(task, "weighted_changes", products, (params, batch), stacks, chunk)
+
+
+def directional(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Float[Tensor, " batch"]]:
+    """H(Z)·v and ⟨v, g(z)⟩/|Z| for one vector: the derivative of the losses along v, and its gradient.
+
+    Neither the gradient nor any per-example gradient is formed. Needs forward mode.
+    """
+    _curved(task)
+
+    def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
+        def along(q: Params) -> tuple[Tensor, Tensor]:
+            slope = jvp(lambda r: task.losses({**p, **r}, b), (q,), (v,))[1] / len(leaves(b)[0])
+            return slope.sum(), slope
+
+        return grad(along, has_aux=True)(task.own(p))
+
+    return _run(task, "directional", products, params, batch, vector)
+
+
+def weight_products(
+    task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
+) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+    """ḡ, and ⟨v, g(z)⟩/|Z| for every vector v of a stack."""
+    if not task.abilities.curved:  # then the weights' derivative cannot be taken through the backward pass either
+        gradients = example_gradients(task, params, batch)
+        return each(lambda t: t.mean(0), gradients), inner(vectors, gradients) / len(leaves(batch)[0])
+
+    def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
+        value, pull = pullback(lambda w: task.gradient(p, w, b), _ones(p, b))
+        return value, task.over(lambda vector: pull(vector)[0])(v)
+
+    return _by_chunks(task, "weight_products", products, (params, batch), (vectors,), chunk)
+
+
+def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | None = None) -> Params:
+    """g(z) for every example."""
+
+    def gradients(p: Params, b: Batch) -> tuple[tuple, Params]:
+        def one(example: Batch) -> Params:
+            return grad(lambda q: task.example_loss({**p, **q}, example))(task.own(p))
+
+        return (), task.over(one)(b)
+
+    return _by_chunks(task, "example_gradients", gradients, (params,), (examples,), chunk)[1]
+
+
+def example_products(
+    task: Task, params: Params, examples: Batch, vectors: Params, chunk: int | None = None
+) -> tuple[Params, Params]:
+    """g(z) and H(z)·v for every example, each with a vector of its own, or all with one.
+
+    The value of the derivative of the gradient is the gradient itself: both come from one pass.
+    """
+    _curved(task)
+    shared = is_single(vectors, params)
+
+    def products(p: Params, v: Params, b: Batch) -> tuple[tuple, tuple[Params, Params]]:
+        def one(example: Batch, vector: Params) -> tuple[Params, Params]:
+            def slope(q: Params) -> Params:
+                return grad(lambda r: task.example_loss({**p, **r}, example))(q)
+
+            if task.abilities.forward:
+                both = jvp(slope, (task.own(p),), (vector,))
+                return both[0], both[1]
+            value, pull = pullback(slope, task.own(p))
+            return value, pull(vector)[0]
+
+        return (), task.over(one, (0, None) if shared else 0)(b, v)
+
+    fixed, stacked = ((params, vectors), (examples,)) if shared else ((params,), (vectors, examples))
+    return _by_chunks(task, f"example_products {shared}", products, fixed, stacked, chunk)[1]
+
+
+def outer_products(
+    task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None, *, fisher: bool
+) -> tuple[Params, Params, Float[Tensor, "vectors batch"]]:
+    """ḡ, and for every vector v of a stack C(Z)·v and ⟨v, g(z)⟩/|Z|, with C = (1/|Z|) Σ Jᵀ A J instead of the Hessian.
+
+    Gauss-Newton: J the Jacobian of z's outputs, A the Hessian of the loss in them. Fisher: J the gradient of z's loss,
+    A = 1. The L2 term's curvature is known, and added as it is.
+    """
+
+    def products(p: Params, b: Batch, v: Params) -> tuple[Params, tuple[Params, Tensor]]:
+        return _outer(task, p, b, fisher, lambda one: task.over(one)(v))
+
+    value, (curved, reads) = _by_chunks(task, f"outer_products {fisher}", products, (params, batch), (vectors,), chunk)
+    return value, curved, reads
+
+
+def outer_changes(
+    task: Task, params: Params, batch: Batch, stacks: Rows, chunk: int | None = None, *, fisher: bool
+) -> tuple[Params, Params]:
+    """As ``weighted_changes``, with C as in ``outer_products``."""
+
+    def products(p: Params, b: Batch, *rows: Any) -> tuple[Params, Params]:
+        return _outer(task, p, b, fisher, lambda one: task.over(lambda *row: one(*row)[0])(*rows))
+
+    return _by_chunks(task, f"outer_changes {fisher}", products, (params, batch), stacks, chunk)
+
+
+def example_outer_products(
+    task: Task, params: Params, examples: Batch, vectors: Params, chunk: int | None = None, *, fisher: bool
+) -> tuple[Params, Params]:
+    """g(z) and C(z)·v for every example, each with a vector of its own, or all with one; C as in ``outer_products``."""
+    shared = is_single(vectors, params)
+
+    def products(p: Params, v: Params, b: Batch) -> tuple[tuple, tuple[Params, Params]]:
+        def one(example: Batch, vector: Params) -> tuple[Params, Params]:
+            single = map_leaves(lambda leaf: leaf.unsqueeze(0), example)
+            value, (curved, _) = _outer(task, p, single, fisher, lambda function: function(vector))
+            return value, curved
+
+        return (), task.over(one, (0, None) if shared else 0)(b, v)
+
+    fixed, stacked = ((params, vectors), (examples,)) if shared else ((params,), (vectors, examples))
+    return _by_chunks(task, f"example_outer_products {fisher} {shared}", products, fixed, stacked, chunk)[1]
+
+
+def is_single(vectors: Params, params: Params) -> bool:
+    """Whether it is one vector, and not a stack of them."""
+    name = next(iter(vectors))
+    return vectors[name].ndim == params[name].ndim
+
+
+def _outer(
+    task: Task, params: Params, batch: Batch, fisher: bool, over: Callable[[Callable], Any]
+) -> tuple[Params, Any]:
+    """ḡ, and what ``over`` makes of the function v ↦ (C·v, ⟨v, g(z)⟩/|Z|).
+
+    Given weights w and their change ẇ as well, that function gives C(Z; w)·v + (1/|Z|) Σ ẇ_z g(z) for C·v. Outputs may
+    have any shape; only the losses are known to have one for each example.
+    """
+    own, size = task.own(params), len(leaves(batch)[0])
+
+    def both(q: Params) -> tuple[Tensor, Any]:
+        outputs, targets = task.outputs({**params, **q}, batch)
+        return (task.output_losses(outputs, targets) if fisher else outputs), targets
+
+    outputs, pull, targets = vjp(both, own, has_aux=True)  # type: ignore[misc]
+    ones = _ones(params, batch)
+
+    def losses(at: Tensor) -> Tensor:
+        return at if fisher else task.output_losses(at, targets)
+
+    def slopes(at: Tensor, weights: Tensor) -> Tensor:
+        return grad(lambda o: (weights * losses(o)).sum())(at)
+
+    def one(vector: Params, weights: Tensor = ones, added: Tensor | None = None) -> tuple[Params, Tensor]:
+        change = _along(task, lambda q: both(q)[0], own, vector)
+        bent = weights * change if fisher else _along(task, lambda o: slopes(o, weights), outputs, change)
+        curved = each(lambda c, v: c + task.l2 * weights.mean() * v, pull(bent / size)[0], vector)
+        if added is not None:
+            gradient = pull(slopes(outputs, added) / size)[0]
+            curved = each(lambda c, g, q: c + g + task.l2 * added.mean() * q, curved, gradient, own)
+        decay = task.l2 * inner_rows(*({n: t[None] for n, t in side.items()} for side in (own, vector)))
+        return curved, (_along(task, losses, outputs, change) + decay) / size
+
+    value = each(lambda g, q: g + task.l2 * q, pull(slopes(outputs, ones) / size)[0], own)
+    return value, over(one)
+
+
+def _along(task: Task, function: Callable, at: Any, vector: Any) -> Any:
+    """The derivative of a function along a vector; by two pull-backs where there is no forward mode."""
+    if task.abilities.forward:
+        return jvp(function, (at,), (vector,))[1]
+    value, pull = pullback(function, at)
+    return pullback(lambda cotangent: pull(cotangent)[0], torch.zeros_like(value))[1](vector)[0]
+
+
+def _curved(task: Task) -> None:
+    if not task.abilities.curved:
+        raise UnsupportedError(
+            "PyTorch has no second derivative for the loss or a layer of this task: use another one, or TracIn() or "
+            "Replay(), which need none."
+        )
+
+
+def _run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
+    # A loop over examples would be traced turn by turn, and slowly.
+    return task.tracer(name, function, *args, exact=exact) if task.abilities.vmap else function(*args)
+
+
+def _by_chunks(
+    task: Task, name: str, function: Callable, shared: tuple, stacked: tuple, chunk: int | None
+) -> tuple[Any, Any]:
+    """``function(*shared, *stacked)`` for runs of the stacked arguments; it gives a shared result and a stacked one."""
+    count = len(leaves(stacked)[0])
+    if chunk is None or chunk >= count:
+        return _run(task, name, function, *shared, *stacked)
+    parts = []
+    for start in range(0, count, chunk):
+        part = _slice(stacked, start, start + chunk)
+        common, result = _run(task, name, function, *shared, *part)
+        parts.append(result)
+    joined = [torch.cat(pieces) for pieces in zip(*(leaves(part) for part in parts), strict=True)]
+    given = iter(joined)
+    return common, map_leaves(lambda _: next(given), parts[0])
+
+
+def _slice(nest: Any, start: int, stop: int) -> Any:
+    return map_leaves(lambda leaf: leaf[start:stop], nest)
+
+
+def _ones(params: Params, batch: Batch) -> Tensor:
+    return next(iter(params.values())).new_ones(len(leaves(batch)[0]))

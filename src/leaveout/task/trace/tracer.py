@@ -1,0 +1,177 @@
+"""The tensor operations of a pure function, noted once for each shape of its inputs and then repeated without it.
+
+A training step of a small model takes longer in Python and in ``torch.func``'s bookkeeping than in arithmetic; the
+same step is taken thousands of times. A trace is used only if its first result equals the function's own, and one
+that is laid out anew for images (``leaveout.task.trace.layout``) only if it equals that to rounding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leaveout._util.trees import memory
+from leaveout.task.batches import leaves, map_leaves
+from leaveout.task.trace import layout
+from leaveout.task.trace.simplify import call_directly, kind, simplify
+
+WARM_UP = 6
+"""Calls with the same shapes before a trace is worth its time."""
+
+MOST = 64
+"""Shapes that are remembered."""
+
+ROUNDING = 1000
+"""By how many units of the largest value's last place a layout may change a result."""
+
+
+class Tracer:
+    """Calls functions of nested tensors, by a trace where one has been made.
+
+    Args:
+        images: whether operations on images are laid out anew. Traces are then made at once: a result may not depend
+            on how often the function has been called before.
+    """
+
+    def __init__(self, images: bool = False) -> None:
+        self._images = images
+        self._calls: Counter[tuple] = Counter()
+        self._traces: dict[tuple, Callable | None] = {}
+
+    def fresh(self) -> Tracer:
+        """Another of its kind, which has traced nothing yet."""
+        return Tracer(self._images)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Traces do not travel to other processes: they make their own."""
+        return self.fresh().__dict__
+
+    def __call__(self, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
+        """``function(*args)``; ``name`` says which function it is, and must say everything that args do not.
+
+        ``exact`` keeps every bit; otherwise sums may be taken in another order.
+        """
+        key = (name, _signature(args))
+        if key not in self._traces:
+            self._calls[key] += 1
+            anew = self._images and not exact
+            if self._calls[key] <= WARM_UP * (not anew) or len(self._traces) >= MOST:
+                return function(*args)
+            self._traces[key] = _traced(function, args, anew)
+        trace = self._traces[key]
+        return function(*args) if trace is None else trace(*args)
+
+
+def _signature(nest: Any) -> Any:
+    """The nest with each tensor's kind in its place."""
+    if isinstance(nest, Tensor):
+        return kind(nest)
+    if isinstance(nest, dict):
+        return (dict, *nest, *map(_signature, nest.values()))
+    if isinstance(nest, tuple | list):
+        return (type(nest), *map(_signature, nest))
+    return type(nest), nest
+
+
+def _traced(function: Callable, args: tuple, anew: bool) -> Callable | None:
+    """The function's operations as a function of the same arguments, or None where they cannot be had."""
+    expected = function(*args)
+    nest = map_leaves(lambda _: 0, expected)
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        given = iter(tensors)
+        with _RealZeros():
+            return leaves(function(*map_leaves(lambda _: next(given), args)))
+
+    # Each an object of its own: the same tensor given twice would be one input of the trace.
+    inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)]
+    try:
+        module = make_fx(functionalize(flat))(*inputs)
+    except Exception:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
+        return None
+    simplify(module)
+    with torch.no_grad():
+        if not all(torch.equal(a, b) for a, b in zip(module(*inputs), leaves(expected), strict=True)):
+            return None
+    module = (_laid_out(module, inputs) if anew else None) or module
+    _separate(module, inputs)
+    call_directly(module)
+    repeat = module.forward
+
+    @torch.no_grad()
+    def call(*now: Any) -> Any:
+        results = iter(repeat(*leaves(now)))
+        return map_leaves(lambda _: next(results), nest)
+
+    return call
+
+
+def _laid_out(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule | None:
+    """The trace for images, if it gives the same: for the inputs, and for random ones, where these may be zero."""
+    generator = torch.Generator().manual_seed(0)
+    trial = [
+        torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        else leaf
+        for leaf in inputs
+    ]
+    try:
+        other = layout.for_images(module)
+        if other is None:
+            return None
+        simplify(other)
+        with torch.no_grad():
+            same = all(
+                _close(a, b) for given in (inputs, trial) for a, b in zip(other(*given), module(*given), strict=True)
+            )
+    except Exception:  # noqa: BLE001 - an operation that wants its memory as it was
+        return None
+    return other if same else None
+
+
+@torch.no_grad()
+def _separate(module: fx.GraphModule, inputs: list[Any]) -> None:
+    """Gives every result memory of its own, as callers write into it: what is computed once may be returned twice."""
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    constants = [getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"]
+    used = {memory(leaf) for leaf in [*inputs, *constants] if isinstance(leaf, Tensor)}
+    own = []
+    for node, value in zip(results, module(*inputs), strict=True):
+        if memory(value) in used:
+            with module.graph.inserting_before(output):
+                node = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+        used.add(memory(value))
+        own.append(node)
+    output.args = (own,)
+    module.recompile()
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Whether they differ by what another order of summation may do."""
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return bool((a - b).abs().max() <= ROUNDING * torch.finfo(a.dtype).eps * b.abs().max())
+
+
+class _RealZeros(TorchDispatchMode):
+    """Forward mode stands zeros in for tangents that are not there, as tensors without memory.
+
+    A traced operation would read them, and crash; ordinary zeros it reads well.
+    """
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return function(*map_leaves(_real, args), **(kwargs or {}))
+
+
+def _real(leaf: Any) -> Any:
+    if not (isinstance(leaf, Tensor) and leaf._is_zerotensor()):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)

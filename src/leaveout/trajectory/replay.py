@@ -1,0 +1,126 @@
+"""Exact replay: the recorded run trained again with some examples left out, many such models side by side."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from leaveout._util.trees import PARAM, Params, State, distance
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.errors import LeaveoutWarning
+from leaveout.task.batches import Batch
+from leaveout.task.derivatives import stacked_gradients
+from leaveout.task.task import Task, looped
+from leaveout.trajectory.left_out import Members
+from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.trajectory import Trajectory
+
+LARGE = 1_000_000
+"""Bytes that a batch leaves for its backward pass, above which a stack of convolutions takes longer than a loop."""
+
+
+def counterfactuals(
+    trajectory: Trajectory, members: Members, weight: float, resources: Resources, cost: Cost
+) -> Params:
+    """Final parameters of the run again, once for each row with its examples weighted ``weight``, and once with none.
+
+    The models are trained side by side; the last of the stack is the one with every example, whose way must be the
+    recorded one.
+    """
+    params: Params = {}
+    for _, params in courses(trajectory, members, weight, resources, cost):  # noqa: B007 - the last one counts
+        pass
+    return params
+
+
+def courses(
+    trajectory: Trajectory, members: Members, weight: float, resources: Resources, cost: Cost
+) -> Iterator[tuple[Moment, Params]]:
+    """The trainings of ``counterfactuals`` on their way: each step with all models' parameters after it.
+
+    The tensors change in place with the next step.
+    """
+    count = len(members) + 1
+    state = _copies(trajectory, count)
+    gradients: Callable[..., Params] | None = None
+    travelled, strayed = 0.0, False
+    for moment in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(members)}"):
+        weights = _weights(members, moment.record.ids, weight, state[PARAM])
+        if gradients is None:
+            gradients = _way(trajectory.task, state[PARAM], moment.batch)
+        state = trajectory.rule.step_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
+        cost.gradients += count
+        travelled += distance(moment.after[PARAM], moment.before[PARAM])
+        whole = {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}
+        share = trajectory.check.way(moment, whole, travelled)
+        if share is not None and not strayed:
+            strayed = True
+            _warn_of_rounding(moment.record.index, share)
+        yield moment, state[PARAM]
+
+
+def _warn_of_rounding(step: int, share: float) -> None:
+    warnings.warn(
+        f"At step {step} the replay with every example has left the recorded run by {share:.1g} of the way travelled, "
+        "by rounding alone: this training magnifies small differences. Replays are compared with that replay, not with "
+        "the recorded run, but effects as small as this are noise; train in float64 or with a smaller learning rate "
+        "to measure them.",
+        LeaveoutWarning,
+        stacklevel=2,
+    )
+
+
+def shuffled(trajectory: Trajectory, members: Members, seed: int, resources: Resources, cost: Cost) -> Params:
+    """As ``counterfactuals`` with weight zero, but in a fresh order: each epoch the examples change places at random.
+
+    Start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded.
+    """
+    state, count = _copies(trajectory, len(members) + 1), len(members) + 1
+    task, order = trajectory.task, torch.Generator().manual_seed(seed)
+    gradients: Callable[..., Params] | None = None
+    epoch, places = None, torch.arange(task.size)
+    for index in resources.track(range(len(trajectory)), len(trajectory), f"training {count}"):
+        record = trajectory.run.record(index)
+        if record.epoch != epoch:
+            epoch, places = record.epoch, torch.randperm(task.size, generator=order)
+        ids = places[record.ids]
+        batch = task.read(ids.tolist())
+        weights = _weights(members, ids, 0.0, state[PARAM])
+        if gradients is None:
+            gradients = _way(task, state[PARAM], batch)
+        state = trajectory.rule.step_(state, gradients(state[PARAM], weights, batch), record.hypers)
+        cost.gradients += count
+    return state[PARAM]
+
+
+def _copies(trajectory: Trajectory, count: int) -> State:
+    return {
+        slot: {name: tensor.expand(count, *tensor.shape).clone() for name, tensor in params.items()}
+        for slot, params in trajectory.initial().items()
+    }
+
+
+def _weights(members: Members, ids: Tensor, weight: float, params: Params) -> Tensor:
+    like = next(iter(params.values()))
+    weights = like.new_ones((len(like), len(ids)))
+    row, position = members.pairs(ids)
+    weights[row, position] = weight
+    return weights
+
+
+def _way(task: Task, params: Params, batch: Batch) -> Callable[..., Params]:
+    """How many models' gradients are taken: all at once, or one after the other.
+
+    The first is quicker but for convolutions of some size, whose weights cannot be joined into one product. The choice
+    depends on nothing but the task, so that the same replay has the same rounding wherever and whenever it is done.
+    """
+    convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in task.model.modules())
+    alone = {name: tensor[0] for name, tensor in params.items()}
+    if not task.abilities.vmap or (convolutions and task.footprint(alone, batch) > LARGE):
+        return looped(task.gradient, (0, 0, None))
+    return partial(stacked_gradients, task)

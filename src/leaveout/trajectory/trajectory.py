@@ -1,0 +1,159 @@
+"""Reads a run for a task: states and batches forward and backward, each step checked against what was recorded."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, pairwise
+
+import torch
+
+from leaveout._util.trees import PARAM, State, distance, each
+from leaveout.errors import MismatchError
+from leaveout.run.model_match import check_model
+from leaveout.run.reader import Record, Run
+from leaveout.task.batches import Batch
+from leaveout.task.derivatives import gradient
+from leaveout.task.task import Task, batches
+from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.step_check import StepCheck
+
+
+class Trajectory:
+    """A run seen through the task that it was trained on; with ``layers``, through some of its parameters.
+
+    ``task`` and ``rule``, and the states that are given out, are then those of the chosen parameters alone.
+
+    Raises:
+        MismatchError: if the task's model or data are not those of the run, saying what differs.
+    """
+
+    def __init__(self, run: Run, task: Task, layers: str | Sequence[str] | None = None) -> None:
+        check_model(run.manifest, task.model, task.parameters())
+        _check_size(run, task)
+        self.run, self._whole = run, task
+        self.task = task.restricted(layers)
+        self.rule = run.rule.restricted(self.task.chosen)
+        self.check = StepCheck(self.rule, self.task)
+
+    def __len__(self) -> int:
+        return len(self.run)
+
+    def initial(self) -> State:
+        """The state before the first step."""
+        return self._own(self._state(0))
+
+    def final(self) -> State:
+        """The state after the last step."""
+        return self._own(self.final_whole())
+
+    def final_whole(self) -> State:
+        """The state after the last step, of all parameters."""
+        return self._state(len(self))
+
+    def forward(self) -> Iterator[Moment]:
+        """The steps from the first to the last."""
+        before = self._state(0)
+        for start, stop in pairwise(self.run.kept):
+            states = self._between(before, self._state(stop), start, stop)
+            for index, after in zip(range(start, stop), states, strict=True):
+                yield self._moment(index, before, after)
+                before = after
+
+    def backward(self, before: int | None = None) -> Iterator[Moment]:
+        """The steps from the last to the first, or those before one; the states between two kept ones are together."""
+        kept = self.run.kept
+        first = len(self) if before is None else before
+        places = range(bisect_left(kept, first))
+        after = self._state(kept[len(places)])
+        for place in reversed(places):
+            start, stop = kept[place], kept[place + 1]
+            state = self._state(start)
+            states = [state, *self._between(state, after, start, stop)]
+            for index in reversed(range(start, stop)):
+                after = states.pop()
+                if index < first:
+                    yield self._moment(index, states[-1], after)
+            after = state
+
+    def moment(self, index: int) -> Moment:
+        """One step."""
+        place = bisect_right(self.run.kept, index)
+        start, stop = self.run.kept[place - 1], self.run.kept[place]
+        first = self._state(start)
+        states = chain([first], self._between(first, self._state(stop), start, stop))
+        before, after = islice(states, index - start, index - start + 2)
+        return self._moment(index, before, after)
+
+    def _between(self, first: State, last: State, start: int, stop: int) -> Iterator[State]:
+        """The states after steps start, ..., stop − 1: computed again or interpolated up to the kept last one."""
+        if self.run.interpolate:
+            for index in range(start + 1, stop):
+                yield _mixed(first, last, (index - start) / (stop - start))
+        elif stop > start + 1:
+            yield from self._replayed(first, last, start, stop)
+        yield last
+
+    def _replayed(self, first: State, last: State, start: int, stop: int) -> Iterator[State]:
+        """The states between two kept ones, by taking the recorded steps; they must lead to the second."""
+        state, travelled = first, 0.0
+        for index in range(start, stop):
+            record = self.run.record(index)
+            batch = self._batch(record)
+            after = self.run.rule.step(state, gradient(self._whole, state[PARAM], batch), record.hypers)
+            travelled += distance(after[PARAM], state[PARAM])
+            if index < stop - 1:
+                yield after
+            else:
+                moment = Moment(record, state, last, batch, state[PARAM], self.run.exact)
+                StepCheck(self.run.rule, self._whole).step(moment, after, travelled)
+            state = after
+
+    def _state(self, index: int) -> State:
+        """A kept state, where the task computes."""
+        # Not a view of its shard: forward mode makes zeros as large as the memory that a tensor is a view of.
+        return {slot: each(lambda t: t.to(self.task.device), ps) for slot, ps in self.run.state(index).items()}
+
+    def batch(self, index: int) -> Batch:
+        """The batch of a step, checked against what was recorded of it."""
+        return self._batch(self.run.record(index))
+
+    def _batch(self, record: Record) -> Batch:
+        index, ids = record.index, record.ids.tolist()
+        if max(ids) >= self.task.size:
+            raise MismatchError(
+                f"Step {index} used example {max(ids)}, but the training set has only {self.task.size}: give the data "
+                "set that was trained on."
+            )
+        batch = self.task.read(ids)
+        rows = {len(leaf) for leaf in batches.leaves(batch)}
+        if rows != {len(ids)}:
+            raise MismatchError(
+                f"The batch of step {index} has {len(ids)} examples, but {sorted(rows)} rows: give a collate function "
+                "that returns a row for each example."
+            )
+        if record.fingerprint:
+            found = batches.difference(record.fingerprint, batch, lambda: self.task.read(ids))
+            if found:
+                raise MismatchError(f"The batch of step {index} is not the one that was trained on: {found}.")
+        return batch
+
+    def _moment(self, index: int, before: State, after: State) -> Moment:
+        record = self.run.record(index)
+        own = self._own(before), self._own(after)
+        return Moment(record, *own, self._batch(record), before[PARAM], self.run.exact)
+
+    def _own(self, state: State) -> State:
+        return {slot: self.task.own(params) for slot, params in state.items()}
+
+
+def _mixed(first: State, last: State, share: float) -> State:
+    return {slot: each(lambda a, b: torch.lerp(a, b, share), first[slot], last[slot]) for slot in first}
+
+
+def _check_size(run: Run, task: Task) -> None:
+    if run.manifest.train_size not in (None, task.size):
+        raise MismatchError(
+            f"The run was trained on {run.manifest.train_size} examples and the task's training set "
+            f"has {task.size}: give the data set that was trained on."
+        )
