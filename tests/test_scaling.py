@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import leaveout as lo
-from leaveout.cli.app import app, console
+from leaveout.cli.app import console
+from leaveout.cli.commands import app
 from leaveout.evaluate.scale import Described, Planned, needs, size_of
 from leaveout.task.trace import tracer as tracing
 

@@ -1,76 +1,98 @@
-"""Which training examples made your model what it is, and what would it be without them?"""
+"""Which training examples made your model what it is, and what would it be without them?
 
-from leaveout.builtin import data, models
-from leaveout.compute.cost import Cost
-from leaveout.compute.engines import Local, Ray
-from leaveout.compute.resources import Resources
-from leaveout.errors import (
-    EngineError,
-    InputError,
-    LeaveoutError,
-    LeaveoutWarning,
-    MismatchError,
-    RunError,
-    UnsupportedError,
-)
-from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn, score
-from leaveout.estimators.timeline import Timeline, timeline
-from leaveout.evaluate import metrics
-from leaveout.evaluate.cleanse import Curve, cleanse
-from leaveout.evaluate.plan import plan
-from leaveout.evaluate.precision import Rounding, rounding
-from leaveout.evaluate.refine import refine
-from leaveout.evaluate.verify import Check, verify
-from leaveout.reporting import Show, report
-from leaveout.run.reader import Run, check_run, open_run
-from leaveout.run.recorder import Recorder
-from leaveout.run.train import train
-from leaveout.scores import Scores
-from leaveout.sweep.transports import Subspace
-from leaveout.task.task import Task
+Names are imported when they are first used, so that ``import leaveout`` costs next to nothing.
+"""
 
-__all__ = [
-    "ACC",
-    "SGDIE",
-    "AdamIE",
-    "Check",
-    "Cost",
-    "Curve",
-    "DVEmb",
-    "EngineError",
-    "Estimator",
-    "InfluenceFunction",
-    "InputError",
-    "LeaveoutError",
-    "LeaveoutWarning",
-    "Local",
-    "MismatchError",
-    "Ray",
-    "Recorder",
-    "Replay",
-    "Resources",
-    "Rounding",
-    "Run",
-    "RunError",
-    "Scores",
-    "Show",
-    "Subspace",
-    "Task",
-    "Timeline",
-    "TracIn",
-    "UnsupportedError",
-    "check_run",
-    "cleanse",
-    "data",
-    "metrics",
-    "models",
-    "open_run",
-    "plan",
-    "refine",
-    "report",
-    "rounding",
-    "score",
-    "timeline",
-    "train",
-    "verify",
-]
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from leaveout.builtin import data, models
+    from leaveout.compute.cost import Cost
+    from leaveout.compute.engines import Local, Ray
+    from leaveout.compute.resources import Resources
+    from leaveout.errors import (
+        EngineError,
+        InputError,
+        LeaveoutError,
+        LeaveoutWarning,
+        MismatchError,
+        RunError,
+        UnsupportedError,
+    )
+    from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn, score
+    from leaveout.estimators.timeline import Timeline, timeline
+    from leaveout.evaluate import metrics
+    from leaveout.evaluate.cleanse import Curve, cleanse
+    from leaveout.evaluate.plan import plan
+    from leaveout.evaluate.precision import Rounding, rounding
+    from leaveout.evaluate.refine import refine
+    from leaveout.evaluate.verify import Check, verify
+    from leaveout.reporting import Show, report
+    from leaveout.run.reader import Run, check_run, open_run
+    from leaveout.run.recorder import Recorder
+    from leaveout.run.train import train
+    from leaveout.scores import Scores
+    from leaveout.sweep.transports import Subspace
+    from leaveout.task.task import Task
+
+_HOMES = {
+    "builtin": ("data", "models"),
+    "compute.cost": ("Cost",),
+    "compute.engines": ("Local", "Ray"),
+    "compute.resources": ("Resources",),
+    "errors": (
+        "EngineError",
+        "InputError",
+        "LeaveoutError",
+        "LeaveoutWarning",
+        "MismatchError",
+        "RunError",
+        "UnsupportedError",
+    ),
+    "estimators": (
+        "ACC",
+        "SGDIE",
+        "AdamIE",
+        "DVEmb",
+        "Estimator",
+        "InfluenceFunction",
+        "Replay",
+        "TracIn",
+        "score",
+    ),
+    "estimators.timeline": ("Timeline", "timeline"),
+    "evaluate": ("metrics",),
+    "evaluate.cleanse": ("Curve", "cleanse"),
+    "evaluate.plan": ("plan",),
+    "evaluate.precision": ("Rounding", "rounding"),
+    "evaluate.refine": ("refine",),
+    "evaluate.verify": ("Check", "verify"),
+    "reporting": ("Show", "report"),
+    "run.reader": ("Run", "check_run", "open_run"),
+    "run.recorder": ("Recorder",),
+    "run.train": ("train",),
+    "scores": ("Scores",),
+    "sweep.transports": ("Subspace",),
+    "task.task": ("Task",),
+}
+"""Where each public name lives."""
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__version__ = version("leaveout")
+__all__ = ["__version__", *sorted(_HOME_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'leaveout' has no attribute {name!r}")
+    home = import_module(f"leaveout.{_HOME_OF[name]}")
+    value = getattr(home, name, None)
+    globals()[name] = import_module(f"{home.__name__}.{name}") if value is None else value
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return __all__

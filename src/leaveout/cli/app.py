@@ -1,4 +1,4 @@
-"""The application that the commands join, and what they share: consoles, opening a run, leaving it half done."""
+"""What the commands share: consoles, options, opening a run, leaving it half done."""
 
 from __future__ import annotations
 
@@ -6,32 +6,24 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from leaveout.compute.engines import Engine, Local, Ray
-from leaveout.compute.resources import Resources
 from leaveout.errors import RunError, closest
-from leaveout.run.manifest import MANIFEST, cut_short
 from leaveout.run.paths import Beside
-from leaveout.run.reader import Run, open_run
+
+if TYPE_CHECKING:
+    from leaveout.compute.engines import Engine
+    from leaveout.compute.resources import Resources
+    from leaveout.run.reader import Run
 
 INTERRUPTED = 130
 SHARD = 256
 """Rows that are finished, and kept, together."""
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    epilog="Exit codes: 0 all went well, 1 refused (the reason and the remedy are on stderr), 2 the command line is "
-    "wrong, 130 interrupted by Ctrl-C; what was finished is kept.",
-)
 console = Console()
 complaints = Console(stderr=True)
 
@@ -44,33 +36,11 @@ RayOption = Annotated[
 ]
 
 
-@app.callback(invoke_without_command=True)
-def main(told: Annotated[bool, typer.Option("--version", help="Say which version this is.")] = False) -> None:
-    """Which training examples made your model what it is, and what would it be without them?
-
-    The way through, on data that need no network:
-
-    [dim]$[/dim] leaveout train --data digits --flip 0.1 --hidden 16 --activation tanh --out runs/digits
-
-    [dim]$[/dim] leaveout score runs/digits --method acc --method sgd-ie
-
-    [dim]$[/dim] leaveout verify runs/digits
-
-    [dim]$[/dim] leaveout cleanse runs/digits
-
-    [dim]$[/dim] leaveout report runs/digits
-
-    Your own model: record it with lo.Recorder, then name a function that returns (task, query set):
-
-    [dim]$[/dim] leaveout score runs/mine --task mypackage.mymodule:make_task
-    """
-    if told:
-        typer.echo(f"leaveout {version('leaveout')}")
-        raise typer.Exit
-
-
 def opened(path: Path, *, partial: bool = False) -> Run:
     """The run in a directory; where there is none, one with a similar name is suggested."""
+    from leaveout.run.manifest import MANIFEST, cut_short
+    from leaveout.run.reader import open_run
+
     if not (path / MANIFEST).exists() and path.parent.is_dir():
         near = [str(folder) for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
         if suggestion := closest(str(path), near):
@@ -84,6 +54,10 @@ def opened(path: Path, *, partial: bool = False) -> Run:
 
 def engine_of(processes: int, ray: str | None) -> Engine:
     """The engine that the options name."""
+    import torch
+
+    from leaveout.compute.engines import Local, Ray
+
     if ray is not None and processes != 1:
         raise typer.BadParameter("--processes are on this machine, --ray is a cluster: give one of them.")
     if processes > 1:  # they share the cores: workers take as many threads as this process has
@@ -97,6 +71,8 @@ def working(work: Path, memory: str, processes: int = 1, ray: str | None = None)
 
     Ctrl-C within ends in a sentence that says how to go on.
     """
+    from leaveout.compute.resources import Resources
+
     engine = engine_of(processes, ray)
     with resumable("What was finished is kept; the same command goes on from there."):
         yield Resources(memory, engine=engine, work=work, shard=SHARD)

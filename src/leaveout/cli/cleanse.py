@@ -10,7 +10,8 @@ import typer
 from torch.utils.data import Dataset
 
 from leaveout.builtin.config import Subject
-from leaveout.cli.app import AsJson, MemoryOption, ProcessesOption, RayOption, app, console, opened, print_json, working
+from leaveout.cli.app import AsJson, MemoryOption, ProcessesOption, RayOption, console, opened, print_json, working
+from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.errors import InputError

@@ -8,10 +8,13 @@ import typer
 from rich.table import Table
 
 from leaveout.builtin import data as sets
-from leaveout.cli.app import app, console
+from leaveout.cli.app import console
+from leaveout.cli.commands import app
 from leaveout.errors import InputError
 
-data = typer.Typer(help="The data sets of the experiments, by name.", no_args_is_help=True)
+data = typer.Typer(
+    help="The built-in data sets: which there are, and whether their files are here.", no_args_is_help=True
+)
 app.add_typer(data, name="data")
 
 

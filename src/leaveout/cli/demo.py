@@ -10,7 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from leaveout.cli.app import app, console
+from leaveout.cli.app import console
+from leaveout.cli.commands import app
 from leaveout.demo import Demo, run_demo
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from leaveout.cli.app import app, console
+from leaveout.cli.app import console
+from leaveout.cli.commands import app
 
 
 @app.command()

@@ -10,7 +10,8 @@ import torch
 import typer
 from rich.table import Table
 
-from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json
+from leaveout.cli.app import AsJson, MemoryOption, console, opened, print_json
+from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, called, subject, subject_of
 from leaveout.compute.resources import Resources, parse_bytes
 from leaveout.evaluate.plan import plan as lo_plan

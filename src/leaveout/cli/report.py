@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from leaveout._util.files import check_writable
-from leaveout.cli.app import AsJson, MemoryOption, app, console, opened, print_json, resumable
+from leaveout.cli.app import AsJson, MemoryOption, console, opened, print_json, resumable
+from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.compute.resources import Resources

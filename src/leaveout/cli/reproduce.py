@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from leaveout.cli.app import ProcessesOption, RayOption, app, console, engine_of
+from leaveout.cli.app import ProcessesOption, RayOption, console, engine_of
+from leaveout.cli.commands import app
 from leaveout.compute.resources import Resources
 
 

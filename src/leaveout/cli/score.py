@@ -16,13 +16,13 @@ from leaveout.cli.app import (
     MemoryOption,
     ProcessesOption,
     RayOption,
-    app,
     console,
     opened,
     print_json,
     print_next,
     working,
 )
+from leaveout.cli.commands import app
 from leaveout.cli.methods import METHODS, parse
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.compute.resources import Resources

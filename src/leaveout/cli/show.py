@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from leaveout.cli.app import AsJson, app, complaints, console, opened, print_json
+from leaveout.cli.app import AsJson, complaints, console, opened, print_json
+from leaveout.cli.commands import app
 from leaveout.errors import LeaveoutError
 from leaveout.evaluate.cleanse import Curve
 from leaveout.evaluate.verify import Check

@@ -13,7 +13,8 @@ from leaveout.builtin import config as lo_config
 from leaveout.builtin import data as lo_data
 from leaveout.builtin import models
 from leaveout.builtin.config import Config
-from leaveout.cli.app import AsJson, app, console, print_json, print_next, resumable
+from leaveout.cli.app import AsJson, console, print_json, print_next, resumable
+from leaveout.cli.commands import app
 from leaveout.estimators.readout import Query
 from leaveout.run.paths import Beside
 

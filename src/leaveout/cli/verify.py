@@ -14,13 +14,13 @@ from leaveout.cli.app import (
     MemoryOption,
     ProcessesOption,
     RayOption,
-    app,
     console,
     opened,
     print_json,
     print_next,
     working,
 )
+from leaveout.cli.commands import app
 from leaveout.cli.methods import parse
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.errors import InputError, LeaveoutError, closest
@@ -45,7 +45,7 @@ def verify(
     ray: RayOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold scores against exact leave-one-out replays: can they be trusted?
+    """Compare scores with exact leave-one-out replays: can they be trusted?
 
     [dim]$[/dim] leaveout verify runs/digits
 

@@ -1,0 +1,122 @@
+"""The application and its list of commands: a command's file is imported when the command is called, not before.
+
+So ``leaveout --help`` and ``leaveout --version`` load neither torch nor anything else that takes time.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
+
+DAILY, DATA, PROJECT = "From a run to an answer", "Data", "Measurements of the project itself"
+
+
+class Command(NamedTuple):
+    """A command as ``--help`` lists it: its first line, its panel, and the file it is in, if not one of its name."""
+
+    summary: str
+    panel: str = DAILY
+    file: str | None = None
+
+
+COMMANDS = {
+    "demo": Command(
+        "Find flipped labels in handwritten digits: train, record, score, verify, report. Offline, in seconds."
+    ),
+    "train": Command("Train and record a built-in model on a built-in data set."),
+    "score": Command("Score every training example: how would the query loss change without it?"),
+    "verify": Command("Compare scores with exact leave-one-out replays: can they be trusted?"),
+    "cleanse": Command("Remove the most harmful examples, train again, and measure on the test set."),
+    "report": Command(
+        "Write one page to look at: pictures, scores, how far to trust them. It needs no network and no other file."
+    ),
+    "show": Command(
+        "Say what a run holds: what was trained, how long, how many states are kept, and which scores lie beside it."
+    ),
+    "plan": Command("Predict time, memory and disk of every method along the run from a few measured steps."),
+    "data": Command("The built-in data sets: which there are, and whether their files are here.", DATA),
+    "reproduce": Command(
+        "Reproduce the published tables and curves. Stop it at any time: finished cells are not computed again.",
+        PROJECT,
+    ),
+    "bench": Command(
+        "Measure speed and fidelity as ratios in one run, on the real data sets (LEAVEOUT_DATA).", PROJECT
+    ),
+    "mnist": Command(
+        "Score every MNIST training image along 20 epochs, and check it by exact replays. Long: see docs/mnist.md.",
+        PROJECT,
+        "bench",
+    ),
+    "load": Command(
+        "Record very many steps, score very many examples, and watch the memory. Long: see docs/load.md.", PROJECT
+    ),
+}
+"""Every command, in the order of ``--help``; those of the project itself are not on that first screen."""
+
+
+class LazyGroup(TyperGroup):
+    """A group that knows its commands by name and summary, and loads the one that is called."""
+
+    def list_commands(self, _ctx: Any) -> list[str]:
+        """List every command by name."""
+        return list(COMMANDS)
+
+    def get_command(self, _ctx: Any, cmd_name: str) -> Any:
+        """Give a stand-in that ``--help`` can describe."""
+        if cmd_name not in COMMANDS:
+            return None
+        summary, panel, _ = COMMANDS[cmd_name]
+        return TyperCommand(cmd_name, help=summary, rich_help_panel=panel, hidden=panel == PROJECT)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Load the command that the arguments name."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load(str(name)), rest
+
+
+def load(name: str) -> Any:
+    """Import a command's file and return the command itself."""
+    import_module(f"leaveout.cli.{COMMANDS[name].file or name}")
+    return get_group(app).commands[name]
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    epilog="Exit codes: 0 all went well, 1 refused (the reason and the remedy are on stderr), 2 the command line is "
+    "wrong, 130 interrupted by Ctrl-C; what was finished is kept. Measurements of the project itself: leaveout "
+    + ", ".join(name for name, command in COMMANDS.items() if command.panel == PROJECT)
+    + "; each has --help.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def main(show_version: Annotated[bool, typer.Option("--version", help="Say which version this is.")] = False) -> None:
+    """Which training examples made your model what it is, and what would it be without them?
+
+    The way through, on data that need no network:
+
+    [dim]$[/dim] leaveout train --data digits --flip 0.1 --hidden 16 --activation tanh --out runs/digits
+
+    [dim]$[/dim] leaveout score runs/digits --method acc --method sgd-ie
+
+    [dim]$[/dim] leaveout verify runs/digits
+
+    [dim]$[/dim] leaveout cleanse runs/digits
+
+    [dim]$[/dim] leaveout report runs/digits
+
+    Your own model: record it with lo.Recorder, then name a function that returns (task, query set):
+
+    [dim]$[/dim] leaveout score runs/mine --task mypackage.mymodule:make_task
+    """
+    if show_version:
+        typer.echo(f"leaveout {version('leaveout')}")
+        raise typer.Exit
