@@ -25,7 +25,7 @@ X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
 KINDS = torch.randint(3, (30,), generator=torch.Generator().manual_seed(1))
 
 
-LEVELS = (("good", 0.8), ("large", 0.5), ("hint", 1e-9), ("none", -1))
+LEVELS = (("good", 0.8), ("coarse", 0.5), ("hint", 1e-9), ("none", -1))
 
 
 def data(path: Path) -> dict:

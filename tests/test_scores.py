@@ -1,5 +1,6 @@
 """Scores carry their identity: ids, sign, unit, method and cost, in memory and on disk."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout import Cost, Scores
+from leaveout import Cost, InputError, Scores
 from leaveout._util.files import write_tensors
 
 
@@ -43,6 +44,25 @@ def test_helpful_and_harmful_are_ids_in_order_of_the_mean() -> None:
     assert scores.helpful(4) == scores.harmful(4)[::-1] == [0, 7, 11, 3]
     assert scores.helpful() == scores.helpful(100) == scores.helpful(4)
     assert scores.helpful(0) == []
+
+
+def test_top_is_by_magnitude_of_the_mean_or_of_one_query():
+    scores = example()
+    assert scores.top(2).index.tolist() == [3, 0]
+    assert scores.top(2)["score"].tolist() == [-1.5, 1.4375]
+    assert scores.top(2, query=1).index.tolist() == [0, 3]
+    assert not scores.top(4)["exact"].any()
+    with pytest.raises(InputError, match="query=9 was not scored: give one of 0, 1"):
+        scores.top(query=9)
+
+
+def test_scores_are_equal_by_their_values():
+    assert example() == example()
+    assert example() != replace(example(), values=example().values + 1)
+    assert example() != replace(example(), displacements=None)
+    assert example() != "scores"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(example())
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30), st.integers(1, 40))

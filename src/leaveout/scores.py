@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_sealed, save_sealed
 from leaveout.compute.cost import Cost
 from leaveout.errors import InputError, RunError
@@ -17,10 +18,12 @@ from leaveout.run.reader import Run
 
 SIGN = "positive: the query loss would rise without this example; it helped"
 UNIT = "change of the query loss"
+MEAN, SELF = "mean", "self"
+"""The single columns of scores for the queries' mean loss, and for each example's own loss."""
 
 
-@dataclass(frozen=True)
-class Scores:
+@dataclass(frozen=True, eq=False)
+class Scores(Comparable):
     """How the query loss would change without each training example (or group).
 
     ``values`` has a row for each of ``train_ids`` and a column for each of ``query_ids``. Positive: the loss would
@@ -58,6 +61,17 @@ class Scores:
         rows, columns = self.values.shape
         return f"Scores({self.method}, {rows} train x {columns} query, {self.unit})"
 
+    @property
+    def queries(self) -> str:
+        """What the columns are: ``"mean"`` of all queries, ``"each"`` of them, or ``"self"``."""
+        single = self.query_ids[0] if len(self.query_ids) == 1 else None
+        return str(single) if single in (MEAN, SELF) else "each"
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether every row is an exact replay, and nothing is estimated."""
+        return self.exact is not None and bool(self.exact.all())
+
     def mean(self) -> Float[Tensor, " train"]:
         """The scores averaged over the queries."""
         return self.values.mean(1)
@@ -69,6 +83,29 @@ class Scores:
     def harmful(self, k: int = 10) -> list[int | str]:
         """The k ids without which the query loss would fall most, most harmful first."""
         return self._ranked(k, descending=False)
+
+    def top(self, k: int = 10, query: int | str | None = None) -> pd.DataFrame:
+        """The k most influential examples, by magnitude: their scores, and which of them are exact.
+
+        Args:
+            k: how many.
+            query: one of ``query_ids``; by default the mean over all queries.
+        """
+        values = self._column(query)
+        order = torch.argsort(values.abs(), descending=True, stable=True)[:k].tolist()
+        exact = self.exact if self.exact is not None else torch.zeros(len(values), dtype=torch.bool)
+        return pd.DataFrame(
+            {"score": values[order].tolist(), "exact": exact[order].tolist()},
+            index=pd.Index([self.train_ids[row] for row in order], name="train"),
+        )
+
+    def _column(self, query: int | str | None) -> Float[Tensor, " train"]:
+        if query is None:
+            return self.mean()
+        if query not in self.query_ids:
+            shown = ", ".join(map(repr, self.query_ids[:5])) + (", ..." if len(self.query_ids) > 5 else "")
+            raise InputError(f"query={query!r} was not scored: give one of {shown}.")
+        return self.values[:, self.query_ids.index(query)]
 
     def check_same_queries(self, other: Scores) -> None:
         """Refuses to compare scores of different queries."""
@@ -128,6 +165,8 @@ class Scores:
         """Reads what ``save`` wrote."""
         try:
             tensors, told = read_sealed(Path(path))
+            if told["method"] == "Replay":  # version 0.1 did not mark replays as exact
+                tensors.setdefault("exact", torch.ones(len(tensors["values"]), dtype=torch.bool))
             moved = {key.removeprefix("displacements/"): t for key, t in tensors.items() if "/" in key}
             return cls(
                 tensors["values"],

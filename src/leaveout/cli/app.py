@@ -66,13 +66,15 @@ def engine_of(processes: int, ray: str | None) -> Engine:
 
 
 @contextmanager
-def working(work: Path, memory: str, processes: int = 1, ray: str | None = None) -> Iterator[Resources]:
-    """Resources that keep finished shards in ``work`` until all is done, so that a crash loses only what is under way.
+def working(run: Run, question: tuple, memory: str, processes: int = 1, ray: str | None = None) -> Iterator[Resources]:
+    """Resources that keep finished shards of a question until it is answered: a crash loses only what is under way.
 
     Ctrl-C within ends in a sentence that says how to go on.
     """
+    from leaveout.compute.jobs import cached_work
     from leaveout.compute.resources import Resources
 
+    work = cached_work(run.fingerprint, *question)
     engine = engine_of(processes, ray)
     with resumable("What was finished is kept; the same command goes on from there."):
         yield Resources(memory, engine=engine, work=work, shard=SHARD)

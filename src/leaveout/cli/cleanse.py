@@ -17,7 +17,7 @@ from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
 from leaveout.evaluate.cleanse import cleanse as lo_cleanse
 from leaveout.run.paths import Beside
-from leaveout.scores import Scores
+from leaveout.scores import MEAN, Scores
 
 SHARES = (0.02, 0.05, 0.1)
 """What is removed by default, as shares of the training examples."""
@@ -60,8 +60,8 @@ def cleanse(
         scores = _rankings(scores, run)
     subject = subject_of(run, task)
     amounts = remove or sorted({max(1, round(share * subject.task.size)) for share in SHARES})
-    work = Beside(run).work("cleanse", files, amounts, random, shuffles, seed)
-    with working(work, memory, processes, ray) as resources:
+    question = ("cleanse", files, amounts, random, shuffles, seed)
+    with working(recorded, question, memory, processes, ray) as resources:
         curve = lo_cleanse(
             scores,
             recorded,
@@ -84,7 +84,7 @@ def cleanse(
 def _rankings(scores: list[Scores], run: Path) -> list[Scores]:
     """The plain scores of examples; where there are none, those of single queries, which are averaged."""
     examples = [one for one in scores if isinstance(one.train_ids[0], int)]
-    plain = [one for one in examples if one.query_ids == ("mean",)]
+    plain = [one for one in examples if one.queries == MEAN]
     each = [one for one in examples if isinstance(one.query_ids[0], int)]
     if not plain and not each:
         raise InputError(

@@ -79,5 +79,5 @@ def report(
     console.print(f"{scores.method}: {page} (open it in a browser)", highlight=False, markup=False)
     if known is None:
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
-    if check is None and scores.method != "Replay":
+    if check is None and not scores.all_exact:
         console.print(f"These scores are not verified: leaveout verify {run} does that.", highlight=False, markup=False)

@@ -73,7 +73,7 @@ def score(
     subject = subject_of(run, task)
     variant = ("each" if queries == "each" else "") + (f" by {groups.stem}" if groups else "")
     told = []
-    with working(Beside(run).work("score", estimators, queries, by), memory, processes, ray) as resources:
+    with working(recorded, ("score", estimators, queries, by), memory, processes, ray) as resources:
         for scores, file, new in _scored(recorded, subject, estimators, queries, by, variant, resources, again):
             told.append(_facts(scores, file, top, new))
             if not as_json:
@@ -103,7 +103,9 @@ def _scored(
         if again or not file.exists():
             continue
         scores = Scores.load(file)
-        if other := _difference(scores, name, estimator.request(*given, queries, groups, False, resources)):
+        if other := _difference(
+            scores, name, estimator.request(*given, queries=queries, groups=groups, resources=resources)
+        ):
             raise InputError(f"{file} holds scores of {other}: give --again to replace them.")
         there.add(estimator)
         yield scores, file, False

@@ -59,7 +59,7 @@ def verify(
     files = chosen(recorded, method)
     subject = subject_of(run, task)
     told, few = [], []
-    with working(beside.work("verify", files, replays, seed), memory, processes, ray) as resources:
+    with working(recorded, ("verify", files, replays, seed), memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), beside.check(file)
             if method is None and len(scores.train_ids) < 2 * MINIMUM:

@@ -1,19 +1,13 @@
 """The shards of one computation: done by an engine, and kept as they finish, so that what was killed can go on.
 
-A kept shard is one file named by everything that it depends on: other work never finds it. Its name also depends on a
-secret of this user's: shards that came with a stranger's run are never found. It is written aside and renamed, with a
-checksum; one that was damaged is done again.
+A kept shard is one file named by a hash of everything that it depends on: other work never finds it. It is written
+aside and renamed, with a checksum; one that was damaged is done again.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
-import os
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -24,10 +18,7 @@ from torch import Tensor
 from leaveout._util.files import read_sealed, save_sealed
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, LeaveoutWarning
-
-SECRET = 32
-"""Bytes of the secret."""
+from leaveout.errors import InputError
 
 T = TypeVar("T")
 
@@ -80,32 +71,17 @@ def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"work={str(folder)!r} is no place for shards ({error}): give a directory.") from None
-    secret = _secret()
-    return [folder / f"{hmac.new(secret, key.encode(), hashlib.sha256).hexdigest()[:32]}.safetensors" for key in keys]
+        raise InputError(f"work={str(folder)!r} is not a place for shards ({error}): give a directory.") from None
+    return [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors" for key in keys]
 
 
-def _secret() -> bytes:
-    """Random bytes that this user's processes share, from a file that only they can read."""
-    file = Path(pooch.os_cache("leaveout")) / "secret"
-    try:
-        if not file.exists() or file.stat().st_size != SECRET:
-            file.unlink(missing_ok=True)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=file.parent) as aside:  # which others cannot read
-                aside.write(os.urandom(SECRET))
-                aside.flush()
-                with suppress(FileExistsError):  # another process was quicker
-                    os.link(aside.name, file)
-        return file.read_bytes()
-    except OSError as error:
-        warnings.warn(
-            f"Shards of this process will not be found by the next one: {file} cannot be written ({error}); set "
-            "XDG_CACHE_HOME to a directory of yours.",
-            LeaveoutWarning,
-            stacklevel=2,
-        )
-        return os.urandom(SECRET)
+def cached_work(run_fingerprint: int, *question: object) -> Path:
+    """The directory in the user's cache where a command keeps the shards of what it was asked about a run.
+
+    Not beside the run: a run may come from a stranger, and shards of his must not be found.
+    """
+    name = hashlib.sha256(repr(question).encode()).hexdigest()[:16]
+    return Path(pooch.os_cache("leaveout")) / "work" / f"{run_fingerprint:08x}" / name
 
 
 def _write(file: Path, shard: Shard) -> None:

@@ -78,7 +78,7 @@ class Resources:
         if self.shard is not None and not is_whole(self.shard, 1):
             raise InputError(f"shard={self.shard!r} is no number of rows: give at least 1, or None.")
         if self.work is not None and not isinstance(self.work, str | os.PathLike):
-            raise InputError(f"work={self.work!r} is no place for shards: give a directory.")
+            raise InputError(f"work={self.work!r} is not a place for shards: give a directory.")
         object.__setattr__(self, "engine", engine_of(self.engine))
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
@@ -133,6 +133,7 @@ class Estimator(ABC):
         query: Dataset,
         *,
         queries: str = "mean",
+        ids: Sequence[int] | None = None,
         groups: Groups | None = None,
         displacements: bool = False,
         resources: Resources | None = None,
@@ -144,15 +145,25 @@ class Estimator(ABC):
             task: what was trained.
             query: the examples whose loss is explained, built like training examples.
             queries: ``"mean"`` for their mean loss, ``"each"`` for a column each.
+            ids: the examples to score; all of them by default.
             groups: leave these out together instead: lists of ids, or a dict of names to lists.
             displacements: keep each row's parameter displacement as ``scores.displacements``.
             resources: memory budget and progress.
         """
         chosen = self.resolved(run, displacements=displacements)
-        request = chosen.request(run, task, query, queries, groups, displacements, resources)
+        request = chosen.request(
+            run,
+            task,
+            query,
+            queries=queries,
+            ids=ids,
+            groups=groups,
+            displacements=displacements,
+            resources=resources,
+        )
         with request.cost.metered(), kept_memory():
             values, moved = chosen._values(request)
-        return replace(request.scores(chosen.name, values, moved), unit=self.unit)
+        return replace(request.scores(chosen.name, values, moved), unit=self.unit, exact=chosen._exact(values))
 
     def self_influence(
         self,
@@ -179,7 +190,7 @@ class Estimator(ABC):
         values, cost = [], Cost()
         for part in everyone.chunks(resources.part(bytes_each, len(everyone))):
             own = Subset(task.train_set, part.examples.tolist())
-            request = replace(chosen.request(run, task, own, "each", None, False, resources), members=part)
+            request = replace(chosen.request(run, task, own, queries="each", resources=resources), members=part)
             with request.cost.metered(), kept_memory():
                 values.append(chosen._values(request)[0].diagonal())
             cost = cost + request.cost
@@ -202,10 +213,12 @@ class Estimator(ABC):
         run: Run,
         task: Task,
         query: Dataset,
-        queries: str,
-        groups: Groups | None,
-        displacements: bool,
-        resources: Resources | None,
+        *,
+        queries: str = "mean",
+        ids: Sequence[int] | None = None,
+        groups: Groups | None = None,
+        displacements: bool = False,
+        resources: Resources | None = None,
     ) -> Request:
         """What ``score`` was asked, checked."""
         if not isinstance(run, Run):
@@ -217,7 +230,7 @@ class Estimator(ABC):
         asked.check()
         return Request(
             trajectory,
-            self._members(task, groups),
+            self._members(task, ids, groups),
             asked,
             resources or Resources(),
             Cost(),
@@ -225,8 +238,12 @@ class Estimator(ABC):
             repr(self),
         )
 
-    def _members(self, task: Task, groups: Groups | None) -> Members:
-        return members_of(task.size, groups=groups)
+    def _members(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> Members:
+        return members_of(task.size, ids, groups)
+
+    def _exact(self, _values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
+        """Which rows are exact replays; None: all of them are estimates."""
+        return None
 
     @abstractmethod
     def _values(self, request: Request) -> tuple[Float[Tensor, "rows queries"], Params | None]:

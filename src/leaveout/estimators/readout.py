@@ -15,9 +15,11 @@ from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params, each, height, inner, split
 from leaveout.errors import InputError
+from leaveout.scores import MEAN
+from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.folding import Folded
-from leaveout.task.task import Task, batches
+from leaveout.task.task import Task
 
 BLOCK = 512
 BLOCK_BYTES = 200_000_000
@@ -36,7 +38,7 @@ class Query:
     @property
     def ids(self) -> tuple[int | str, ...]:
         """The labels of the scores' columns."""
-        return tuple(range(self.size)) if self.single else ("mean",)
+        return tuple(range(self.size)) if self.single else (MEAN,)
 
     def blocks(self) -> Iterator[Batch]:
         """The query examples, some at a time."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -39,10 +41,13 @@ class Replay(Estimator):
         """The method's name."""
         return titled("Replay", {"weight": f"weight {self.weight:g}" if self.weight else None})
 
-    def _members(self, task: Task, groups: Groups | None) -> Members:
-        if self.ids is not None and groups is not None:
-            raise InputError("Replay(ids=...) and groups= were both given: give one of them.")
-        return members_of(task.size, self.ids, groups)
+    def _members(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> Members:
+        if self.ids is not None and (ids is not None or groups is not None):
+            raise InputError("Replay(ids=...) was given, and ids= or groups= as well: give one of them.")
+        return members_of(task.size, self.ids if ids is None else ids, groups)
+
+    def _exact(self, values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
+        return torch.ones(len(values), dtype=torch.bool) if self.weight == 0 else None
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         trajectory = request.trajectory
@@ -65,11 +70,12 @@ def replayed(
     """Exact replays of some rows of scores, for the queries that were scored."""
     scores.check_same_run(run)
     names = [scores.train_ids[row] for row in rows]
-    queries = "mean" if scores.query_ids == ("mean",) else "each"
     if scores.groups is None:
-        truth = Replay(tuple(int(name) for name in names)).score(run, task, query, queries=queries, resources=resources)
+        truth = Replay(tuple(int(name) for name in names)).score(
+            run, task, query, queries=scores.queries, resources=resources
+        )
     else:
         groups = {str(name): scores.groups[str(name)] for name in names}
-        truth = Replay().score(run, task, query, queries=queries, groups=groups, resources=resources)
+        truth = Replay().score(run, task, query, queries=scores.queries, groups=groups, resources=resources)
     scores.check_same_queries(truth)
     return truth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -25,6 +26,7 @@ def score(
     query: Dataset,
     *,
     queries: str = "mean",
+    ids: Sequence[int] | None = None,
     groups: Groups | None = None,
     resources: Resources | None = None,
 ) -> list[Scores]:
@@ -36,7 +38,7 @@ def score(
     estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)
     if not estimators:
         raise InputError("No estimator was given: give at least one, such as lo.ACC().")
-    found = dict(one_by_one(estimators, run, task, query, queries=queries, groups=groups, resources=resources))
+    found = dict(one_by_one(estimators, run, task, query, queries=queries, ids=ids, groups=groups, resources=resources))
     return [found[estimator] for estimator in estimators]
 
 
@@ -47,6 +49,7 @@ def one_by_one(
     query: Dataset,
     *,
     queries: str = "mean",
+    ids: Sequence[int] | None = None,
     groups: Groups | None = None,
     resources: Resources | None = None,
     there: Collection[Estimator] = (),
@@ -56,6 +59,7 @@ def one_by_one(
     The scores of those that are ``there`` already are left out. They still decide what is swept together: work that
     was cut short between two methods ends with the same bits.
     """
+    asked: dict[str, Any] = {"queries": queries, "ids": ids, "groups": groups, "resources": resources}
     waiting = dict.fromkeys(estimators)
     for estimator in list(waiting):
         chosen = estimator.resolved(run)
@@ -65,7 +69,7 @@ def one_by_one(
             waiting = {one: None for one in waiting if one not in pair}
             if all(one in there for one in pair):
                 continue
-            request = chosen.request(run, task, query, queries, groups, False, resources)
+            request = chosen.request(run, task, query, **asked)
             with request.cost.metered(), kept_memory():
                 choice = chosen.choice()
                 choice.occasions.check(run)
@@ -78,4 +82,4 @@ def one_by_one(
                 yield beside, request.scores(beside.name, plain)
     for estimator in waiting:
         if estimator not in there:
-            yield estimator, estimator.score(run, task, query, queries=queries, groups=groups, resources=resources)
+            yield estimator, estimator.score(run, task, query, **asked)

@@ -15,6 +15,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_json, save_json
 from leaveout._util.trees import PARAM, Params, nbytes
 from leaveout.compute.cost import Cost
@@ -38,8 +39,8 @@ MEASURED = ("loss", "loss_se", "error", "error_se")
 COLUMNS = ("choice", "removed", "order", "draw", *MEASURED)
 
 
-@dataclass(frozen=True)
-class Curve:
+@dataclass(frozen=True, eq=False)
+class Curve(Comparable):
     """Test loss and misclassification after removing examples and training again.
 
     ``table`` has a row for each training: ``choice`` is the method that chose what was removed, ``"random"`` or

@@ -98,7 +98,7 @@ def rounding(
         Doubled(run, constants_of(double.model, run.rule)),
         double,
         query,
-        queries="mean" if scores.query_ids == ("mean",) else "each",
+        queries=scores.queries,
         groups=[[i] for i in ids],
         resources=resources,
     )

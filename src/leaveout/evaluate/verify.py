@@ -1,4 +1,4 @@
-"""Scores held against exact replays: where they matter most, and where nobody looked."""
+"""Compare scores with exact replays: where they matter most, and in a random sample of the rest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pandas as pd
 import torch
 from torch.utils.data import Dataset
 
+from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_json, save_json
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError, check_seed, is_whole
 from leaveout.estimators.replay import replayed
 from leaveout.evaluate.metrics import Agreement, Interval, compare
+from leaveout.evaluate.verdict import Verdict
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
 from leaveout.task.task import Task
@@ -25,8 +27,8 @@ MINIMUM = 4
 COLUMNS = ("score", "truth", "sample")
 
 
-@dataclass(frozen=True)
-class Check:
+@dataclass(frozen=True, eq=False)
+class Check(Comparable):
     """How far scores can be trusted, for the most extreme examples and for a random sample of the others.
 
     ``table`` has a row for each replayed example: its score, the true change of the loss, and the sample it is in.
@@ -44,10 +46,15 @@ class Check:
     run_fingerprint: int | None = None
 
     @property
+    def verdict(self) -> Verdict:
+        """How far the ranking can be trusted: the worse of both samples."""
+        return Verdict.worst(*(Verdict.of(part.kendall) for part in (self.extreme, self.random)))
+
+    @property
     def sentence(self) -> str:
         """The verdict in one sentence."""
         return (
-            f"{self.method}, held against {len(self.table)} exact replays: {self._part('extreme', self.extreme)}, and "
+            f"{self.method}, compared with {len(self.table)} exact replays: {self._part('extreme', self.extreme)}, and "
             f"{self._part('random', self.random)}."
         )
 
@@ -71,7 +78,7 @@ class Check:
         return path
 
     def check_same_scores(self, scores: Scores) -> None:
-        """Refuses to speak for other scores than those that were held against replays."""
+        """Refuse to speak for other scores than those that were compared with replays."""
         if self.method != scores.method:
             raise InputError(
                 f"The check is of {self.method}, the scores are of {scores.method}: give the check of these scores."
@@ -111,22 +118,7 @@ class Check:
         told = f"tau {agreement.kendall}"
         if self.spread[sample] > 0:
             told += f", typical error {agreement.rmse.value / self.spread[sample]:.0%} of the scores' spread"
-        return f"among {where} {trust(agreement.kendall)} ({told})"
-
-
-def trust(tau: Interval) -> str:
-    """What a rank correlation with the truth lets one do, judged by the lower end of its interval.
-
-    >>> trust(Interval(0.95, 0.9, 0.98))
-    'the ranking can be trusted'
-    """
-    if tau.low >= 0.8:
-        return "the ranking can be trusted"
-    if tau.low >= 0.5:
-        return "the ranking is right in the large, not in detail"
-    if tau.low > 0:
-        return "the ranking is only a hint"
-    return "the ranking cannot be trusted"
+        return f"among {where} {Verdict.of(agreement.kendall).value} ({told})"
 
 
 def verify(

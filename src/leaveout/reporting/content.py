@@ -32,7 +32,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Trust:
-    """How far the scores can be trusted: ``level`` is exact, good, large, hint, none or unchecked."""
+    """How far the scores can be trusted: ``level`` is exact, good, coarse, hint, none or unchecked."""
 
     level: str
     headline: str

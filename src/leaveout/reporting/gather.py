@@ -11,6 +11,7 @@ from leaveout.evaluate.verify import Check
 from leaveout.reporting import content, rows, words
 from leaveout.reporting.content import digits, rounded
 from leaveout.reporting.topic import Topic, membership
+from leaveout.scores import SELF
 
 PARTS = 50
 
@@ -68,7 +69,7 @@ def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
     show, task, query, scores = topic.show, topic.task, topic.query, topic.scores
     if task is None or query is None or not show.timeline or (topic.groups and topic.members is None):
         return None, []
-    if scores.query_ids == (words.SELF,):
+    if scores.queries == SELF:
         return None, ["When influence arose is told of query losses, not of an example's own."]
     which: dict[str, Any] = {"groups": topic.members} if topic.groups else {"ids": list(scores.train_ids)}
     try:

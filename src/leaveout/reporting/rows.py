@@ -63,7 +63,7 @@ def table(topic: Topic, rows: list[int]) -> content.Table:
     basic: dict[str, Any] = {
         "id": [scores.train_ids[row] for row in rows],
         "score": rounded(topic.mean[rows].tolist()),
-        "exact": exact[rows].tolist() if exact is not None else [scores.method == "Replay"] * len(rows),
+        "exact": exact[rows].tolist() if exact is not None else [False] * len(rows),
     }
     if own is None:
         return content.Table(**basic)

@@ -15,7 +15,8 @@ from leaveout.reporting.opinions import Opinions, opinions
 from leaveout.reporting.show import Show
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
-from leaveout.task.task import Task, batches
+from leaveout.task import batches
+from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, members_of
 
 

@@ -7,21 +7,19 @@ from collections import Counter
 
 from torch import nn
 
-from leaveout.evaluate.verify import Check, trust
+from leaveout.evaluate.verdict import Verdict
+from leaveout.evaluate.verify import Check
 from leaveout.optim import Hyper
 from leaveout.reporting.content import Table, Trust
 from leaveout.run.reader import Run
-from leaveout.scores import UNIT, Scores
+from leaveout.scores import MEAN, SELF, UNIT, Scores
 from leaveout.task.task import Task
 
-SELF = "self"
-"""The column of scores that tell what an example did to its own loss."""
-
-LEVELS = {
-    "the ranking can be trusted": ("good", "The ranking can be trusted"),
-    "the ranking is right in the large, not in detail": ("large", "Right in the large, not in detail"),
-    "the ranking is only a hint": ("hint", "Only a hint"),
-    "the ranking cannot be trusted": ("none", "The ranking cannot be trusted"),
+TITLES = {
+    Verdict.GOOD: "The ranking can be trusted",
+    Verdict.COARSE: "Right overall, not in detail",
+    Verdict.HINT: "Only a hint",
+    Verdict.NONE: "The ranking cannot be trusted",
 }
 
 
@@ -74,12 +72,12 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
     """What was estimated."""
     whose = "every group" if groups else "every training example"
     on = f"{queries:,} query examples" if queries else "the query examples"
-    what = f"the mean loss on {on}" if scores.query_ids == ("mean",) else f"the loss on each of {on}"
-    if scores.query_ids == (SELF,):
+    what = f"the mean loss on {on}" if scores.queries == MEAN else f"the loss on each of {on}"
+    if scores.queries == SELF:
         what = "its own loss"
     if scores.unit != UNIT:
         return f"{scores.method} ranked {whose} by what it did to {what}, counted in {scores.unit}."
-    how = "measured by exact replays" if scores.method == "Replay" else "estimated"
+    how = "measured by exact replays" if scores.all_exact else "estimated"
     return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out."
 
 
@@ -101,7 +99,7 @@ def found(table: Table, total: int, harmful: int, *, groups: bool, loss: bool) -
 
 def trusted(scores: Scores, check: Check | None) -> Trust:
     """How far the scores can be trusted."""
-    if scores.method == "Replay":
+    if scores.all_exact:
         return Trust(
             "exact", "Exact", "Every score is an exact replay of the run without the example: nothing is estimated."
         )
@@ -109,12 +107,10 @@ def trusted(scores: Scores, check: Check | None) -> Trust:
         return Trust(
             "unchecked",
             "Not verified",
-            "Nobody has held these scores against exact replays, so nothing is known of how far they can be trusted "
-            "here. lo.verify(scores, run, task, query), or leaveout verify, does it.",
+            "These scores have not been compared with exact replays yet, so how far they can be trusted here is not "
+            "known. lo.verify(scores, run, task, query), or leaveout verify, measures it.",
         )
-    order = list(LEVELS)
-    worst = max((trust(part.kendall) for part in (check.extreme, check.random)), key=order.index)
-    return Trust(*LEVELS[worst], check.sentence)
+    return Trust(check.verdict.level, TITLES[check.verdict], check.sentence)
 
 
 def measures(check: Check) -> list[tuple[str, str, str]]:

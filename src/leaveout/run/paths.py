@@ -5,12 +5,10 @@
 ``runs/x/checks/<method>.json``          the ``Check`` of the scores of the same name
 ``runs/x/cleanse.json``                  the cleansing curve
 ``runs/x/report.html``                   the page
-``runs/x/.work/``                        what commands that were cut short had finished
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +53,6 @@ class Beside:
     def report(self) -> Path:
         """The page."""
         return self.run / "report.html"
-
-    def work(self, *asked: object) -> Path:
-        """Where a command keeps the shards of what it was asked, until all of it is done."""
-        return self._folder(".work", hashlib.sha256(repr(asked).encode()).hexdigest()[:16])
 
     def scores(self, method: str, variant: str = "") -> Path:
         """The scores of a method; a ``variant`` tells scores of single queries or of groups from the plain ones."""

@@ -12,8 +12,9 @@ from torch.func import grad, jvp
 
 from leaveout._util.trees import PARAM, Params, State
 from leaveout.errors import LeaveoutWarning, MismatchError
+from leaveout.task import batches
 from leaveout.task.batches import Batch
-from leaveout.task.task import Task, batches
+from leaveout.task.task import Task
 from leaveout.trajectory.recorded_step import Moment
 
 LIMIT = 1000.0

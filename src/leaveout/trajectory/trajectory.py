@@ -12,9 +12,10 @@ from leaveout._util.trees import PARAM, State, distance, each
 from leaveout.errors import MismatchError
 from leaveout.run.model_match import check_model
 from leaveout.run.reader import Record, Run
+from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import gradient
-from leaveout.task.task import Task, batches
+from leaveout.task.task import Task
 from leaveout.trajectory.recorded_step import Moment
 from leaveout.trajectory.step_check import StepCheck
 

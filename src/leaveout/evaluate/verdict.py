@@ -1,0 +1,39 @@
+"""What agreement with exact replays lets one do with scores, as four verdicts."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from leaveout.evaluate.metrics import Interval
+
+
+class Verdict(Enum):
+    """How far a ranking can be trusted, from best to worst, each with the sentence that says so."""
+
+    GOOD = "the ranking can be trusted"
+    COARSE = "the ranking is right overall, but not in detail"
+    HINT = "the ranking is only a hint"
+    NONE = "the ranking cannot be trusted"
+
+    @classmethod
+    def of(cls, tau: Interval) -> Verdict:
+        """Judge a rank correlation with the truth by the lower end of its interval.
+
+        >>> Verdict.of(Interval(0.95, 0.9, 0.98)).value
+        'the ranking can be trusted'
+        """
+        if tau.low >= 0.8:
+            return cls.GOOD
+        if tau.low >= 0.5:
+            return cls.COARSE
+        return cls.HINT if tau.low > 0 else cls.NONE
+
+    @property
+    def level(self) -> str:
+        """A word for the page's style: good, coarse, hint or none."""
+        return self.name.lower()
+
+    @staticmethod
+    def worst(*verdicts: Verdict) -> Verdict:
+        """Give the most cautious of several verdicts."""
+        return max(verdicts, key=list(Verdict).index)
