@@ -175,6 +175,25 @@ class Oracle:
                 free[r] = carry @ free[r] - enter @ plain / len(ids)
         return moved[:, : self.p] @ query
 
+    def jumps(self, query: Tensor, rows: list[list[int]], where=lambda _step, _row: True) -> Tensor:
+        """Σ_i ⟨u_{i+1}, F_i(s_i; w without the row) − F_i(s_i; w)⟩ with u_i = ∂F_iᵀ u_{i+1}; γ where not corrected."""
+        ones = torch.ones(len(self.inputs), dtype=torch.float64)
+        u = torch.cat([query, torch.zeros(self.p * (len(self.run.rule.slots) - 1), dtype=torch.float64)])
+        totals = torch.zeros(len(rows), dtype=torch.float64)
+        for i in reversed(range(len(self.run))):
+            state = self.flat(self.run.state(i)).requires_grad_()
+            after = self.step(i, state, ones).detach()
+            in_weights = torch.autograd.functional.jacobian(lambda w, s=state, i=i: self.step(i, s, w), ones)
+            for r, row in enumerate(rows):
+                if not set(row) & set(self.run.record(i).ids.tolist()):
+                    continue
+                without = ones.clone()
+                without[row] = 0
+                jump = self.step(i, state, without).detach() - after
+                totals[r] += u @ (jump if where(i, row) else -in_weights[:, row].sum(1))
+            u = self.jacobian(i, state, ones).T @ u
+        return totals
+
     def retrained(self, row: list[int], weight: float = 0.0) -> Tensor:
         """θ'_N: the run again from its start with the row's examples weighted."""
         weights = torch.ones(len(self.inputs), dtype=torch.float64)

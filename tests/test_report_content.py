@@ -331,7 +331,7 @@ def test_every_class_needs_a_name(tmp_path):
 
 
 def test_the_page_is_made_without_torch():
-    folder = Path(lo.__file__).parent / "report"
+    folder = Path(lo.__file__).parent / "reporting"
     for name in ("page.py", "content.py"):
         for node in ast.walk(ast.parse((folder / name).read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

@@ -23,13 +23,19 @@ class ACC(Estimator):
     once an example is out, its curvature is out too. Linear in δ but not in the example's weight; exact wherever the
     loss is quadratic. Equivalently, SGD-IE with ``g(z_k) + H(z_k)·δ_k`` read in place of ``g(z_k)``.
 
-    Cost: free transport, one Hessian-vector product a step for one query and one more than there are query vectors
-    otherwise, whatever the number of examples; exact transport, one a step and example.
+    Where the step is not linear in the gradient (the Adam family), the jump reads the finite change of the step with
+    SGD-IE's backward vector u: ``score_k = Σ_{i: k∈Z_i} ⟨u_{i+1}, O(s_i, ḡ_i − g(z_k)/|Z_i|) − O(s_i, ḡ_i)⟩``. That is
+    the first term of the correction and holds nearly all of it there. It is not a transport: δ plays no part in it.
+
+    Cost: free transport, one HVP per step for one query and one more than there are query vectors otherwise, whatever
+    the number of examples; jump, SGD-IE's and the batch's per-example gradients; exact transport, one HVP per step and
+    example.
 
     Args:
         transport: how δ gets from one occurrence to the next: ``"free"`` (without curvature), ``"subspace"`` or
-            ``Subspace(rank)`` (with curvature in the most curved directions), or ``"exact"``. By default free, and
-            exact where free cannot serve: for Adam and AdamW, for displacements and for the exact readout.
+            ``Subspace(rank)`` (with curvature in the most curved directions), ``"jump"`` (not at all: the finite
+            change of the step is read instead), or ``"exact"``. By default free for SGD, jump for optimizers whose
+            step is not linear in the gradient, exact for displacements and for the exact readout.
         readout: ``"linear"``, ``"outputs"``, or, with exact transport, ``"exact"``.
         sketch: keep what is remembered of each example in a random projection of this width (free transport, one
             query); by default it is kept whole, on disk where memory does not hold it.
@@ -74,8 +80,10 @@ class ACC(Estimator):
         """With the transport that the run and the question call for."""
         if self.transport != "auto":
             return self
-        exact = not run.rule.linear or displacements or self.readout == "exact"
-        return replace(self, transport="exact" if exact else "free")
+        if displacements or self.readout == "exact" or self.direction == "forward":
+            linear = run.rule.linear and not displacements and self.readout != "exact"
+            return replace(self, transport="free" if linear else "exact")
+        return replace(self, transport="free" if run.rule.linear else "jump")
 
     def choice(self) -> Choice:
         """The Hessian, and the corrected gradient."""

@@ -16,6 +16,7 @@ from leaveout.estimators.readout import Projected, Readout, readout_of
 from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.fast_acc import Correction, Products
 from leaveout.sweep.free_transport import Layout, sketch
+from leaveout.sweep.jump import jump_products
 from leaveout.sweep.schedule import Occasions
 from leaveout.sweep.sweep import ALWAYS, Sweep
 from leaveout.sweep.transports import Subspace
@@ -49,8 +50,8 @@ class Choice:
         readout_of(self.readout)
         if self.direction not in DIRECTIONS:
             raise InputError(f"direction={self.direction!r} is unknown: use 'auto', 'forward' or 'backward'.")
-        if self.transport not in (None, "auto", "free", "exact") and not isinstance(self.transport, Subspace):
-            raise InputError(f"transport={self.transport!r} is unknown: use 'free', 'subspace' or 'exact'.")
+        if self.transport not in (None, "auto", "free", "jump", "exact") and not isinstance(self.transport, Subspace):
+            raise InputError(f"transport={self.transport!r} is unknown: use 'free', 'subspace', 'jump' or 'exact'.")
         free = self.transport in ("auto", "free") and self.direction != "forward"
         if self.sketch is not None and not (free and self.sketch > 0):
             raise InputError("sketch takes a positive width, with transport='free' and without direction='forward'.")
@@ -73,6 +74,10 @@ class Choice:
     def products(self, request: Request) -> Products:
         """The plain and the corrected inner products from one cheap sweep, in the cheaper order."""
         vectors = self._projected(request).vectors(request.query)
+        if self.transport == "jump":
+            if self.direction == "forward":
+                raise InputError("Jumps are read by a backward sweep: leave direction at 'auto'.")
+            return Products(**request.columns(partial(_jumps, self), vectors))
         free = not isinstance(self.transport, Subspace)
         if self.direction == "backward" and not free:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.")
@@ -120,6 +125,12 @@ class Choice:
         layout = Layout(request.trajectory.rule, params)
         project = sketch(layout, self.project, next(iter(params.values())))
         return lambda stack: layout.unflatten(project.back(project(layout.flatten(stack))))
+
+
+def _jumps(choice: Choice, request: Request, vectors: Params) -> dict[str, Tensor]:
+    sweep = Sweep(request.trajectory, request.resources, request.cost, choice.kind, occasions=choice.occasions)
+    found = jump_products(sweep, request.members, vectors, together=request.members.named() is None)
+    return {"plain": found.plain, "corrected": found.corrected}
 
 
 def _products(choice: Choice, backward: bool, request: Request, vectors: Params) -> dict[str, Tensor]:

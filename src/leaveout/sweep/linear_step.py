@@ -41,12 +41,17 @@ Keep: TypeAlias = Bool[Tensor, " pairs"] | None
 
 
 class Pulled(NamedTuple):
-    """Pulled-back vectors: in the state (``carried``: without curvature), the batch gradient and the weights."""
+    """Vectors pulled back: in the state (``carried``: without curvature), the batch gradient and the weights.
+
+    ``arriving`` are the vectors before they were pulled back, ``step`` is the step that they went through.
+    """
 
     state: State
     carried: State
     gradient: Params
     weights: Float[Tensor, "vectors batch"]
+    arriving: State
+    step: LinearStep
 
 
 class LinearStep:
@@ -79,7 +84,7 @@ class LinearStep:
         state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self._hypers)
         along = self._path(along)
         curved, reads = self._map.products(along)
-        return Pulled(_plus(state, curved), state, along, reads)
+        return Pulled(_plus(state, curved), state, along, reads, vectors, self)
 
     def push(self, vectors: State, pairs: Pairs) -> State:
         """∂F(w¹)·δ + γ: SGD-IE's step, with the first-order effect of each row's examples. Uses the vectors up."""
@@ -133,6 +138,11 @@ class LinearStep:
         along = self._path(along)
         without = self._marked(vectors, pairs)
         return _plus(state, self._map.changes(along, 1 - without, torch.zeros_like(without))), read
+
+    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], State]:
+        """The rows with an example in this batch, and each one's Γ: the step without its examples minus the step."""
+        affected, gradient = self._left_out(pairs)
+        return affected, self._jump(self._counterfactual(gradient))
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
         """One where a row leaves out an example of the batch, zero elsewhere."""

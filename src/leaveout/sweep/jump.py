@@ -1,0 +1,91 @@
+"""ACC where the step is not linear in the gradient: read the step's finite change, not its derivative.
+
+Taking an example out of a batch is not a small change of the gradient, and Adam's step (or a clipped one) is not linear
+in it. With u the backward vector of SGD-IE and O the optimizer's step,
+
+    score_r = Σ_i ⟨u_{i+1}, O(s_i, ḡ_i − (1/|Z_i|) Σ_{z ∈ r∩Z_i} g(z)) − O(s_i, ḡ_i)⟩
+
+It is the first term of exact ACC's correction. For SGD the step is linear and this is SGD-IE itself. The cost is that
+of SGD-IE and of the batch's per-example gradients, whatever the number of examples: nothing is transported.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from leaveout._util.trees import Params, State, embed, height, inner, nbytes, sum_of
+from leaveout.sweep.checkpoint import Mark
+from leaveout.sweep.fast_acc import Products
+from leaveout.sweep.linear_step import LinearStep, Pairs
+from leaveout.sweep.sweep import Sweep
+from leaveout.trajectory.left_out import Members
+
+ROW = 8
+"""How many vectors of the state's size one left-out row takes while its jump is read."""
+
+
+def jump_products(sweep: Sweep, members: Members, queries: Params, *, together: bool = True) -> Products:
+    """SGD-IE's inner products and those of the jumps, for every row and query vector, from one backward sweep.
+
+    Args:
+        sweep: the run, the curvature that carries the query vectors, and which occurrences are corrected.
+        members: the rows, single examples or groups.
+        queries: the query vectors at the end of the run.
+        together: a row's examples leave a batch in one jump; otherwise the jumps of its single examples are added.
+    """
+    mark = Mark(sweep.resources.mark, sweep.cost, sweep.trajectory.task.device)
+    noted = mark.noted()
+    like = next(iter(queries.values()))
+    fresh = {name: like.new_zeros((len(members), height(queries))) for name in ("plain", "extra")}
+    sums = {name: noted.gathered[name] for name in fresh} if noted else fresh
+    chunk = sweep.resources.chunk(ROW * nbytes(sweep.trajectory.initial()), max(1, len(members)))
+    still = embed(queries, sweep.trajectory.final())
+    for moment, pulled in sweep.pulled(queries, noted):
+        pairs = members.pairs(moment.record.ids)
+        row, position = pairs
+        read = -pulled.weights[:, position].T
+        sums["plain"].index_add_(0, row, read)
+        keep = sweep.occasions.kept(moment.record, members, row)
+        if keep is not None:
+            pairs, read = (row[keep], position[keep]), read[keep]
+        if len(pairs[0]):
+            if together:
+                _add_jumps(sums["extra"], pairs, pulled.step, pulled.arriving, chunk)
+            else:
+                _add_single_jumps(sums["extra"], pairs, moment.record.ids, pulled.step, pulled.arriving, chunk)
+            sums["extra"].index_add_(0, pairs[0], read, alpha=-1)
+        mark.note(moment.record.index, pulled.state if sweep.curved else still, lambda: sums)
+    return Products(sums["plain"], sums["plain"] + sums["extra"])
+
+
+def _add_jumps(
+    total: Float[Tensor, "rows queries"], pairs: Pairs, step: LinearStep, arriving: State, chunk: int
+) -> None:
+    """Add every row's jump, read with the arriving vectors, to its row of the total."""
+    leaving = torch.unique(pairs[0])
+    for part in leaving.split(chunk):
+        inside = torch.isin(pairs[0], part)
+        rows, jump = step.jumps((pairs[0][inside], pairs[1][inside]))
+        reads = sum_of(inner(jump[slot], arriving[slot]) for slot in jump)
+        total.index_add_(0, rows, reads)
+
+
+def _add_single_jumps(
+    total: Float[Tensor, "rows queries"],
+    pairs: Pairs,
+    ids: Int[Tensor, " batch"],
+    step: LinearStep,
+    arriving: State,
+    chunk: int,
+) -> None:
+    """Add the jump of every single example, read with the arriving vectors, to the rows that leave it out."""
+    row, position = pairs
+    examples, which = torch.unique(ids, return_inverse=True)
+    needed = torch.isin(which, which[position])
+    single = total.new_zeros((len(examples), total.shape[1]))
+    _add_jumps(single, (which[needed], needed.nonzero()[:, 0]), step, arriving, chunk)
+    # An example that occurs twice in the batch leaves once.
+    leaves = torch.unique(torch.stack([row, which[position]]), dim=1)
+    total.index_add_(0, leaves[0], single[leaves[1]])
