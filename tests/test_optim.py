@@ -132,7 +132,7 @@ def test_a_stack_of_models_takes_the_steps_of_each(name: str) -> None:
     state, hypers = state_of(model, optimizer, rule), hypers_of(optimizer, rule, params)
     torch.manual_seed(0)
     gradients = {parameter: torch.randn(4, *tensor.shape) for parameter, tensor in params.items()}
-    together = rule.step(expand(state, 4), gradients, hypers)
+    together = rule.steps(expand(state, 4), gradients, hypers)
     for row in range(4):
         alone = rule.step(state, {parameter: tensor[row] for parameter, tensor in gradients.items()}, hypers)
         assert_same({slot: {n: t[row] for n, t in tensors.items()} for slot, tensors in together.items()}, alone)

@@ -106,7 +106,9 @@ def zeros(state: State, count: int) -> State:
 
 def embed(params: Params, like: State) -> State:
     """A stack of parameter vectors as state vectors: zero in every optimizer buffer."""
-    return {slot: params if slot == PARAM else each(torch.zeros_like, params) for slot in like}
+    count = height(params)
+    buffers = {slot: tensors for slot, tensors in like.items() if slot != PARAM}
+    return {PARAM: params, **zeros(buffers, count)}
 
 
 def pullback(function: Callable, *at: Any) -> tuple[Any, Callable]:

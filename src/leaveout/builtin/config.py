@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from leaveout._util.files import write_text
 from leaveout.builtin import data, models
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError, closest
+from leaveout.optim import optimizers
 from leaveout.run.manifest import MANIFEST, cut_short
 from leaveout.run.paths import Beside
 from leaveout.run.reader import Run
@@ -23,11 +25,8 @@ from leaveout.run.train import train
 from leaveout.run.writer import claim
 from leaveout.task.task import Task
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
-    "sgd": (torch.optim.SGD, ("lr", "momentum", "dampening", "nesterov", "weight_decay")),
-    "adam": (torch.optim.Adam, ("lr", "betas", "eps", "weight_decay")),
-    "adamw": (torch.optim.AdamW, ("lr", "betas", "eps", "weight_decay")),
-}
+OPTIMIZERS = {name.lower(): one.torch_class for name, one in optimizers().items() if one.torch_class is not None}
+"""By the names that a config has."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,8 @@ def _optimizer(part: OptimizerPart, model: nn.Module) -> torch.optim.Optimizer:
             f"there is no optimizer {part.name!r}{closest(part.name, OPTIMIZERS)}; "
             f"choose one of {', '.join(OPTIMIZERS)}."
         )
-    kind, known = OPTIMIZERS[part.name]
+    kind = OPTIMIZERS[part.name]
+    known = [one.name for one in fields(part) if one.name in inspect.signature(kind).parameters]
     given = {key: value for key, value in asdict(part).items() if key != "name" and value is not None}
     if foreign := sorted(set(given) - set(known)):
         raise InputError(f"{part.name} takes {', '.join(known)}, but not {', '.join(foreign)}: leave that out.")

@@ -77,9 +77,11 @@ class AdamIE(Estimator):
 
     def _check(self, request: Request) -> None:
         rule = request.trajectory.rule
-        if rule.linear:
+        varied = [name for name in rule.definition.options if name in rule.extras]
+        if not rule.definition.adam_moments or varied:
+            kind = " with ".join([rule.kind, *varied[:1]])
             raise UnsupportedError(
-                f"Adam-IE needs Adam's moments, which a run of {rule.kind} has not: use SGDIE() or ACC()."
+                f"Adam-IE needs Adam's moments, which a run of {kind} does not have: use SGDIE() or ACC()."
             )
         if bool((request.members.lengths > 1).any()):
             raise InputError("Cosines do not add up, so Adam-IE has no scores of groups: use SGDIE, ACC or Replay.")

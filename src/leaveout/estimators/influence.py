@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, each, gather_sums, nbytes
-from leaveout.errors import InputError, check_seed
+from leaveout.errors import InputError, UnsupportedError, check_seed
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import example_blocks
 from leaveout.estimators.readout import Projected, readout_of
@@ -98,8 +98,13 @@ class _Minimum:
         self.batch_size = len(trajectory.run.record(0).ids)
         self.chunk = vector_bytes(trajectory)
         hypers = trajectory.run.record(len(trajectory) - 1).hypers
-        coupled = trajectory.rule.kind in ("SGD", "Adam")
-        decay = {n: hypers[g]["weight_decay"] if coupled else 0.0 for n, g in trajectory.rule.groups.items()}
+        rule = trajectory.rule
+        if any(hyper.get("maximize") for hyper in hypers):
+            raise UnsupportedError(
+                "Influence functions are taken at a minimum of the loss, and this run maximised it: use SGDIE() or "
+                "Replay()."
+            )
+        decay = {name: rule.definition.coupled_decay(hypers[group]) for name, group in rule.groups.items()}
         like = next(iter(self.params.values()))
         self.known = self.layout.spread(decay, like) + method.damping
 

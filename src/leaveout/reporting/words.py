@@ -9,7 +9,6 @@ from torch import nn
 
 from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import Check
-from leaveout.optim import Hyper
 from leaveout.reporting.content import Table, Trust
 from leaveout.run.reader import Run
 from leaveout.scores import MEAN, SELF, UNIT, Scores
@@ -37,23 +36,13 @@ def trained(run: Run, task: Task | None) -> str:
     what = f"A model ({model_name(task.model)})" if task else "A model"
     return (
         f"{what} with {parameters(run):,} parameters was trained{on}{long}: {len(run):,} steps of "
-        f"{optimizer(run, records[0].hypers[0])} with learning rate {rate} and {batch}."
+        f"{run.rule.definition.phrase(records[0].hypers[0])} with learning rate {rate} and {batch}."
     )
 
 
 def parameters(run: Run) -> int:
     """How many numbers were trained."""
     return sum(math.prod(run.manifest.shapes[name]) for name in run.rule.groups)
-
-
-def optimizer(run: Run, hypers: Hyper) -> str:
-    """The optimizer with what sets it apart."""
-    extras = []
-    if run.rule.kind == "SGD" and hypers["momentum"]:
-        extras.append(f"{'Nesterov ' if hypers['nesterov'] else ''}momentum {hypers['momentum']:g}")
-    if hypers["weight_decay"]:
-        extras.append(f"weight decay {hypers['weight_decay']:g}")
-    return run.rule.kind + (f" ({', '.join(extras)})" if extras else "")
 
 
 def model_name(model: nn.Module) -> str:

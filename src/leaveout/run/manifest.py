@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from leaveout._util.files import checksum, plain, unsealed, write_json
-from leaveout._util.trees import PARAM
 from leaveout.errors import RunError
-from leaveout.optim import HYPERS, Rule
+from leaveout.optim import Rule
 from leaveout.run.paths import CONFIG
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
-SLOTS = {
-    "SGD": ((PARAM,), (PARAM, "momentum_buffer")),
-    "Adam": ((PARAM, "exp_avg", "exp_avg_sq"),),
-    "AdamW": ((PARAM, "exp_avg", "exp_avg_sq"),),
-}
 AGAIN = "the run is damaged; restore it or record it again."
 
 
@@ -68,7 +62,10 @@ def shard_name(number: int) -> str:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """The manifest, replaced in one move."""
-    write_json(path / MANIFEST, asdict(manifest))
+    written = asdict(manifest)
+    if not manifest.rule.extras:  # most runs have none
+        del written["rule"]["extras"]
+    write_json(path / MANIFEST, written)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -95,16 +92,13 @@ def cut_short(path: Path) -> bool:
 
 def _manifest(raw: dict[str, Any]) -> Manifest:
     """The manifest, if every part of it is of its kind: it may come from a stranger."""
-    rule = Rule(raw["rule"]["kind"], dict(raw["rule"]["groups"]), tuple(raw["rule"]["slots"]))
+    told = raw["rule"]
+    rule = Rule(told["kind"], dict(told["groups"]), tuple(told["slots"]), tuple(told.get("extras", ())))
     shards = tuple(Shard(**shard) for shard in raw["shards"])
     manifest = Manifest(**{**raw, "rule": rule, "shards": shards})
     counts = [*rule.groups.values(), *manifest.constants.values(), manifest.initial_crc32]
     counts += [count for count in (manifest.train_size, manifest.config_crc32) if count is not None]
     counts += [number for part in (*map(astuple, shards), *manifest.shapes.values()) for number in part]
-    if rule.kind not in HYPERS:
-        raise ValueError(f"unknown optimizer {rule.kind!r}")
-    if rule.slots not in SLOTS[rule.kind]:
-        raise ValueError(f"unknown slots {rule.slots}")
     if not rule.groups or not set(rule.groups) == set(manifest.shapes) == set(manifest.dtypes):
         raise ValueError("groups, shapes and dtypes name different parameters")
     if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):

@@ -24,7 +24,7 @@ from torch import Tensor
 from leaveout._util.files import LOCK, checksum, plain, tensor_checksum
 from leaveout._util.trees import State
 from leaveout.errors import RunError
-from leaveout.optim import HYPERS, Hyper, Rule
+from leaveout.optim import Hyper, Rule
 from leaveout.run.manifest import AGAIN, INITIAL, MANIFEST, Manifest, check_config, read_manifest
 from leaveout.run.remote import local, source
 
@@ -120,7 +120,7 @@ class Run:
         shard = self._shard(number)
         lengths = shard["lengths"]
         start = int(lengths[:offset].sum())
-        names = HYPERS[self.rule.kind]
+        names = self.rule.hypers
         return Record(
             index,
             int(shard["epochs"][offset]),
@@ -186,7 +186,7 @@ class Run:
             or any(shard[key].ndim != LOG[key] or len(shard[key]) != rows for key in LOG)
             or any(shard[key].dtype != torch.int64 for key in ("ids", *LOG) if key != "hypers")
             or shard["hypers"].shape[1] < groups
-            or shard["hypers"].shape[2] != len(HYPERS[self.rule.kind])
+            or shard["hypers"].shape[2] != len(self.rule.hypers)
             or shard["fingerprints"].shape[2] != 2
             or int(shard["lengths"].min()) < 1
             or shard["ids"].shape != (sum(shard["lengths"].tolist()),)  # a tensor's sum may wrap
@@ -216,7 +216,8 @@ class Run:
     def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
         for slot in self.rule.slots:
             for name in self.rule.groups:
-                tensor, shape = tensors[f"state/{slot}/{name}"], self.manifest.shapes[name]
+                tensor = tensors[f"state/{slot}/{name}"]
+                shape = self.rule.definition.shape(slot, self.manifest.shapes[name])
                 dtype = self.manifest.dtypes[name]
                 if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
                     raise RunError(f"{file} does not hold the states of this run ({slot} of {name!r}): {AGAIN}")

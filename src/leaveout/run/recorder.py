@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from leaveout._util.trees import PARAM, State, nbytes, sum_of
 from leaveout.compute.resources import parse_bytes
 from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
-from leaveout.optim import Hyper, hypers_of, rule_of
+from leaveout.optim import Hyper, buffers, hypers_of, rule_of, unwrapped
 from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.reader import Record, Run, open_run
@@ -40,7 +40,9 @@ class Recorder:
     Args:
         path: a new directory for the run.
         model: any ``nn.Module``.
-        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW`` over its parameters.
+        optimizer: one of ``torch.optim`` over its parameters: ``SGD``, ``Adam``, ``AdamW``, ``RMSprop``, ``Adagrad``,
+            ``Adamax``, ``NAdam``, ``RAdam``, ``Adafactor`` or ``Muon``; also inside a wrapper that holds it as
+            ``.optimizer``.
         keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them while they
             fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
             again when they are needed, from the recorded batches.
@@ -69,6 +71,7 @@ class Recorder:
     ) -> None:
         if on_full not in ("stop", "continue"):
             raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.")
+        optimizer = unwrapped(optimizer)
         if optimizer in _RECORDED:
             raise RunError("This optimizer is being recorded already: call finish() on its recorder first.")
         rule = rule_of(optimizer, model)
@@ -318,15 +321,11 @@ class Recorder:
         )
 
     def _state(self) -> State:
-        state: State = {PARAM: {name: _copy(param) for name, param in self._params.items()}}
-        for slot in self._rule.slots:
-            if slot != PARAM:
-                state[slot] = {name: _copy(self._buffer(param, slot)) for name, param in self._params.items()}
+        state: State = {slot: {} for slot in self._rule.slots}
+        for name, param in self._params.items():
+            for slot, tensor in {PARAM: param, **buffers(self._optimizer, self._rule, param)}.items():
+                state[slot][name] = _copy(tensor)
         return state
-
-    def _buffer(self, param: Tensor, slot: str) -> Tensor:
-        held = self._optimizer.state[param].get(slot) if param in self._optimizer.state else None
-        return torch.zeros_like(param) if held is None else held
 
 
 class Keep:

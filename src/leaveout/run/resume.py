@@ -30,12 +30,10 @@ def restore(
         for name, param in params.items():
             param.copy_(state[PARAM][name])
             held = {slot: state[slot][name].to(param, copy=True) for slot in rule.slots if slot != PARAM}
-            hyper = last.hypers[rule.groups[name]]
-            if rule.kind == "SGD":
-                if held and (hyper["started"] or hyper["momentum"]):
-                    optimizer.state[param]["momentum_buffer"] = held["momentum_buffer"]
-            else:
-                optimizer.state[param] = {"step": torch.tensor(hyper["step"], dtype=torch.float32), **held}
+            number = rule.groups[name]
+            group = optimizer.param_groups[number]
+            if restored := rule.definition.restored(held, last.hypers[number], group, param):
+                optimizer.state[param] = restored
 
 
 class Past:

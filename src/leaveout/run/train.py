@@ -81,7 +81,7 @@ def _pass_over(run: Run, plan: Iterator[tuple[int, Tensor]], steps: int, hypers:
             f"The run in {run.path} was begun with other batches: give the epochs, batch_size, seed and training set "
             "that it was begun with, or another directory."
         )
-    counted = ("started", "step")
+    counted = run.rule.definition.counters
     for now, then in zip(hypers, run.record(len(run) - 1).hypers, strict=True):
         if changed := [name for name in then if name not in counted and now[name] != then[name]]:
             raise MismatchError(

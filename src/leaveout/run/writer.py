@@ -20,7 +20,6 @@ from torch import Tensor
 from leaveout._util.files import LOCK, Lock, asides, checksum, tensor_checksum, write_tensors
 from leaveout._util.trees import State, nbytes
 from leaveout.errors import RunError
-from leaveout.optim import HYPERS
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Record, Run
@@ -204,7 +203,7 @@ def _write_shard(
     path: Path, number: int, records: Sequence[Record], states: dict[int, State], manifest: Manifest
 ) -> Manifest:
     """Writes a shard, then the manifest that names it."""
-    names = HYPERS[manifest.rule.kind]
+    names = manifest.rule.hypers
     leaves = max(len(record.fingerprint) for record in records)
     prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
     tensors = {

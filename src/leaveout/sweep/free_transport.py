@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, sum_of
 from leaveout.errors import RunError
-from leaveout.optim import Hyper, Rule, sgd
+from leaveout.optim import Hyper, Rule, values
 
 FORGET = 256
 
@@ -44,12 +44,12 @@ def drift(rule: Rule, hypers: Sequence[Hyper], l2: float, like: Tensor) -> Drift
     count = len(rule.slots)
     unit = torch.eye(count, dtype=torch.float64)
     carry, enter = [], []
-    for hyper in hypers:
+    for hyper in map(values, hypers):
         units = {slot: unit[i] for i, slot in enumerate(rule.slots)}
-        moved = sgd(units, l2 * units[PARAM], hyper)
+        moved = rule.definition.step(units, l2 * units[PARAM], hyper)
         carry.append(torch.stack([moved[slot] for slot in rule.slots]))
         nothing = {slot: torch.zeros(1, dtype=torch.float64) for slot in rule.slots}
-        pushed = sgd(nothing, torch.ones(1, dtype=torch.float64), hyper)
+        pushed = rule.definition.step(nothing, torch.ones(1, dtype=torch.float64), hyper)
         enter.append(torch.cat([pushed[slot] for slot in rule.slots]))
     return Drift(torch.stack(carry).to(like), torch.stack(enter).to(like))
 

@@ -158,7 +158,7 @@ class LinearStep:
 
     def _tangent(self, state: State, gradient: Params) -> State:
         if self._rule.linear:  # it is its own derivative
-            return self._rule.step_(state, gradient, self._hypers)
+            return self._rule.steps_(state, gradient, self._hypers)
         return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self._hypers)
 
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
@@ -168,7 +168,7 @@ class LinearStep:
 
     def _jump(self, own: tuple[State, Params]) -> State:
         """Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
-        stepped = self._rule.step(*own, self._hypers)
+        stepped = self._rule.steps(*own, self._hypers)
         return {slot: each(torch.sub, stepped[slot], self.after[slot]) for slot in stepped}
 
     def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:

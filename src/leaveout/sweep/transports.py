@@ -16,7 +16,7 @@ from torch import Tensor
 from leaveout._util.trees import PARAM
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
-from leaveout.optim import Rule, sgd
+from leaveout.optim import Rule, values
 from leaveout.sweep.curvature import Curvature, own_where
 from leaveout.sweep.free_transport import Coasting, Drift, Layout, drift
 from leaveout.sweep.linear_step import Keep
@@ -159,4 +159,4 @@ class SubspaceCarrier(Carrier):
         curved = self._layout.flatten(curvature.products(self._layout.unflatten(self._basis))[0]) @ self._basis.T
         gradient = self._inside[PARAM] @ curved
         gradient.index_add_(0, row, taken, alpha=-1 / len(moment.record.ids))
-        self._inside = sgd(self._inside, gradient, hypers[0])
+        self._inside = self._trajectory.rule.definition.step(self._inside, gradient, values(hypers[0]))

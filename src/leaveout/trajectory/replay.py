@@ -53,7 +53,7 @@ def courses(
         weights = _weights(members, moment.record.ids, weight, state[PARAM])
         if gradients is None:
             gradients = _way(trajectory.task, state[PARAM], moment.batch)
-        state = trajectory.rule.step_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
+        state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
         cost.gradients += count
         travelled += distance(moment.after[PARAM], moment.before[PARAM])
         whole = {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}
@@ -93,7 +93,7 @@ def shuffled(trajectory: Trajectory, members: Members, seed: int, resources: Res
         weights = _weights(members, ids, 0.0, state[PARAM])
         if gradients is None:
             gradients = _way(task, state[PARAM], batch)
-        state = trajectory.rule.step_(state, gradients(state[PARAM], weights, batch), record.hypers)
+        state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, batch), record.hypers)
         cost.gradients += count
     return state[PARAM]
 

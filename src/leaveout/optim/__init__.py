@@ -1,0 +1,22 @@
+"""Optimizer steps as pure functions, one file per optimizer, and their derivatives.
+
+A new optimizer is one new file here, with a subclass of ``definition.Definition`` and its instance ``OPTIMIZER``.
+"""
+
+from leaveout.optim.definition import Definition, Hyper, Slots
+from leaveout.optim.reading import buffers, hypers_of, rule_of, unwrapped
+from leaveout.optim.registry import optimizers
+from leaveout.optim.rule import Rule, values
+
+__all__ = [
+    "Definition",
+    "Hyper",
+    "Rule",
+    "Slots",
+    "buffers",
+    "hypers_of",
+    "optimizers",
+    "rule_of",
+    "unwrapped",
+    "values",
+]

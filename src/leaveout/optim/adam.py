@@ -1,0 +1,64 @@
+"""Adam, with coupled weight decay and, as an option, the largest second moment so far (AMSGrad)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from leaveout._util.trees import PARAM
+from leaveout.optim.definition import Definition, Group, Slots, Values, descent, is_plain, larger, sqrt
+
+
+class Adam(Definition):
+    """``torch.optim.Adam``. ``step``: the t of the bias correction, from 1."""
+
+    name = "Adam"
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
+    hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+    options = ("amsgrad", "maximize")
+    slots = (PARAM, "exp_avg", "exp_avg_sq")
+    optional = (("max_exp_avg_sq", "amsgrad"),)
+    adam_moments = True
+
+    def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+        """M ← β₁m + (1−β₁)d,  v ← β₂v + (1−β₂)d²,  θ ← θ − α m̂ / (√v̂ + ε)  with d = g + λθ."""
+        gradient = descent(gradient, hyper)
+        if hyper["weight_decay"] != 0:
+            gradient = gradient.add(slots[PARAM], alpha=hyper["weight_decay"])
+        return update(slots, gradient, hyper)
+
+    def describes(self, optimizer: object) -> bool:
+        """Adam, unless all its groups say that it is AdamW."""
+        return is_plain(optimizer, torch.optim.Adam) and not decoupled(optimizer)
+
+    def problems(self, groups: Sequence[Group]) -> list[str]:
+        """Some groups of Adam and some of AdamW are two optimizers."""
+        if any(group.get("decoupled_weight_decay") for group in groups):
+            return ["some of its groups have decoupled_weight_decay=True and some not; set it alike for all"]
+        return []
+
+
+def decoupled(optimizer: object) -> bool:
+    """Whether an Adam is torch's AdamW, which is its Adam with this flag."""
+    return isinstance(optimizer, torch.optim.Optimizer) and all(
+        group.get("decoupled_weight_decay", False) for group in optimizer.param_groups
+    )
+
+
+def update(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+    """Both moments along d, and the parameter by them."""
+    mean = slots["exp_avg"].lerp(gradient, 1 - hyper["beta1"])
+    square = slots["exp_avg_sq"].mul(hyper["beta2"]).addcmul(gradient, gradient, value=1 - hyper["beta2"])
+    step_size = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
+    correction = (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+    new = {**slots, "exp_avg": mean, "exp_avg_sq": square}
+    if hyper.get("amsgrad"):
+        new["max_exp_avg_sq"] = larger(slots["max_exp_avg_sq"], square)
+    denominator = (sqrt(new["max_exp_avg_sq"] if hyper.get("amsgrad") else square) / correction).add(hyper["eps"])
+    return {**new, PARAM: slots[PARAM].addcdiv(mean, denominator, value=-step_size)}
+
+
+OPTIMIZER = Adam()

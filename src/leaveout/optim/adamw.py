@@ -1,0 +1,42 @@
+"""AdamW: Adam with the weight decay beside the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from leaveout._util.trees import PARAM
+from leaveout.optim.adam import Adam, decoupled, update
+from leaveout.optim.definition import Group, Hyper, Slots, Values, descent, is_plain
+
+
+class AdamW(Adam):
+    """``torch.optim.AdamW``, and ``Adam`` with ``decoupled_weight_decay=True``."""
+
+    name = "AdamW"
+    torch_class = torch.optim.AdamW
+
+    def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+        """Θ ← (1 − αλ)θ first, then Adam's step with d = g."""
+        if hyper["weight_decay"] != 0:
+            slots = {**slots, PARAM: slots[PARAM].mul(1 - hyper["lr"] * hyper["weight_decay"])}
+        return update(slots, descent(gradient, hyper), hyper)
+
+    def describes(self, optimizer: object) -> bool:
+        """AdamW by its class, or by what all groups of an Adam say."""
+        return is_plain(optimizer, torch.optim.AdamW) or (
+            is_plain(optimizer, torch.optim.Adam) and decoupled(optimizer)
+        )
+
+    def problems(self, groups: Sequence[Group]) -> list[str]:  # noqa: ARG002
+        """None of its own."""
+        return []
+
+    def coupled_decay(self, hyper: Hyper) -> float:  # noqa: ARG002
+        """None of it."""
+        return 0.0
+
+
+OPTIMIZER = AdamW()

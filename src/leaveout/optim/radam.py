@@ -1,0 +1,51 @@
+"""RAdam: Adam whose second moment counts once it can be trusted, and is rectified."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leaveout._util.trees import PARAM
+from leaveout.optim.definition import Definition, Hyper, Slots, Values, descent, sqrt
+
+TRUSTED = 5.0
+"""Above this length of the averaged sequence the second moment is used."""
+
+
+class RAdam(Definition):
+    """``torch.optim.RAdam``."""
+
+    name = "RAdam"
+    torch_class = torch.optim.RAdam
+    hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "step")
+    slots = (PARAM, "exp_avg", "exp_avg_sq")
+
+    def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+        """Θ ← θ − α r_t m̂ √(1−β₂ᵗ)/(√v + ε) with Adam's m, v and d, once ρ_t > 5, which depends on t alone; else α m̂."""
+        param, gradient, rate, t = slots[PARAM], descent(gradient, hyper), hyper["lr"], hyper["step"]
+        beta2 = hyper["beta2"]
+        if hyper["weight_decay"] != 0 and hyper["decoupled_weight_decay"]:
+            param = param.mul(1 - rate * hyper["weight_decay"])
+        elif hyper["weight_decay"] != 0:
+            gradient = gradient.add(param, alpha=hyper["weight_decay"])
+        mean = slots["exp_avg"].lerp(gradient, 1 - hyper["beta1"])
+        square = slots["exp_avg_sq"].mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
+        moved = mean / (1 - hyper["beta1"] ** t) * rate
+        correction = 1 - beta2**t
+        longest = 2 / (1 - beta2) - 1
+        length = longest - 2 * t * (beta2**t) / correction
+        if length > TRUSTED:
+            moved = moved * (correction**0.5 / sqrt(square).add(hyper["eps"])) * rectification(length, longest)
+        return {PARAM: param.add(moved, alpha=-1.0), "exp_avg": mean, "exp_avg_sq": square}
+
+    def coupled_decay(self, hyper: Hyper) -> float:
+        """All of it or nothing, as the group says."""
+        return 0.0 if hyper["decoupled_weight_decay"] else hyper["weight_decay"]
+
+
+def rectification(length: float, longest: float) -> float:
+    """r_t = √((ρ_t−4)(ρ_t−2)ρ_∞ / ((ρ_∞−4)(ρ_∞−2)ρ_t))."""
+    return ((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)) ** 0.5
+
+
+OPTIMIZER = RAdam()

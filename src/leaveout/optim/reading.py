@@ -1,0 +1,136 @@
+"""Reads a live optimizer: which one it is, what it holds, and what its coming step will use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leaveout._util.trees import PARAM
+from leaveout.errors import UnsupportedError
+from leaveout.optim.definition import Definition, Group, Hyper, listed
+from leaveout.optim.registry import optimizers
+from leaveout.optim.rule import DTYPES, TYPE, Rule, allowed_extras
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside wrappers that hold it as ``.optimizer``, as accelerate's does; hooks belong to that one."""
+    seen: set[int] = set()
+    while id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        inner = getattr(optimizer, "optimizer", None)
+        optimizer = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    return optimizer
+
+
+def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
+    """The rule of a ``torch.optim`` optimizer, or a refusal that lists every reason."""
+    optimizer = unwrapped(optimizer)
+    definition = _definition(optimizer)
+    problems = [
+        f"parameter group {number} has differentiable=True; set differentiable=False"
+        for number, group in enumerate(optimizer.param_groups)
+        if group.get("differentiable")
+    ]
+    problems += definition.problems(optimizer.param_groups)
+    groups, misplaced = _groups(optimizer, model)
+    problems += misplaced
+    if not groups and not problems:
+        problems.append("no parameter of the model is trained; set requires_grad=True on those that should be")
+    if problems:
+        kind = type(optimizer).__name__
+        raise UnsupportedError(f"The optimizer {kind} cannot be recorded: " + "; ".join(problems) + ".")
+    further = [slot for slot, setting in definition.optional if _is_on(optimizer, setting)]
+    needed = {name for group in optimizer.param_groups for name in _extras(definition, group, [])}
+    extras = tuple(name for name in allowed_extras(definition) if name in needed)
+    return Rule(definition.name, groups, (*definition.slots, *further), extras)
+
+
+def hypers_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor]) -> list[Hyper]:
+    """Every group's hyperparameters as the coming step will use them."""
+    optimizer = unwrapped(optimizer)
+    return [
+        _group_hypers(optimizer, rule, number, [params[name] for name, g in rule.groups.items() if g == number])
+        for number in range(len(optimizer.param_groups))
+    ]
+
+
+def buffers(optimizer: torch.optim.Optimizer, rule: Rule, param: Tensor) -> dict[str, Tensor]:
+    """What the optimizer holds for one parameter, by slot; zeros where it does not exist yet."""
+    state: Mapping[str, Any] = optimizer.state.get(param, {})
+    held = {slot: state.get(slot) for slot in rule.slots if slot != PARAM}
+    return {
+        slot: param.new_zeros(rule.definition.shape(slot, param.shape)) if tensor is None else tensor
+        for slot, tensor in held.items()
+    }
+
+
+def _definition(optimizer: torch.optim.Optimizer) -> Definition:
+    for definition in optimizers().values():
+        if definition.describes(optimizer):
+            return definition
+    kind = type(optimizer).__name__
+    above = [one.__name__ for one in type(optimizer).__mro__ if one.__name__ in optimizers()]
+    why = f", because it overrides the step of {above[0]}: train" if above else ": train"
+    raise UnsupportedError(
+        f"The optimizer {kind} cannot be replayed exactly{why} with torch.optim.{listed(optimizers())}."
+    )
+
+
+def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, int], list[str]]:
+    """The group of each trained parameter in the model's order, and what is wrong with that."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    problems: list[str] = []
+    groups: dict[str, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [tuple(param.shape) for param in group["params"] if id(param) not in names]
+        if strangers:
+            problems.append(
+                f"parameter group {number} holds {len(strangers)} tensors that are not parameters of the model (the "
+                f"first has shape {strangers[0]}); build the optimizer from this model's own parameters"
+            )
+        own = [param for param in group["params"] if id(param) in names and param.requires_grad]
+        groups |= {names[id(param)]: number for param in own}
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in groups]
+    if missing and groups:
+        problems.append(
+            f"{', '.join(map(repr, missing))} need gradients but are in no group; give them to the optimizer or freeze "
+            "them"
+        )
+    return {name: groups[name] for name, _ in model.named_parameters() if name in groups}, problems
+
+
+def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, params: list[Tensor]) -> Hyper:
+    definition, group = rule.definition, optimizer.param_groups[number]
+    for slot, setting in definition.optional:
+        if group[setting] and slot not in rule.slots:
+            _turned_on(number, setting)
+    extras = _extras(definition, group, params)
+    for name in extras:
+        if name not in rule.extras:
+            _turned_on(number, name.removesuffix(TYPE) + " as a tensor" if name.endswith(TYPE) else name)
+    states = [optimizer.state.get(param, {}) for param in params]
+    own = {name: float(value) for name, value in definition.settings(group, params).items()}
+    hyper = {**own, **definition.counts(number, group, states)}
+    return {**hyper, **{name: extras.get(name, 0.0) for name in rule.extras}}
+
+
+def _extras(definition: Definition, group: Group, params: list[Tensor]) -> Hyper:
+    """The further columns that a group needs: options that are on, types of hyperparameters that are tensors."""
+    found = {name: 1.0 for name in definition.options if group.get(name)}
+    if group.get("fused"):  # its kernel takes the value and computes in its own precision
+        return found
+    for name, value in definition.settings(group, params).items():
+        if isinstance(value, Tensor) and value.dtype in DTYPES[1:]:
+            found[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))
+    return found
+
+
+def _is_on(optimizer: torch.optim.Optimizer, setting: str) -> bool:
+    return any(group[setting] for group in optimizer.param_groups)
+
+
+def _turned_on(number: int, setting: str) -> None:
+    raise UnsupportedError(f"Parameter group {number} turned {setting} on while training: start with it on.")

@@ -1,0 +1,25 @@
+"""Which optimizers there are: every file of this package that names an ``OPTIMIZER``."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+
+from leaveout.optim.definition import Definition
+
+
+@cache
+def optimizers() -> Mapping[str, Definition]:
+    """All definitions by the name that manifests have.
+
+    >>> list(optimizers())[:4]
+    ['Adafactor', 'Adagrad', 'Adam', 'Adamax']
+    """
+    files = sorted(found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    modules = [import_module(f"{__package__}.{name}") for name in files]
+    defined = [module.OPTIMIZER for module in modules if hasattr(module, "OPTIMIZER")]
+    return MappingProxyType({definition.name: definition for definition in defined})

@@ -1,0 +1,171 @@
+"""The optimizer of one run: its steps as pure functions of state, gradient and hyperparameters; their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch.func import jvp, vmap
+
+from leaveout._util.trees import Params, State, height, memory, pullback
+from leaveout.optim.definition import Definition, Hyper, Slots, Values
+from leaveout.optim.registry import optimizers
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""By the number in a column ``<hyperparameter>_dtype``; 0 also stands for a Python number, which computes alike."""
+
+Step = Callable[[Slots, torch.Tensor, Values], Slots]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which optimizer it is, the parameter group of each parameter, and the slots of its state.
+
+    ``extras`` are the columns of hyperparameters that this run has beside those that its optimizer always has: options
+    that a group has on, and the types of those that torch holds as tensors.
+    """
+
+    kind: str
+    groups: dict[str, int]
+    slots: tuple[str, ...]
+    # Not shown, so that the fingerprints of runs without any stay what they are.
+    extras: tuple[str, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in optimizers():
+            raise ValueError(f"unknown optimizer {self.kind!r}")
+        if self.slots not in allowed_slots(self.definition):
+            raise ValueError(f"unknown slots {self.slots}")
+        if self.extras != tuple(name for name in allowed_extras(self.definition) if name in self.extras):
+            raise ValueError(f"unknown columns {self.extras}")
+
+    @property
+    def definition(self) -> Definition:
+        """The optimizer's own file."""
+        return optimizers()[self.kind]
+
+    @cached_property
+    def hypers(self) -> tuple[str, ...]:
+        """What is recorded of each group at each step, in the order of the columns."""
+        return (*self.definition.hypers, *self.extras)
+
+    @property
+    def linear(self) -> bool:
+        """Whether the step is linear in (state, gradient) together, so that it is its own derivative."""
+        return self.definition.linear
+
+    def restricted(self, names: Sequence[str]) -> Rule:
+        """The same for some of the parameters."""
+        return replace(self, groups={name: group for name, group in self.groups.items() if name in names})
+
+    def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
+        """O(s, g): the state of one model after one step."""
+        return self._each(self.definition.step, state, gradient, hypers)
+
+    def steps(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
+        """O(s, g) for a stack of models."""
+        if self.definition.stacking == "loop":
+            alone = [self.step(_row(state, i), _row({"": gradient}, i)[""], hypers) for i in range(height(gradient))]
+            return {
+                slot: {name: torch.stack([one[slot][name] for one in alone]) for name in self.groups}
+                for slot in self.slots
+            }
+        return self._stacked(self.definition.step, hypers)(state, gradient)
+
+    def steps_(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
+        """As ``steps``; the state and the gradient are used up."""
+        if not self.linear:
+            return self.steps(state, gradient, hypers)
+        used = {memory(tensor) for params in state.values() for tensor in params.values()}
+        for name, group in self.groups.items():
+            # Two parameters whose gradients are equal may have been given one tensor, and one that the loss does not
+            # use may have been given one zero for all rows.
+            own = gradient[name].contiguous()
+            own = own.clone() if memory(own) in used else own
+            used.add(memory(own))
+            slots = {slot: state[slot][name] for slot in self.slots}
+            if self.definition.step_(slots, own, values(hypers[group])) is None:
+                return self.steps(state, gradient, hypers)
+        return state
+
+    def tangent(self, at: tuple[State, Params], along: tuple[State, Params], hypers: Sequence[Hyper]) -> State:
+        """∂O(s, g)·(ds, dg), for stacks of the same height."""
+        if self.linear:
+            return self.steps(*along, hypers)
+        # Forward mode refuses tensors that share memory along a dimension, as an expanded state does.
+        state, gradient = at
+        whole = {slot: {name: tensor.contiguous() for name, tensor in params.items()} for slot, params in state.items()}
+        point = (whole, {name: tensor.contiguous() for name, tensor in gradient.items()})
+        return jvp(self._stacked(self.definition.smooth, hypers), point, along)[1]
+
+    def cotangent(self, at: tuple[State, Params], vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params]:
+        """∂O(s, g)ᵀ·u as its part for the state and its part for the gradient, for stacks of the same height."""
+        if self.linear and (pulled := self._transposed(vector, hypers)):
+            return pulled
+        _, pull = pullback(self._stacked(self.definition.smooth, hypers), *at)
+        state, gradient = pull(vector)
+        return state, gradient
+
+    def _each(self, function: Step, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
+        new: State = {slot: {} for slot in self.slots}
+        used = [values(hyper) for hyper in hypers]
+        for name, group in self.groups.items():
+            slots = {slot: state[slot][name] for slot in self.slots}
+            for slot, tensor in function(slots, gradient[name], used[group]).items():
+                new[slot][name] = tensor
+        return new
+
+    def _stacked(self, function: Step, hypers: Sequence[Hyper]) -> Callable[[State, Params], State]:
+        def whole(state: State, gradient: Params) -> State:
+            return self._each(function, state, gradient, hypers)
+
+        return whole if self.definition.stacking == "elementwise" else vmap(whole)
+
+    def _transposed(self, vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:
+        state: State = {slot: {} for slot in self.slots}
+        gradient: Params = {}
+        for name, group in self.groups.items():
+            slots = {slot: vector[slot][name] for slot in self.slots}
+            pulled = self.definition.transposed(slots, values(hypers[group]))
+            if pulled is None:
+                return None
+            gradient[name] = pulled[1]
+            for slot, tensor in pulled[0].items():
+                state[slot][name] = tensor
+        return state, gradient
+
+
+def values(hyper: Hyper) -> Values:
+    """Recorded hyperparameters as torch computed with them: where it held a tensor, a tensor of that type.
+
+    >>> values({"lr": 0.1, "lr_dtype": 1.0})["lr"]
+    tensor(0.1000)
+    """
+    typed = [name for name in hyper if name.endswith(TYPE) and hyper[name]]
+    if not typed:
+        return hyper
+    of = {name.removesuffix(TYPE): DTYPES[int(hyper[name])] for name in typed}
+    return {**hyper, **{name: torch.tensor(hyper[name], dtype=dtype) for name, dtype in of.items()}}
+
+
+TYPE = "_dtype"
+
+
+def allowed_slots(definition: Definition) -> list[tuple[str, ...]]:
+    """The slots that runs of an optimizer can have: the further ones in their order, each there or not."""
+    found = [definition.slots]
+    for slot, _ in definition.optional:
+        found += [(*slots, slot) for slots in found]
+    return found
+
+
+def allowed_extras(definition: Definition) -> list[str]:
+    """The further columns that runs of an optimizer can have, in their order."""
+    own = [name for name in definition.hypers if name not in definition.counters]
+    return [*definition.options, *(f"{name}{TYPE}" for name in own)]
+
+
+def _row(state: State, i: int) -> State:
+    return {slot: {name: tensor[i] for name, tensor in params.items()} for slot, params in state.items()}
