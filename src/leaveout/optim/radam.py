@@ -21,7 +21,7 @@ class RAdam(Definition):
     slots = (PARAM, "exp_avg", "exp_avg_sq")
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """Θ ← θ − α r_t m̂ √(1−β₂ᵗ)/(√v + ε) with Adam's m, v and d, once ρ_t > 5, which depends on t alone; else α m̂."""
+        """Θ ← θ − α r_t m̂ √(1−β₂ᵗ)/(√v + ε) with Adam's m, v and d, once ρ_t > 5 (by t alone); else α m̂."""
         param, gradient, rate, t = slots[PARAM], descent(gradient, hyper), hyper["lr"], hyper["step"]
         beta2 = hyper["beta2"]
         if hyper["weight_decay"] != 0 and hyper["decoupled_weight_decay"]:
