@@ -1,29 +1,20 @@
 """The pure optimizer steps follow torch.optim to the last bit, alone and in a stack."""
 
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from leaveout._util.trees import PARAM, State, expand
-from leaveout.optim import Rule, hypers_of, rule_of
+from leaveout.errors import UnsupportedError
+from leaveout.optim import Rule, buffers, hypers_of, optimizers, registry, rule_of, unwrapped
+from optimizer_cases import CASES, make_of
 
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
-
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "plain": (SGD, {}),
-    "decay": (SGD, {"weight_decay": 0.1}),
-    "momentum": (SGD, {"momentum": 0.9}),
-    "dampening": (SGD, {"momentum": 0.8, "dampening": 0.3}),
-    "nesterov": (SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    "adam": (ADAM, {}),
-    "adam, betas and eps": (ADAM, {"betas": (0.5, 0.7), "eps": 1e-3}),
-    "adam, decay": (ADAM, {"weight_decay": 0.1}),
-    "adamw": (ADAMW, {}),
-    "adamw, decay": (ADAMW, {"weight_decay": 0.3}),
-}
 
 
 def network(dtype: torch.dtype) -> nn.Sequential:
@@ -31,26 +22,20 @@ def network(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
 
-def two_groups(model: nn.Sequential, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-    """The first layer by the given options, the second with a learning rate and a weight decay of its own."""
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.003, "weight_decay": 0.05}]
-    return kind(groups, lr=0.02, **options)
-
-
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule) -> State:
     """What torch holds, with zeros where a buffer does not exist yet."""
-
-    def held(param: Tensor, slot: str) -> Tensor:
-        buffer = param if slot == PARAM else optimizer.state.get(param, {}).get(slot)
-        return torch.zeros_like(param) if buffer is None else buffer.detach().clone()
-
-    return {slot: {name: held(param, slot) for name, param in model.named_parameters()} for slot in rule.slots}
+    state: State = {slot: {} for slot in rule.slots}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            for slot, tensor in {PARAM: param, **buffers(optimizer, rule, param)}.items():
+                state[slot][name] = tensor.detach().clone()
+    return state
 
 
 def follow(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler, steps: int = 100) -> tuple:
     """Both states after as many steps of the same gradients, ours never corrected by torch's."""
     rule = rule_of(optimizer, model)
-    params = dict(model.named_parameters())
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     state = state_of(model, optimizer, rule)
     draw = torch.Generator().manual_seed(1)
     dtype = next(iter(params.values())).dtype
@@ -72,22 +57,39 @@ def assert_same(ours: State, theirs: State) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_hundred_scheduled_steps_of_two_groups_are_torchs_own(name: str, dtype: torch.dtype) -> None:
-    kind, options = OPTIMIZERS[name]
+@pytest.mark.parametrize("case", CASES)
+def test_a_hundred_scheduled_steps_of_two_groups_are_torchs_own(case: str, dtype: torch.dtype) -> None:
     model = network(dtype)
     start = [param.detach().clone() for param in model.parameters()]
-    optimizer = two_groups(model, kind, **options)
+    optimizer = make_of(case)(model)
     ours, theirs = follow(model, optimizer, LambdaLR(optimizer, lambda t: 0.98**t))
     assert_same(ours, theirs)
-    assert all((p - q).norm() > 1e-3 for p, q in zip(start, model.parameters(), strict=True)), "nothing was trained"
+    pairs = [(p, q) for p, q in zip(start, model.parameters(), strict=True) if q.requires_grad]
+    assert all((p - q).norm() > 1e-3 for p, q in pairs), "nothing was trained"
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam", "adamw, decay"])
-def test_a_one_cycle_schedule_that_moves_momentum_too(name: str) -> None:
-    kind, options = OPTIMIZERS[name]
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith(", plain")])
+def test_a_learning_rate_that_is_a_tensor_is_rounded_as_torch_rounds_it(case: str) -> None:
+    for dtype, given in ((torch.float64, torch.tensor(0.02)), (torch.float32, torch.tensor(0.02))):
+        model = network(dtype)
+        optimizer = make_of(case, lr=given)(model)
+        ours, theirs = follow(model, optimizer, LambdaLR(optimizer, lambda t: 0.98**t))
+        assert_same(ours, theirs)
+
+
+def test_a_tensor_learning_rate_makes_another_run_than_its_number() -> None:
+    ends = []
+    for given in (torch.tensor(0.02), float(torch.tensor(0.02))):
+        model = network(torch.float64)
+        optimizer = ADAM(model.parameters(), lr=given)
+        ends.append(follow(model, optimizer, LambdaLR(optimizer, lambda t: 0.98**t))[1][PARAM]["0.weight"])
+    assert (ends[0] - ends[1]).abs().max() > 1e-10
+
+
+@pytest.mark.parametrize("case", ["SGD, momentum", "Adam, plain", "AdamW, decay"])
+def test_a_one_cycle_schedule_that_moves_momentum_too(case: str) -> None:
     model = network(torch.float32)
-    optimizer = two_groups(model, kind, **options)
+    optimizer = make_of(case)(model)
     ours, theirs = follow(model, optimizer, OneCycleLR(optimizer, max_lr=[0.05, 0.01], total_steps=101))
     assert_same(ours, theirs)
 
@@ -99,58 +101,139 @@ def test_momentum_that_a_schedule_takes_to_zero_and_back() -> None:
     assert_same(*follow(model, optimizer, schedule, steps=40))
 
 
-@pytest.mark.parametrize("variant", ["foreach", "fused"])
-@pytest.mark.parametrize("name", ["momentum", "adam", "adamw, decay"])
-def test_torchs_faster_implementations_differ_only_by_rounding(name: str, variant: str) -> None:
-    kind, options = OPTIMIZERS[name]
+def _variants() -> list[tuple[str, str]]:
+    """Each case with each of torch's faster implementations that its class takes."""
+    flags = ("foreach", "fused")
+    return [(case, flag) for case, (kind, _) in CASES.items() for flag in flags if flag in signature(kind).parameters]
+
+
+@pytest.mark.parametrize(("case", "flag"), _variants())
+def test_torchs_faster_implementations_differ_only_by_rounding(case: str, flag: str) -> None:
     model = network(torch.float64)
-    optimizer = two_groups(model, kind, **options, **{variant: True})
-    ours, theirs = follow(model, optimizer, LambdaLR(optimizer, lambda t: 0.98**t))
+    optimizer = make_of(case, **{flag: True})(model)
+    ours, theirs = follow(model, optimizer, LambdaLR(optimizer, lambda t: 0.98**t), steps=40)
     for slot, params in theirs.items():
         for parameter, tensor in params.items():
-            torch.testing.assert_close(ours[slot][parameter], tensor, rtol=1e-11, atol=1e-13)
+            torch.testing.assert_close(ours[slot][parameter], tensor, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_resumed_from_its_state_goes_on_as_torch_does(name: str) -> None:
-    kind, options = OPTIMIZERS[name]
-    model = network(torch.float32)
-    first = two_groups(model, kind, **options)
-    follow(model, first, LambdaLR(first, lambda t: 1.0), steps=7)
-    second = two_groups(model, kind, **options)
-    second.load_state_dict(first.state_dict())
-    assert_same(*follow(model, second, LambdaLR(second, lambda t: 0.9**t), steps=20))
+@pytest.mark.parametrize("case", ["Adam, plain", "AdamW, decay", "SGD, momentum"])
+def test_a_fused_step_with_a_tensor_learning_rate(case: str) -> None:
+    model = network(torch.float64)
+    optimizer = make_of(case, fused=True, lr=torch.tensor(0.02))(model)
+    ours, theirs = follow(model, optimizer, LambdaLR(optimizer, lambda t: 0.98**t), steps=40)
+    for slot, params in theirs.items():
+        for parameter, tensor in params.items():
+            torch.testing.assert_close(ours[slot][parameter], tensor, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_stack_of_models_takes_the_steps_of_each(name: str) -> None:
-    kind, options = OPTIMIZERS[name]
-    model = network(torch.float32)
-    optimizer = two_groups(model, kind, **options)
+@pytest.mark.parametrize("case", CASES)
+def test_a_stack_of_models_takes_the_steps_of_each(case: str) -> None:
+    model = network(torch.float64)
+    optimizer = make_of(case)(model)
     follow(model, optimizer, LambdaLR(optimizer, lambda t: 1.0), steps=3)
-    rule, params = rule_of(optimizer, model), dict(model.named_parameters())
+    rule, params = rule_of(optimizer, model), {n: p for n, p in model.named_parameters() if p.requires_grad}
     state, hypers = state_of(model, optimizer, rule), hypers_of(optimizer, rule, params)
     torch.manual_seed(0)
-    gradients = {parameter: torch.randn(4, *tensor.shape) for parameter, tensor in params.items()}
+    gradients = {parameter: torch.randn(4, *tensor.shape).double() for parameter, tensor in params.items()}
     together = rule.steps(expand(state, 4), gradients, hypers)
+    copies = {slot: {n: t.clone() for n, t in tensors.items()} for slot, tensors in expand(state, 4).items()}
+    used_up = rule.steps_(copies, {name: tensor.clone() for name, tensor in gradients.items()}, hypers)
     for row in range(4):
         alone = rule.step(state, {parameter: tensor[row] for parameter, tensor in gradients.items()}, hypers)
-        assert_same({slot: {n: t[row] for n, t in tensors.items()} for slot, tensors in together.items()}, alone)
+        for stack in (together, used_up):
+            for slot, tensors in stack.items():
+                for name, tensor in tensors.items():
+                    torch.testing.assert_close(tensor[row], alone[slot][name], rtol=1e-14, atol=1e-15)
 
 
 def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
     model = network(torch.float32)
-    optimizer = two_groups(model, ADAM, weight_decay=0.3, decoupled_weight_decay=True)
+    optimizer = make_of("Adam, decoupled")(model)
+    assert rule_of(optimizer, model).kind == "AdamW"
     assert_same(*follow(model, optimizer, LambdaLR(optimizer, lambda t: 0.98**t)))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_rule_names_its_parameters_groups_and_slots(name: str) -> None:
-    kind, options = OPTIMIZERS[name]
+def test_groups_with_and_without_an_option() -> None:
+    model = network(torch.float32)
+    groups = [{"params": model[0].parameters(), "amsgrad": True}, {"params": model[2].parameters(), "maximize": True}]
+    optimizer = ADAM(groups, lr=0.02, betas=(0.5, 0.6))
+    rule = rule_of(optimizer, model)
+    assert rule.slots == (PARAM, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    assert rule.extras == ("amsgrad", "maximize")
+    assert_same(*follow(model, optimizer, LambdaLR(optimizer, lambda t: 0.98**t)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rule_names_its_parameters_groups_and_slots(case: str) -> None:
+    kind, options = CASES[case]
     model = network(torch.float32)
     model[0].bias.requires_grad_(False)
-    rule = rule_of(two_groups(model, kind, **options), model)
-    assert rule.kind == kind.__name__
-    assert rule.groups == {"0.weight": 0, "2.weight": 1, "2.bias": 1}
-    buffers = {SGD: ("momentum_buffer",) if options.get("momentum") else (), ADAM: ("exp_avg", "exp_avg_sq")}
-    assert rule.slots == (PARAM, *buffers.get(kind, ("exp_avg", "exp_avg_sq")))
+    optimizer = make_of(case)(model)
+    rule = rule_of(optimizer, model)
+    assert rule.kind == ("AdamW" if "decoupled" in case and kind is ADAM else kind.__name__)
+    assert list(rule.groups) == [name for name, param in model.named_parameters() if param.requires_grad]
+    follow(model, optimizer, LambdaLR(optimizer, lambda t: 1.0), steps=1)
+    held = {
+        key for state in optimizer.state.values() for key, value in state.items() if value is not None and value.ndim
+    }
+    assert set(rule.slots) == {PARAM, *held}
+    assert rule.extras == tuple(name for name in ("amsgrad", "maximize") if options.get(name))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate wraps an optimizer: one itself, with the real one inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+def test_wrappers_are_taken_off() -> None:
+    model = network(torch.float32)
+    optimizer = ADAMW(model.parameters())
+    assert unwrapped(Wrapper(Wrapper(optimizer))) is optimizer
+    assert unwrapped(optimizer) is optimizer
+    assert rule_of(Wrapper(optimizer), model).kind == "AdamW"
+
+
+def test_subclasses_with_torchs_step_are_the_same_optimizer_and_others_are_refused() -> None:
+    class Same(torch.optim.RMSprop):
+        pass
+
+    class Other(ADAMW):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+
+    model = network(torch.float32)
+    assert rule_of(Same(model.parameters()), model).kind == "RMSprop"
+    with pytest.raises(
+        UnsupportedError, match="Other cannot be replayed exactly, because it overrides the step of AdamW"
+    ):
+        rule_of(Other(model.parameters()), model)
+
+
+def test_capturable_is_for_accelerators_as_torch_has_it() -> None:
+    model = network(torch.float32)
+    optimizer = ADAM(model.parameters(), capturable=True)
+    assert rule_of(optimizer, model).kind == "Adam"
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(AssertionError, match="capturable"):
+        optimizer.step()
+
+
+def test_every_file_that_names_an_optimizer_is_registered() -> None:
+    files = Path(registry.__file__).parent.glob("*.py")
+    assert len(optimizers()) == sum("\nOPTIMIZER = " in file.read_text() for file in files) >= 10
+    for name, definition in optimizers().items():
+        assert definition.name == name
+        assert set(definition.counters) <= set(definition.hypers)
+        assert "lr" in definition.hypers
+        assert "weight_decay" in definition.hypers
