@@ -64,7 +64,8 @@ def make_of(case: str, **more: Any) -> Make:
         if "weight_decay" in inspect.signature(kind).parameters:
             other["weight_decay"] = 0.05
         groups = [{"params": trained[:half]}, {"params": trained[half:], **other}]
-        return kind(groups, **{"lr": 0.02, **options, **more})
+        own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in more.items()}
+        return kind(groups, **{"lr": 0.02, **options, **own})
 
     return make
 
@@ -94,7 +95,8 @@ class Steps:
         self.ones = torch.ones(len(self.x), dtype=torch.float64)
         self.live = []
         for ids in batches:
-            self.live.append(copy.deepcopy((model, optimizer, optimizer.state_dict())))
+            held = [dict(optimizer.state.get(param, {})) for param in self._trained(model)]
+            self.live.append(copy.deepcopy((model, optimizer, held)))
             self._backward(model, ids, self.ones)
             optimizer.step()
             schedule.step()
@@ -110,6 +112,13 @@ class Steps:
     def _trained(model: nn.Module) -> list[nn.Parameter]:
         return [param for param in model.parameters() if param.requires_grad]
 
+    def at(self, i: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Model and optimizer before a step; not by ``load_state_dict``, which changes the type of some state."""
+        model, optimizer, held = self.live[i]
+        for param, state in zip(self._trained(model), copy.deepcopy(held), strict=True):
+            optimizer.state[param] = state
+        return model, optimizer
+
     def _params(self, i: int) -> list[nn.Parameter]:
         return self._trained(self.live[i][0])
 
@@ -120,8 +129,7 @@ class Steps:
 
     def state(self, i: int) -> Tensor:
         """The flat state before a step: parameters, then buffers, zero where they do not exist yet."""
-        model, optimizer, saved = self.live[i]
-        optimizer.load_state_dict(copy.deepcopy(saved))
+        model, _ = self.at(i)
         parts = [param.detach() for param in self._trained(model)]
         parts += [self._held(i, param, key) for param, key in self.keys]
         return torch.cat([part.flatten() for part in parts]).clone()
@@ -134,9 +142,8 @@ class Steps:
 
     def step(self, i: int, state: Tensor, weights: Tensor | None = None, gradient: Tensor | None = None) -> Tensor:
         """F_i(s; w), or O_i(s, g), by torch; buffers that do not exist yet stay so."""
-        model, optimizer, saved = self.live[i]
+        model, optimizer = self.at(i)
         before = [param.detach().clone() for param in self._trained(model)]
-        optimizer.load_state_dict(copy.deepcopy(saved))
         params = self._trained(model)
         held = [self._held(i, param, key) for param, key in self.keys]
         parts = state.split([tensor.numel() for tensor in [*params, *held]])
