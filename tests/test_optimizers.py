@@ -170,3 +170,6 @@ def test_a_tensor_learning_rate_is_followed_to_the_ninth_digit(name: str, tmp_pa
     scores = lo.Replay().score(run, task, data_for("mlp", 4, 1), displacements=True)
     truth = torch.stack([steps.retrained(k, 0.0) - steps.final for k in range(6)])
     close(flat(scores, list(run.rule.groups)), truth, 1e-9)
+    number = recorded(tmp_path / "number", make_of(f"{name}, plain", lr=float(torch.tensor(0.01))))
+    one, two = (lo.SGDIE().score(at, task, data_for("mlp", 4, 1)).values for at in (run, number))
+    close(one, two, 1e-3)  # its derivative is taken, too

@@ -34,7 +34,7 @@ def train(
     activation: Annotated[str | None, typer.Option(help=f"Of the mlp: {', '.join(models.ACTIVATIONS)}.")] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"{', '.join(lo_config.OPTIMIZERS)}.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Of SGD.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Of an optimizer that has it.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of the optimizer.")] = None,
     l2: Annotated[float | None, typer.Option(help="Strength of an L2 term in each example's loss.")] = None,
     epochs: Annotated[int | None, typer.Option(help="How often every example is seen.")] = None,

@@ -31,7 +31,8 @@ class InfluenceFunction(Estimator):
 
     Koh and Liang (2017). It answers for the minimum of the training loss, from which the example leaves without the
     others being reweighted; exact to first order there, whatever the optimizer. A run that stopped before, or found
-    one of many minima, is not asked. Weight decay of SGD and Adam is part of H; AdamW's has no place in a minimum.
+    one of many minima, is not asked. Weight decay that enters with the gradient (SGD, Adam) is
+    part of H; decoupled decay (AdamW) has no place in a minimum.
 
     Cost: ``"cg"`` as many products with H, of n examples each, as it needs for a query vector; ``"direct"`` as many as
     there are parameters (again for every shard of rows, if displacements are asked for); ``"lissa"`` ``steps``

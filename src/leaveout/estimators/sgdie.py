@@ -16,7 +16,7 @@ from leaveout.sweep.curvature import Hessian
 class SGDIE(Estimator):
     """δ ← ∂F_i(s_i; w¹)·δ + γ_{k,i}.
 
-    For plain SGD ``δ ← (I − α_i H(Z_i))·δ + (α_i/|Z_i|) g(z_k, θ_i)``. For momentum, Adam and AdamW the state carries
+    For plain SGD ``δ ← (I − α_i H(Z_i))·δ + (α_i/|Z_i|) g(z_k, θ_i)``. For momentum, Adam and others the state carries
     the optimizer's buffers. This is the derivative of the whole training run in the example's weight, the quantity
     that metagradient methods (MAGIC among them) compute.
 

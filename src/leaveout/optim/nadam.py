@@ -47,7 +47,8 @@ class NAdam(Definition):
     def counts(self, number: int, group: Group, states: Sequence[Mapping[str, Any]]) -> Hyper:
         """The step, and the product with its coefficient."""
         counted = super().counts(number, group, states)
-        mu = coefficient(counted["step"], group["betas"][0], group["momentum_decay"])
+        step = counter(counted["step"], {}, torch.zeros(())) if group.get("capturable") else counted["step"]
+        mu = coefficient(step, group["betas"][0], group["momentum_decay"])
         products = {float(self._product(state) * mu) for state in states}
         if len(products) > 1:
             raise UnsupportedError(
@@ -67,7 +68,7 @@ class NAdam(Definition):
         return counter(1.0, {}, torch.zeros(()))
 
 
-def coefficient(step: float, beta: float, decay: float) -> float:
+def coefficient(step: Any, beta: Any, decay: Any) -> Any:
     """μ_t = β₁ (1 − 0.5 · 0.96^(tψ))."""
     return beta * (1.0 - 0.5 * (0.96 ** (step * decay)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,7 @@ class RAdam(Definition):
         return 0.0 if hyper["decoupled_weight_decay"] else hyper["weight_decay"]
 
 
-def rectification(length: float, longest: float) -> float:
+def rectification(length: Any, longest: float) -> Any:
     """r_t = √((ρ_t−4)(ρ_t−2)ρ_∞ / ((ρ_∞−4)(ρ_∞−2)ρ_t))."""
     return ((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)) ** 0.5
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM
 from leaveout.errors import UnsupportedError
-from leaveout.optim.definition import Definition, Group, Hyper, listed
+from leaveout.optim.definition import Definition, Group, Hyper, counter, listed
 from leaveout.optim.registry import optimizers
 from leaveout.optim.rule import DTYPES, TYPE, Rule, allowed_extras
 
@@ -104,13 +104,14 @@ def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[st
 
 def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, params: list[Tensor]) -> Hyper:
     definition, group = rule.definition, optimizer.param_groups[number]
-    for slot, setting in definition.optional:
-        if group[setting] and slot not in rule.slots:
-            _turned_on(number, setting)
     extras = _extras(definition, group, params)
-    for name in extras:
-        if name not in rule.extras:
-            _turned_on(number, name.removesuffix(TYPE) + " as a tensor" if name.endswith(TYPE) else name)
+    turned = [setting for slot, setting in definition.optional if group[setting] and slot not in rule.slots]
+    turned += [name for name in extras if name not in rule.extras]
+    if turned:
+        changed = (
+            f"made {turned[0].removesuffix(TYPE)} a tensor" if turned[0].endswith(TYPE) else f"turned {turned[0]} on"
+        )
+        raise UnsupportedError(f"Parameter group {number} {changed} while training: start with it so.")
     states = [optimizer.state.get(param, {}) for param in params]
     own = {name: float(value) for name, value in definition.settings(group, params).items()}
     hyper = {**own, **definition.counts(number, group, states)}
@@ -125,12 +126,11 @@ def _extras(definition: Definition, group: Group, params: list[Tensor]) -> Hyper
     for name, value in definition.settings(group, params).items():
         if isinstance(value, Tensor) and value.dtype in DTYPES[1:]:
             found[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))
+    if group.get("capturable"):  # then the counters are not made numbers before they are used
+        typed = counter(0.0, group, torch.zeros(())).dtype
+        found |= {f"{name}{TYPE}": float(DTYPES.index(typed)) for name in definition.counters if typed in DTYPES[1:]}
     return found
 
 
 def _is_on(optimizer: torch.optim.Optimizer, setting: str) -> bool:
     return any(group[setting] for group in optimizer.param_groups)
-
-
-def _turned_on(number: int, setting: str) -> None:
-    raise UnsupportedError(f"Parameter group {number} turned {setting} on while training: start with it on.")

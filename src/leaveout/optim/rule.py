@@ -163,8 +163,7 @@ def allowed_slots(definition: Definition) -> list[tuple[str, ...]]:
 
 def allowed_extras(definition: Definition) -> list[str]:
     """The further columns that runs of an optimizer can have, in their order."""
-    own = [name for name in definition.hypers if name not in definition.counters]
-    return [*definition.options, *(f"{name}{TYPE}" for name in own)]
+    return [*definition.options, *(f"{name}{TYPE}" for name in definition.hypers)]
 
 
 def _row(state: State, i: int) -> State:

@@ -40,9 +40,8 @@ class Recorder:
     Args:
         path: a new directory for the run.
         model: any ``nn.Module``.
-        optimizer: one of ``torch.optim`` over its parameters: ``SGD``, ``Adam``, ``AdamW``, ``RMSprop``, ``Adagrad``,
-            ``Adamax``, ``NAdam``, ``RAdam``, ``Adafactor`` or ``Muon``; also inside a wrapper that holds it as
-            ``.optimizer``.
+        optimizer: an optimizer of ``torch.optim`` over its parameters, one of ``leaveout.optim.optimizers()``; also
+            inside a wrapper that holds it as ``.optimizer``.
         keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them while they
             fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
             again when they are needed, from the recorded batches.
