@@ -24,7 +24,7 @@ from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.reader import Record, Run, open_run
 from leaveout.run.resume import Past, restore
-from leaveout.run.watched_loader import Noted
+from leaveout.run.watched_loader import Noted, Watched, unwatched
 from leaveout.run.writer import Writer
 from leaveout.task import batches
 from leaveout.task.checks import module_problems
@@ -113,9 +113,14 @@ class Recorder:
         """Every parameter group's hyperparameters, as the coming step will use them."""
         return hypers_of(self._optimizer, self._rule, self._params)
 
-    def watch(self, loader: DataLoader) -> Iterator[Any]:
-        """One epoch of the loader, batch for batch as it would give them, noting which examples each holds."""
-        noted = self._noted(loader)
+    def watch(self, loader: DataLoader | Watched) -> Watched:
+        """The loader, batch for batch as it is, noting which examples each batch holds; an iteration is an epoch.
+
+        Watch it once before the loop over the epochs or anew in each of them, that is the same.
+        """
+        return Watched(self._noted(unwatched(loader)), self._watched_epoch)
+
+    def _watched_epoch(self, noted: Noted) -> Iterator[Any]:
         self._epoch += 1
         finished = False
         try:

@@ -1,10 +1,11 @@
-"""A loader's twin that notes which examples it draws."""
+"""Loaders that note which examples they draw."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,19 +15,52 @@ from torch.utils.data import DataLoader, IterableDataset
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.task import batches
 
+INNER = "base_dataloader"
+"""Where accelerate's loaders hold the loader that they draw from."""
+
+
+class Watched:
+    """A loader whose batches are recorded: every iteration over it is an epoch, and the rest is the loader's own."""
+
+    def __init__(self, noted: Noted, epoch: Callable[[Noted], Iterator[Any]]) -> None:
+        self._noted, self._epoch = noted, epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._epoch(self._noted)
+
+    def __len__(self) -> int:
+        return len(self._noted.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._noted.loader, name)
+
+
+def unwatched(loader: Any) -> Any:
+    """The loader itself, also where it is watched already."""
+    return loader._noted.loader if isinstance(loader, Watched) else loader
+
 
 class Noted:
-    """A loader with the numbers of the examples in each of its batches; kept, so that its workers may persist."""
+    """A loader with the numbers of the examples in each of its batches; kept, so that its workers may persist.
+
+    The batches come from a twin that draws by a noting sampler. An adapter, such as accelerate's, draws from a loader
+    inside it: that one has the twin, which takes its place while the adapter is iterated over.
+    """
 
     def __init__(self, loader: DataLoader) -> None:
         _check_loader(loader)
         self.loader = loader
         self.size = batches.size(loader.dataset)
         self._drawn: deque[list[int]] = deque()
-        self._twin = copy.copy(loader)
+        inner = getattr(loader, INNER, None)
+        drawing = inner if isinstance(inner, DataLoader) else loader
+        self._adapted = drawing is not loader
+        self._twin = copy.copy(drawing)
         # DataLoader forbids setting these after construction; the copy has no iterator yet, so it is safe.
-        attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._twin.__dict__[attribute] = _NotingSampler(getattr(loader, attribute), self._drawn)
+        attribute = "sampler" if drawing.batch_sampler is None else "batch_sampler"
+        self._twin.__dict__[attribute] = _NotingSampler(getattr(drawing, attribute), self._drawn)
         self._twin.__dict__["_iterator"] = None
 
     @property
@@ -39,25 +73,52 @@ class Noted:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
         self._drawn.clear()
-        for batch in self._twin:
-            yield torch.tensor(self._drawn.popleft()), batch
+        with self._noting() as loader:
+            for batch in loader:
+                if not self._drawn:
+                    raise UnsupportedError(
+                        f"The batches of this {type(loader).__name__} do not come from its own sampler, so their "
+                        "examples are not known: iterate over it yourself and call recorder.step(ids) before each "
+                        "optimizer.step()."
+                    )
+                yield torch.tensor(self._drawn.popleft()), batch
+
+    @contextmanager
+    def _noting(self) -> Iterator[DataLoader]:
+        if not self._adapted:
+            yield self._twin
+            return
+        inner = getattr(self.loader, INNER)
+        setattr(self.loader, INNER, self._twin)
+        try:
+            yield self.loader
+        finally:
+            setattr(self.loader, INNER, inner)
 
 
 class _NotingSampler:
-    """A sampler that appends what it draws to a queue; loaders hand batches out in the order they were drawn."""
+    """A sampler that appends what it draws to a queue; loaders hand batches out in the order they were drawn.
+
+    Everything else that is asked of it, the sampler answers: accelerate sets the epoch through it.
+    """
 
     def __init__(self, sampler: Any, drawn: deque[list[int]]) -> None:
-        self.sampler = sampler
-        self.drawn = drawn
+        self._noted = sampler
+        self._drawn = drawn
 
     def __iter__(self) -> Iterator[Any]:
-        for indices in self.sampler:
+        for indices in self._noted:
             single = not isinstance(indices, Sized) or getattr(indices, "shape", None) == ()
-            self.drawn.append(batches.numbers([indices] if single else indices).tolist())
+            self._drawn.append(batches.numbers([indices] if single else indices).tolist())
             yield indices
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self._noted)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_noted", "_drawn"):
+            raise AttributeError(name)
+        return getattr(self._noted, name)
 
 
 def _check_loader(loader: Any) -> None:
