@@ -261,7 +261,7 @@ def test_outputs_and_targets_that_broadcast() -> None:
 def test_another_loss_or_l2_than_the_one_trained_with(method: lo.Estimator, tmp_path: Path) -> None:
     data = examples()
     run, model = recorded(tmp_path / "run", data)
-    words = ("does not follow from its batch and this task", "give the Task the loss, l2 and model")
+    words = ("does not follow from its batch and this task", "Give the Task the loss, l2 and model")
     with refused(lo.MismatchError, *words, unchanged=tmp_path):
         method.score(run, task_of(model, data, l2=0.1), data)
     with refused(lo.MismatchError, *words):

@@ -158,8 +158,9 @@ class Sweep:
         return LinearStep(self.trajectory.rule, moment, curvature, self.path)
 
     def _check(self, moment: Moment, step: LinearStep) -> None:
-        """Every step whose gradient is at hand is computed again; a single vector goes without, but not always."""
-        if step.has_gradient or moment.record.index % CHECK_EVERY == 0:
+        """Every step whose gradient is at hand is computed again; of the others some, the first and the last."""
+        index = moment.record.index
+        if step.has_gradient or index % CHECK_EVERY == 0 or index == len(self.trajectory) - 1:
             self.trajectory.check.step(moment, step.after)
 
     def _count(self, vectors: int) -> None:

@@ -56,7 +56,7 @@ def courses(
         state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
         cost.gradients += count
         travelled += distance(moment.after[PARAM], moment.before[PARAM])
-        whole = {PARAM: {name: tensor[-1] for name, tensor in state[PARAM].items()}}
+        whole = {slot: {name: tensor[-1] for name, tensor in params.items()} for slot, params in state.items()}
         share = trajectory.check.way(moment, whole, travelled)
         if share is not None and not strayed:
             strayed = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -11,51 +13,90 @@ from leaveout.errors import MismatchError
 from leaveout.optim import Rule
 from leaveout.task.derivatives import gradient
 from leaveout.task.task import Task
+from leaveout.trajectory.diagnosis import REMEDY, called, diagnosis
 from leaveout.trajectory.recorded_step import Moment
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
 
+ADDED_UP = 10
+"""How many times as far buffers may lie after many steps, each from the one computed before."""
+
 DRAWS, NOISE = 16, 16
 """How often parameters are moved to see what rounding can do, and by how many units of their last place."""
+
+Lengths: TypeAlias = dict[str, float]
+"""A length for each slot of the state."""
 
 
 class StepCheck:
     """Refuses steps that do not follow from their batch and the task.
 
-    A step follows if, computed again, it ends within a tolerance of its length from the recorded state. Where it does
-    not, it is taken from parameters moved by as little as rounding would move them: a ReLU whose input is zero up to
-    rounding was on or off by chance, and the gradient jumps with it. What such a jump explains is no mismatch.
+    A step follows if, computed again, every slot of the state ends within a tolerance of the recorded one: the
+    parameters relative to the length of their step, ‖θ' − θ‖, and a buffer b relative to what the gradient brought to
+    it, ‖b' − O(s, 0)_b‖. Where one does not, the step is taken from parameters moved by as little as rounding would
+    move them: a ReLU whose input is zero up to rounding was on or off by chance, and the gradient jumps with it. What
+    such a jump explains is not a mismatch.
     """
 
     def __init__(self, rule: Rule, task: Task) -> None:
         self._rule, self._task = rule, task
 
-    def step(self, moment: Moment, predicted: State, travelled: float | None = None) -> None:
-        """``‖predicted − recorded‖ ≤ tolerance · length of the step``, plus what rounding can do.
+    def step(self, moment: Moment, predicted: State) -> None:
+        """``‖predicted − recorded‖ ≤ tolerance · length`` in every slot, plus what rounding can do."""
+        if not moment.exact:
+            return
+        lengths = self._lengths(moment)
+        missed = _misses(moment, predicted, lengths)
+        if self._beyond_rounding(moment, missed):
+            words = " and ".join(
+                f"{called(slot)} {missed[slot] / max(lengths[slot], 1e-300):.2g} "
+                f"{'step lengths' if slot == PARAM else 'times what the step brought to it'} away"
+                for slot in missed
+            )
+            used = gradient(self._task, moment.params, moment.batch)
+            raise MismatchError(
+                f"Step {moment.record.index} does not follow from its batch and this task: computed again it ends with "
+                f"{words} from what was recorded. {diagnosis(self._rule, moment, used)}"
+            )
 
-        With ``travelled``, the length of that way instead: for states that were computed one from the other.
-        """
-        strayed = _strayed(moment, predicted, travelled)
-        if strayed is not None and (travelled is not None or strayed > self._jump(moment)):
-            raise _does_not_follow(moment, strayed)
+    def arrival(self, moment: Moment, predicted: State, travelled: float) -> None:
+        """The same for the last of several steps that were computed one from the other over this distance."""
+        if not moment.exact:
+            return
+        sizes = _sizes(moment, travelled)
+        missed = _misses(moment, predicted, sizes, ADDED_UP)
+        if PARAM in missed or self._beyond_rounding(moment, missed):
+            words = " and ".join(
+                f"{called(slot)} {missed[slot] / max(sizes[slot], 1e-300):.2g} of "
+                f"{'the way' if slot == PARAM else 'its size'} away"
+                for slot in missed
+            )
+            raise MismatchError(
+                f"Step {moment.record.index} does not follow from its batch and this task, or one of the steps since "
+                f"the last state that was kept: computed again from there, they end with {words} from what was "
+                f"recorded. {REMEDY} A run that keeps all states, keep='all', tells which step it is and why."
+            )
 
     def way(self, moment: Moment, predicted: State, travelled: float) -> float | None:
         """The same for a model that takes the run's steps on its own way.
 
         Rounding can grow on such a way until the model has left the recorded one. Then the step is taken once more,
-        from the recorded state. If it follows, nothing is wrong but rounding, and how far that has led is given, as a
-        share of the way travelled.
+        from the recorded state. If it follows in every slot, nothing is wrong but rounding, and how far that has led
+        the parameters is given, as a share of the way travelled.
         """
-        strayed = _strayed(moment, predicted, travelled)
-        if strayed is not None:
+        if not moment.exact:
+            return None
+        missed = _misses(moment, predicted, _sizes(moment, travelled), ADDED_UP)
+        if missed:
             self.step(moment, self._taken(moment, moment.params))
-        return strayed
+        return missed[PARAM] / max(travelled, 1e-300) if PARAM in missed else None
 
     def along(self, moment: Moment, vector: State, carried: State, slope: float) -> None:
         """A step of a linear rule, seen along one vector u, at no extra cost.
 
-        ``⟨u, s'⟩ = ⟨Aᵀu, s⟩ + ⟨(∂O/∂g)ᵀu, ḡ⟩`` holds for every u; ``slope`` is the last term, computed again.
+        ``⟨u, s'⟩ = ⟨Aᵀu, s⟩ + ⟨(∂O/∂g)ᵀu, ḡ⟩`` holds for every u; ``slope`` is the last term, computed again. Where it
+        does not hold, the whole step is computed again: how far it ends away cannot be seen along one vector.
         """
         if not moment.exact:
             return
@@ -63,61 +104,79 @@ class StepCheck:
         u = _flat(vector)
         recorded = float(u @ after - _flat(carried) @ before)
         size, length = float(u.norm()), float((after - before).norm())
-        missed = abs(recorded - slope)
-        if _is_small(moment, missed / max(size, 1e-300), length):
+        missed = abs(recorded - slope) / max(size, 1e-300)
+        if missed <= _allowed(moment, PARAM, length):
             return
-        strayed = missed / max(size * length, 1e-300)
-        if missed != missed or strayed > self._jump(moment):
-            raise _does_not_follow(moment, strayed)
+        self.step(moment, self._taken(moment, moment.params))
+        apart = self._apart(moment, dict.fromkeys(moment.after, missed))
+        if not missed <= 2 * sum(apart.values()) + ADDED_UP * _allowed(moment, PARAM, length):
+            raise MismatchError(
+                f"Step {moment.record.index} follows from its batch's gradient, but the examples' derivatives along "
+                f"the query vector do not add up to that gradient (by {missed / max(length, 1e-300):.2g} step lengths):"
+                " the model or the loss stops gradients somewhere or has a wrong derivative; score with Replay()."
+            )
 
     def _taken(self, moment: Moment, params: Params) -> State:
         """The step with the gradient at these parameters."""
         return self._rule.step(moment.before, gradient(self._task, params, moment.batch), moment.record.hypers)
 
-    def _jump(self, moment: Moment) -> float:
-        """How far apart, in lengths of the step, it can end by rounding of its parameters alone."""
+    def _lengths(self, moment: Moment) -> Lengths:
+        """How far the step moved the parameters, and what the gradient brought to each buffer."""
+        moved = {PARAM: distance(moment.after[PARAM], moment.before[PARAM])}
+        if len(moment.after) > 1:
+            nothing = each(torch.zeros_like, moment.before[PARAM])
+            without = self._rule.step(moment.before, nothing, moment.record.hypers)
+            moved |= {slot: distance(moment.after[slot], without[slot]) for slot in without if slot != PARAM}
+        return moved
+
+    def _beyond_rounding(self, moment: Moment, missed: Lengths) -> bool:
+        if not missed:
+            return False
+        apart = self._apart(moment, missed)
+        return any(missed[slot] > 2 * apart[slot] for slot in missed)
+
+    def _apart(self, moment: Moment, missed: Lengths) -> Lengths:
+        """How far apart the slots can end by rounding of the parameters alone; no more draws than are needed."""
         order = torch.Generator().manual_seed(0)
 
         def moved(tensor: Tensor) -> Tensor:
             noise = torch.randn(tensor.shape, generator=order, dtype=tensor.dtype).to(tensor.device)
             return tensor * (1 + NOISE * torch.finfo(tensor.dtype).eps * noise)
 
-        ends = [self._taken(moment, each(moved, moment.params))[PARAM] for _ in range(DRAWS)]
-        apart = max(distance(end, ends[0]) for end in ends)
-        return 2 * apart / max(distance(moment.after[PARAM], moment.before[PARAM]), 1e-300)
+        first = self._taken(moment, each(moved, moment.params))
+        apart = dict.fromkeys(missed, 0.0)
+        for _ in range(DRAWS - 1):
+            end = self._taken(moment, each(moved, moment.params))
+            apart = {slot: max(apart[slot], distance(end[slot], first[slot])) for slot in missed}
+            if all(missed[slot] <= 2 * apart[slot] for slot in missed):
+                break
+        return apart
 
 
-def _is_small(moment: Moment, missed: float, length: float) -> bool:
-    """Whether it is within the tolerance of that length, and what rounding of the parameters may add."""
-    dtype = next(iter(moment.after[PARAM].values())).dtype
-    share = TOLERANCE.get(dtype, 1e-2) * length
-    return missed <= share or missed <= share + 64 * torch.finfo(dtype).eps * norm(moment.after[PARAM])
+def _misses(moment: Moment, predicted: State, lengths: Lengths, times: int = 1) -> Lengths:
+    """How far the prediction is from the recorded state, for the slots where that is beyond the tolerance."""
+    missed: Lengths = {}
+    for slot, params in moment.after.items():
+        missed[slot] = distance(predicted[slot], params)
+        if missed[slot] != missed[slot]:
+            raise MismatchError(
+                f"Step {moment.record.index} gives NaN when it is computed again: look at the losses of its batch's "
+                f"examples {moment.record.ids.tolist()[:8]}."
+            )
+    tolerated = {slot: 1 if slot == PARAM else times for slot in missed}
+    return {s: m for s, m in missed.items() if m > 0 and m > tolerated[s] * _allowed(moment, s, lengths[s])}
 
 
-def _strayed(moment: Moment, predicted: State, travelled: float | None) -> float | None:
-    """How far the prediction is from the recorded state, in lengths; None where that is within the tolerance."""
-    if not moment.exact:
-        return None
-    before, after = moment.before[PARAM], moment.after[PARAM]
-    missed = distance(predicted[PARAM], after)
-    length = distance(after, before) if travelled is None else travelled
-    if _is_small(moment, missed, length):
-        return None
-    if missed != missed:
-        raise MismatchError(
-            f"Step {moment.record.index} gives NaN when it is computed again: look at the losses of its batch's "
-            f"examples {moment.record.ids.tolist()[:8]}."
-        )
-    return missed / max(length, 1e-300)
+def _sizes(moment: Moment, travelled: float) -> Lengths:
+    """What a deviation that may have added up is relative to: the way of the parameters, the buffers themselves."""
+    return {slot: travelled if slot == PARAM else norm(params) for slot, params in moment.after.items()}
+
+
+def _allowed(moment: Moment, slot: str, length: float) -> float:
+    """The tolerance of that length, and what rounding of the slot may add."""
+    dtype = next(iter(moment.after[slot].values())).dtype
+    return TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(moment.after[slot])
 
 
 def _flat(state: State) -> Float[Tensor, " width"]:
     return torch.cat([tensor.flatten() for params in state.values() for tensor in params.values()]).double()
-
-
-def _does_not_follow(moment: Moment, missed: float) -> MismatchError:
-    return MismatchError(
-        f"Step {moment.record.index} does not follow from its batch and this task: computed again it ends {missed:.2g} "
-        "step lengths away from the recorded state; give the Task the loss, l2 and model that were trained, and train "
-        "without gradient clipping, accumulation, mixed precision or randomness."
-    )

@@ -107,7 +107,7 @@ class Trajectory:
                 yield after
             else:
                 moment = Moment(record, state, last, batch, state[PARAM], self.run.exact)
-                StepCheck(self.run.rule, self._whole).step(moment, after, travelled)
+                StepCheck(self.run.rule, self._whole).arrival(moment, after, travelled)
             state = after
 
     def _state(self, index: int) -> State:

@@ -1,0 +1,126 @@
+"""Why a recorded step does not follow: the gradient that training used, compared with the one computed again.
+
+Most optimizers have a slot that is affine in the gradient, ``O(s, g)_b = O(s, 0)_b + a·g``: Adam's m, a momentum
+buffer, the parameters under plain SGD. The gradient that was used can be read off it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leaveout._util.trees import PARAM, Params, State, distance, each, norm
+from leaveout.optim import Hyper, Rule
+from leaveout.trajectory.recorded_step import Moment
+
+CLIPS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+"""Norms at which gradients are often clipped."""
+
+REMEDY = (
+    "Give the Task the loss, l2 and model that were trained, and train without gradient clipping, accumulation, mixed "
+    "precision or randomness."
+)
+
+
+def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hyper]) -> Params | None:
+    """The gradient that led from one state to the next, or None where no slot tells it.
+
+    ``g = (b' − O(s, 0)_b) / a`` with ``a = O(s, 1)_b − O(s, 0)_b``, for a slot b that is affine in g with a ≠ 0.
+    """
+    zero, one = (each(lambda t, v=value: torch.full_like(t, v), before[PARAM]) for value in (0.0, 1.0))
+    order = torch.Generator().manual_seed(0)
+    probe = each(lambda t: torch.randn(t.shape, generator=order, dtype=t.dtype).to(t.device), zero)
+    at_zero, at_one, at_probe = (rule.step(before, gradient, hypers) for gradient in (zero, one, probe))
+    for slot in (*(slot for slot in after if slot != PARAM), PARAM):
+        slope = each(torch.sub, at_one[slot], at_zero[slot])
+        expected = each(lambda base, a, g: base + a * g, at_zero[slot], slope, probe)
+        size = norm(each(torch.mul, slope, probe))
+        affine = distance(at_probe[slot], expected) <= 1e-3 * size
+        if affine and all(bool((tensor != 0).all()) for tensor in slope.values()):
+            return each(lambda new, base, a: (new - base) / a, after[slot], at_zero[slot], slope)
+    return None
+
+
+def diagnosis(rule: Rule, moment: Moment, recomputed: Params) -> str:
+    """What the difference looks like, with likely causes in order, and what to do."""
+    used = consumed_gradient(rule, moment.before, moment.after, moment.record.hypers)
+    if used is None or not all(bool(torch.isfinite(tensor).all()) for tensor in used.values()):
+        return REMEDY
+    again = rule.step(moment.before, used, moment.record.hypers)
+    off = [s for s in again if distance(again[s], moment.after[s]) > 1e-2 * _moved(moment, again, s)]
+    if off:
+        return (
+            f"No gradient leads there: {' and '.join(map(called, off))} and the rest of the state do not agree with "
+            "one. The state was changed by something other than optimizer.step(): were weights or buffers loaded, "
+            "clamped, averaged or decayed between steps?"
+        )
+    return _compared(used, recomputed, len(moment.record.ids))
+
+
+def _compared(used: Params, recomputed: Params, examples: int) -> str:
+    """The two gradients' directions and lengths, in words.
+
+    >>> g = {"w": torch.tensor([3.0, 4.0])}
+    >>> _compared({"w": g["w"] / 4}, g, 8)[:106]
+    'The gradient that was used has the direction of the recomputed one (cosine 1.0000), its length is 0.25 tim'
+    """
+    length, expected = norm(used), norm(recomputed)
+    if length == 0 or expected == 0:
+        which = "that was used" if length == 0 else "computed again"
+        return f"The gradient {which} is zero, the other is not. {REMEDY}"
+    cosine = float(sum(_dot(used[name], recomputed[name]) for name in used)) / (length * expected)
+    ratio = length / expected
+    start = "The gradient that was used "
+    if cosine < -0.999:
+        return f"{start}points the other way (cosine {cosine:.4f}): was the loss maximised? {REMEDY}"
+    if cosine < 0.2:
+        return (
+            f"{start}has little in common with the recomputed one (cosine {cosine:.2f}): is it another model, other "
+            "data, another order of examples, or another loss? Give the Task what was trained."
+        )
+    if cosine < 0.999:
+        return (
+            f"{start}has only partly the direction of the recomputed one (cosine {cosine:.3f}, {ratio:.3g} times as "
+            "long): were other examples part of the step (accumulated or skipped batches), was the forward pass random "
+            "or in another mode (dropout, BatchNorm), were gradients clipped by value or rounded (mixed precision), or "
+            f"is the loss, l2 or a class weight another? {REMEDY}"
+        )
+    start += f"has the direction of the recomputed one (cosine {cosine:.4f}), its length is {ratio:.3g} times: "
+    return f"{start}{_length_cause(length, ratio, examples)} {REMEDY}"
+
+
+def _length_cause(length: float, ratio: float, examples: int) -> str:
+    """What makes a gradient longer or shorter, the most telling sign first."""
+    clip = next((c for c in CLIPS if abs(length / c - 1) < 1e-3), None)
+    if ratio < 1 and clip is not None:
+        return f"was it clipped? Its norm is {clip:g}."
+    if _is_near_whole(1 / ratio):
+        return f"were {round(1 / ratio)} micro-batches averaged, or the loss divided by {round(1 / ratio)}?"
+    if abs(ratio / examples - 1) < 1e-2:
+        return f"was the loss summed over the {examples} examples of the batch, and not averaged?"
+    if _is_near_whole(ratio):
+        return f"were {round(ratio)} micro-batches summed, or the loss multiplied by {round(ratio)}?"
+    if abs(ratio - 1) < 1e-2:
+        return "is l2, a weight in the loss or the precision of the training a little different?"
+    if ratio < 1:
+        return "was it clipped, or the loss divided by something?"
+    return "was the loss multiplied by something, or a scaled gradient never unscaled?"
+
+
+def _is_near_whole(ratio: float) -> bool:
+    return round(ratio) >= 2 and abs(ratio / round(ratio) - 1) < 1e-2 / round(ratio)
+
+
+def _moved(moment: Moment, again: State, slot: str) -> float:
+    moved = max(distance(moment.after[slot], moment.before[slot]), distance(again[slot], moment.before[slot]))
+    dtype = next(iter(again[slot].values())).dtype
+    return moved + 1e4 * torch.finfo(dtype).eps * norm(moment.after[slot])
+
+
+def _dot(left: Tensor, right: Tensor) -> float:
+    return float((left.double() * right.double()).sum())
+
+
+def called(slot: str) -> str:
+    """What a slot is called in a sentence."""
+    return "the parameters" if slot == PARAM else slot
