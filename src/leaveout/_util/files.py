@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -259,10 +260,35 @@ def _locked(file: Path) -> int:
                 "call finish() on its recorder, or choose another directory."
             ) from None
         if _is_still(file, descriptor):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, str(os.getpid()).encode())
+            try:
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, str(os.getpid()).encode())
+            except OSError:  # the disk is full
+                file.unlink(missing_ok=True)
+                os.close(descriptor)
+                raise
             return descriptor
         os.close(descriptor)
+
+
+def has_writer(folder: Path) -> bool:
+    """Whether somebody is writing into a directory."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error says that the disk, or one's share of it, takes no more."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _is_still(file: Path, descriptor: int) -> bool:

@@ -21,11 +21,11 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from leaveout._util.files import LOCK, checksum, plain, tensor_checksum
+from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
 from leaveout._util.trees import State
 from leaveout.errors import RunError
 from leaveout.optim import Hyper, Rule
-from leaveout.run.manifest import AGAIN, INITIAL, MANIFEST, Manifest, check_config, read_manifest
+from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
 from leaveout.run.remote import local, source
 
 LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
@@ -279,16 +279,24 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
 def check_run(path: str | Path) -> list[str]:
     """Reads every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
 
-    A run that was cut short is well; files that were not written by a recorder are named.
+    A run that was cut short is well; files that were not written by a recorder are named. One that is being recorded is
+    well too: its newest shard is there a moment before the manifest names it.
     """
     path = local(path)
     try:
         run = Run(path, read_manifest(path))
+        damage, strangers = run.damage(), _strangers(run)
+        if strangers:
+            # If there is no writer now, the manifest names all that one has written.
+            strangers = [] if has_writer(path) else _strangers(Run(path, read_manifest(path)))
     except RunError as error:
         return [str(error)]
-    known = {MANIFEST, INITIAL, LOCK, *(shard.name for shard in run.manifest.shards)}
-    strangers = sorted(file.name for file in path.glob("shard-*") if file.name not in known)
     return [
-        *run.damage(),
+        *damage,
         *(f"{path / name} belongs to no recorded step: delete it, or continue the run." for name in strangers),
     ]
+
+
+def _strangers(run: Run) -> list[str]:
+    known = {shard.name for shard in run.manifest.shards}
+    return sorted(file.name for file in run.path.glob("shard-*") if file.name not in known)

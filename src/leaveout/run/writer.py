@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leaveout._util.files import LOCK, Lock, asides, checksum, tensor_checksum, write_tensors
+from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
 from leaveout._util.trees import State, nbytes
 from leaveout.errors import RunError
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
@@ -164,7 +164,8 @@ def claim(path: Path, *, resume: bool = False) -> Lock:
         path.mkdir(parents=True, exist_ok=True)
         lock = Lock(path)
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be written ({error}): choose another directory for the run.") from None
+        remedy = "make room, or choose another directory" if is_full(error) else "choose another directory"
+        raise RunError(f"{path} cannot be written ({error}): {remedy} for the run.") from None
     try:
         check_free(path, resume=resume)
     except RunError:
