@@ -180,14 +180,14 @@ def test_gradients_that_are_rounding_noise_follow(optimizer: str, tmp_path: Path
         made.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         made.step()
-    for keep in ("all", 8):
+    for keep in ("all", 3):
         with lo.Recorder(tmp_path / str(keep), model, made, keep=keep) as recorder:
-            for _ in range(16):
+            for _ in range(6):
                 made.zero_grad()
                 nn.functional.mse_loss(model(x), y).backward()
                 recorder.step(range(64), [x, y])
                 made.step()
             run = recorder.finish()
         task = lo.Task(model, nn.MSELoss(), data)
-        for method in (lo.SGDIE(), lo.SGDIE(direction="forward"), lo.Replay((0, 1))):
+        for method in (lo.SGDIE(), lo.Replay((0, 1))):
             assert torch.isfinite(method.score(run, task, data).values).all()

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from leaveout._util.trees import PARAM, State, nbytes, sum_of
+from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
 from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
 from leaveout.optim import Hyper, buffers, hypers_of, rule_of, unwrapped
+from leaveout.run.keep import Keep
+from leaveout.run.last_state import LastState
 from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.reader import Record, Run, open_run
@@ -91,7 +93,10 @@ class Recorder:
         self._train_size: int | None = None
         self._loaders: dict[int, Noted] = {}
         self._past = Past(self._writer.before)
+        self._modules = list(model.modules())
+        self._modes: list[bool] = []
         self._go_on()
+        self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(_never_finished, self._writer, os.getpid()))
         _RECORDED.add(optimizer)
         self._hooks = [
@@ -201,10 +206,20 @@ class Recorder:
         if self._past.finished:
             self._writer.abandon()
             return
+        # A run that was resumed and took no further step has its last state on disk.
+        taken = complete and self._steps > (0 if self.before is None else len(self.before))
+        final = self._last.final() if taken else None
+        self._cut |= taken and final is None
         try:
-            self._writer.finish(self._state() if complete else None, complete=complete)
+            self._writer.finish(final, complete=complete and not self._cut)
         except OSError as error:
             self._give_up(error)
+        if taken and final is None:
+            raise RunError(
+                f"The parameters were changed after step {self._steps - 1} and before finish(), so that the state "
+                "it led to is gone: call finish() before other weights are put into the model, or record with "
+                "keep='all'. open_run(path, partial=True) reads the run up to the last state that is on disk."
+            )
 
     def _give_up(self, error: OSError) -> None:
         """The disk takes no more: what is there stays."""
@@ -226,6 +241,7 @@ class Recorder:
     def _release(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._last.release()
         _RECORDED.discard(self._optimizer)
         atexit.unregister(self._forgotten)
         self._hooks = []
@@ -263,21 +279,9 @@ class Recorder:
                 "skipped batches are not seen by watch(); iterate over the loader itself and call recorder.step(ids) "
                 "with all the ids the mean loss was taken over."
             )
-        trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
-        if changed := sorted(trained ^ set(self._params)):
-            raise UnsupportedError(
-                f"{where}, {changed[0]!r} was frozen or unfrozen: keep what is trained unchanged while it is recorded."
-            )
-        for name, param in self._params.items():
-            if param.grad is None:
-                raise UnsupportedError(f"{where}, parameter {name!r} has no gradient: use it in the loss or freeze it.")
-            if param.grad.is_sparse:
-                raise UnsupportedError(
-                    f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False."
-                )
+        self._check_model(where)
         self._hypers = self.hypers()
         if self._steps == 0:
-            _check_modules(self._model)
             manifest = Manifest(
                 rule=self._rule,
                 shapes={name: list(param.shape) for name, param in self._params.items()},
@@ -290,17 +294,43 @@ class Recorder:
             except OSError as error:
                 self._give_up(error)
 
+    def _check_model(self, where: str) -> None:
+        """Refuses a step of a model that is not as the recording needs it."""
+        trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
+        if changed := sorted(trained ^ set(self._params)):
+            raise UnsupportedError(
+                f"{where}, {changed[0]!r} was frozen or unfrozen: keep what is trained unchanged while it is recorded."
+            )
+        for name, param in self._params.items():
+            if param.grad is None:
+                raise UnsupportedError(f"{where}, parameter {name!r} has no gradient: use it in the loss or freeze it.")
+            if param.grad.is_sparse:
+                raise UnsupportedError(
+                    f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False."
+                )
+        if self._last.changed():
+            raise UnsupportedError(
+                f"{where}, the parameters are not those that step {self._steps - 1} left: something other "
+                "than optimizer.step() wrote to them (weights loaded, clamped, averaged or reset), which cannot be "
+                "replayed. Leave them alone between steps, or finish() here and record what follows as another run."
+            )
+        modes = [module.training for module in self._modules]
+        if modes != self._modes:
+            _check_modules(self._model, "" if self._steps == 0 else f" from step {self._steps} on")
+            self._modes = modes
+
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         if not self._hooks:
             return
-        # One question a step: a sum is finite only if all its terms are.
-        if not torch.isfinite(sum_of(param.detach().sum() for param in self._params.values())):
+        total = self._last.total()  # one question per step: a sum is finite only if all its terms are
+        if not torch.isfinite(total):
             self._stop_at_nan()
         ids, fingerprint, _ = self._pending.pop()
         self._steps += 1
         state = self._state() if self._keep.wants(self._steps) else None
         if state is not None:
             self._keep.note(self._steps, nbytes(state))
+        self._last.note(total, state)
         try:
             self._writer.append(Record(self._steps - 1, self._epoch, ids, self._hypers, fingerprint), state)
         except OSError as error:
@@ -332,34 +362,6 @@ class Recorder:
         return state
 
 
-class Keep:
-    """Which states are worth their room on disk.
-
-    >>> keep = Keep("auto", budget=3)
-    >>> [i for i in range(1, 60) if keep.wants(i) and keep.note(i, 1) is None]
-    [1, 2, 3, 6, 11, 18, 26, 36, 48]
-    """
-
-    def __init__(self, keep: str | int, budget: int) -> None:
-        if keep not in ("all", "auto") and not (isinstance(keep, int) and keep >= 1):
-            raise InputError(f"keep={keep!r} is unknown: use 'all', 'auto', or a number K for every K-th state.")
-        self._keep, self._budget = keep, budget
-        self._used = 0
-        self._next = 1
-
-    def wants(self, index: int) -> bool:
-        """Whether the state before step ``index`` is kept."""
-        if isinstance(self._keep, int):
-            return index % self._keep == 0
-        return self._keep == "all" or index >= self._next
-
-    def note(self, index: int, size: int) -> None:
-        """The state was kept, and took this much room."""
-        self._used += size
-        # Gaps of 2√i make √N of N.
-        self._next = index + 1 if self._used < self._budget else index + max(1, round(2 * index**0.5))
-
-
 def _never_finished(writer: Writer, owner: int) -> None:
     """Saves what a recorder had when the program ended without ``finish``."""
     if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
@@ -379,7 +381,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _check_modules(model: nn.Module) -> None:
+def _check_modules(model: nn.Module, since: str = "") -> None:
     if problems := module_problems(model):
         listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise UnsupportedError(f"This model cannot be recorded exactly:\n{listed}")
+        raise UnsupportedError(f"This model cannot be recorded exactly{since}:\n{listed}")

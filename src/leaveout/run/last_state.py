@@ -1,0 +1,96 @@
+"""The state after the last step, whatever becomes of the model between steps and before the recording is finished.
+
+Copying it after every step would cost as much as keeping all states. Instead three things are looked at, none of which
+costs: the state was kept anyway; ``load_state_dict`` says when it is about to write, and then there is time for a copy;
+and every tensor counts the changes made to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leaveout._util.trees import State, sum_of
+
+
+class LastState:
+    """Knows whether parameters are still as the last step left them, and what they were where they are not.
+
+    Args:
+        model: what is trained.
+        optimizer: what trains it.
+        params: the parameters that are trained.
+        copied: makes a copy of the state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        params: dict[str, Tensor],
+        copied: Callable[[], State],
+    ) -> None:
+        self._params, self._copied = list(params.values()), copied
+        self._versions: list[int] | None = None
+        self._total = torch.zeros(())
+        self._state: State | None = None
+        hook = _BeforeLoading(self)
+        self._hooks: list[Any] = [optimizer.register_load_state_dict_pre_hook(hook)]
+        self._hooks += [module.register_load_state_dict_pre_hook(hook) for module in model.modules()]
+
+    def total(self) -> Tensor:
+        """The sum of all parameters: finite only if all of them are, and rarely the same after a change."""
+        return sum_of(param.detach().sum() for param in self._params)
+
+    def note(self, total: Tensor, state: State | None) -> None:
+        """A step was taken; ``state`` is a copy of what it led to, if there is one."""
+        self._versions = self._counted()
+        self._total, self._state = total, state
+
+    def keep_copy(self) -> None:
+        """Something is about to write: copies the state, unless there is a copy or it is too late."""
+        if self._versions is not None and self._state is None and self._counted() == self._versions:
+            self._state = self._copied()
+
+    def changed(self) -> bool:
+        """Whether the parameters were written to since the last step, and are not as they were."""
+        return self._versions not in (None, self._counted()) and not torch.equal(self.total(), self._total)
+
+    def final(self) -> State | None:
+        """The state after the last step; None where it is gone."""
+        if self._state is not None:
+            return self._state
+        now = self.total()
+        if self._versions is not None and now.device == self._total.device:
+            size = sum_of(param.detach().abs().sum() for param in self._params)
+            if self.changed() or bool((now - self._total).abs() > 4 * torch.finfo(now.dtype).eps * size):
+                return None  # the second is for those who write past the count, by param.data
+        return self._copied()
+
+    def release(self) -> None:
+        """Lets go of model and optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _counted(self) -> list[int]:
+        return [param._version for param in self._params]
+
+
+class _BeforeLoading:
+    """A hook that a model can be copied and saved with: its copies do nothing."""
+
+    def __init__(self, last: LastState | None = None) -> None:
+        self._last = (lambda: None) if last is None else weakref.ref(last)
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
+        last = self._last()
+        if last is not None:
+            last.keep_copy()
+
+    def __reduce__(self) -> tuple:
+        return _BeforeLoading, ()
