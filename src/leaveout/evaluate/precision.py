@@ -130,22 +130,22 @@ def _chosen(scores: Scores, sample: int, seed: int) -> list[int]:
 class Doubled(Run):
     """A run with its states in float64; they do not follow from each other to that precision."""
 
+    as_recorded = False
+
     def __init__(self, run: Run, constants: dict[str, int]) -> None:
         dtypes = dict.fromkeys(run.manifest.dtypes, "float64")
         super().__init__(
-            run.path, replace(run.manifest, dtypes=dtypes, constants=constants), interpolate=run.interpolate
+            run.path,
+            replace(run.manifest, dtypes=dtypes, constants=constants),
+            interpolate=run.interpolate,
+            steps=len(run),
         )
         self._single = run
-        self.__dict__["kept"] = run.kept
+        self.__dict__["on_disk"] = run.on_disk
 
     def __reduce__(self) -> tuple:
         """Travels as what it was made from."""
         return Doubled, (self._single, self.manifest.constants)
-
-    @property
-    def exact(self) -> bool:
-        """Steps are not checked: the recorded ones were rounded."""
-        return False
 
     def record(self, index: int) -> Record:
         """Step ``index`` without its state."""

@@ -18,6 +18,7 @@ from leaveout.scores import UNIT, Scores
 from leaveout.task import batches
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, members_of
+from leaveout.trajectory.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Topic:
         return self._opinions(self.task, self.query, range(batches.size(self.query)))
 
     def _opinions(self, task: Task, dataset: Dataset, ids: range | list[int]) -> Opinions:
-        params = {name: tensor.to(task.device) for name, tensor in self.run.final()[PARAM].items()}
+        params = Trajectory(self.run, task).final_whole()[PARAM]
         return opinions(task, params, dataset, ids, self.show.classes, self.resources)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
 from leaveout._util.trees import State
-from leaveout.errors import RunError
+from leaveout.errors import InputError, RunError, is_whole
 from leaveout.optim import Hyper, Rule
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
 from leaveout.run.remote import local, source
@@ -44,12 +44,20 @@ class Record:
 
 
 class Run:
-    """A recorded run: its steps and the state before and after each."""
+    """A recorded run, or its first ``steps``: what each step was, and the states that were kept.
 
-    def __init__(self, path: Path, manifest: Manifest, *, interpolate: bool = False) -> None:
+    ``end`` is the state after the last step, once a ``Trajectory`` has computed it, where it was not kept.
+    """
+
+    as_recorded = True
+    """Whether the states are those of the training to the last digit."""
+
+    def __init__(self, path: Path, manifest: Manifest, *, interpolate: bool = False, steps: int | None = None) -> None:
         self.path = path
         self.manifest = manifest
         self.interpolate = interpolate
+        self.end: State | None = None
+        self._steps = steps
         self._starts = [0, *accumulate(shard.steps for shard in manifest.shards)]
         self._loaded = lru_cache(maxsize=2)(self._load_shard)
         self._checked: dict[str, tuple[int, int, int]] = {}
@@ -60,11 +68,16 @@ class Run:
 
     def __len__(self) -> int:
         """How many steps the run has, up to the last state that is on disk."""
-        return self.kept[-1]
+        return self.on_disk[-1] if self._steps is None else self._steps
+
+    @property
+    def kept(self) -> list[int]:
+        """Which states were kept: ``state(i)`` is the one before step i."""
+        return self.on_disk[: bisect_right(self.on_disk, len(self))]
 
     @cached_property
-    def kept(self) -> list[int]:
-        """Which states are on disk: ``state(i)`` is the one before step i."""
+    def on_disk(self) -> list[int]:
+        """The same of the whole run, also where this is the first part of it."""
         found = [0]
         for place, shard in enumerate(self.manifest.shards):
             file = self.path / shard.name
@@ -96,23 +109,28 @@ class Run:
     @property
     def exact(self) -> bool:
         """Whether each state follows from the one before it, so that it can be checked."""
-        return not self.interpolate
+        return self.as_recorded and not self.interpolate
 
     def head(self, steps: int) -> Run:
-        """The run of the first steps only, up to the first kept state at or after ``steps``."""
-        stop = next(index for index in self.kept if index >= min(steps, len(self)))
-        short = Run(self.path, self.manifest, interpolate=self.interpolate)
-        short.__dict__["kept"] = [index for index in self.kept if index <= stop]
-        return short
+        """The run of the first steps only, or the whole of it where it has no more.
+
+        Where the state after the last of them was not kept, it is computed again from the recorded batches.
+        """
+        if not is_whole(steps, 1):
+            raise InputError(f"head({steps!r}) is not a part of a run: give the number of its first steps, from 1 on.")
+        return self._part(min(int(steps), len(self)), interpolate=self.interpolate)
+
+    def _part(self, steps: int, *, interpolate: bool) -> Run:
+        part = Run(self.path, self.manifest, interpolate=interpolate, steps=steps)
+        part.__dict__["on_disk"] = self.on_disk
+        return part
 
     def interpolated(self) -> Run:
         """The same run with the states between kept ones interpolated instead of computed again.
 
         Cheaper, and approximate: steps are then not checked against what was recorded.
         """
-        whole = Run(self.path, self.manifest, interpolate=True)
-        whole.__dict__["kept"] = self.kept
-        return whole
+        return self._part(len(self), interpolate=True)
 
     def record(self, index: int) -> Record:
         """Step ``index`` without its state."""

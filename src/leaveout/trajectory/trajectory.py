@@ -33,6 +33,7 @@ class Trajectory:
         check_model(run.manifest, task.model, task.parameters())
         _check_size(run, task)
         self.run, self._whole = run, task
+        self._known = [*run.kept, *([] if run.kept[-1] == len(run) else [len(run)])]
         self.task = task.restricted(layers)
         self.rule = run.rule.restricted(self.task.chosen)
         self.check = StepCheck(self.rule, self.task)
@@ -55,7 +56,7 @@ class Trajectory:
     def forward(self) -> Iterator[Moment]:
         """The steps from the first to the last."""
         before = self._state(0)
-        for start, stop in pairwise(self.run.kept):
+        for start, stop in pairwise(self._known):
             states = self._between(before, self._state(stop), start, stop)
             for index, after in zip(range(start, stop), states, strict=True):
                 yield self._moment(index, before, after)
@@ -63,7 +64,7 @@ class Trajectory:
 
     def backward(self, before: int | None = None) -> Iterator[Moment]:
         """The steps from the last to the first, or those before one; the states between two kept ones are together."""
-        kept = self.run.kept
+        kept = self._known
         first = len(self) if before is None else before
         places = range(bisect_left(kept, first))
         after = self._state(kept[len(places)])
@@ -79,8 +80,8 @@ class Trajectory:
 
     def moment(self, index: int) -> Moment:
         """One step."""
-        place = bisect_right(self.run.kept, index)
-        start, stop = self.run.kept[place - 1], self.run.kept[place]
+        place = bisect_right(self._known, index)
+        start, stop = self._known[place - 1], self._known[place]
         first = self._state(start)
         states = chain([first], self._between(first, self._state(stop), start, stop))
         before, after = islice(states, index - start, index - start + 2)
@@ -106,14 +107,24 @@ class Trajectory:
             if index < stop - 1:
                 yield after
             else:
-                moment = Moment(record, state, last, batch, state[PARAM], self.run.exact)
+                moment = Moment(record, state, last, batch, state[PARAM], self.run.as_recorded)
                 StepCheck(self.run.rule, self._whole).arrival(moment, after, travelled)
             state = after
 
     def _state(self, index: int) -> State:
-        """A kept state, where the task computes."""
+        """A kept state or the last one, where the task computes."""
+        state = self._end() if index == len(self) and index not in self.run.kept[-1:] else self.run.state(index)
         # Not a view of its shard: forward mode makes zeros as large as the memory that a tensor is a view of.
-        return {slot: each(lambda t: t.to(self.task.device), ps) for slot, ps in self.run.state(index).items()}
+        return {slot: each(lambda t: t.to(self.task.device), params) for slot, params in state.items()}
+
+    def _end(self) -> State:
+        """The last state of a run that ends between two kept ones: replayed up to the second, which must be reached."""
+        if self.run.end is None:
+            start = self.run.kept[-1]
+            stop = self.run.on_disk[len(self.run.kept)]
+            states = list(self._replayed(self._state(start), self._state(stop), start, stop))
+            self.run.end = states[len(self) - start - 1]
+        return {slot: each(torch.clone, params) for slot, params in self.run.end.items()}
 
     def batch(self, index: int) -> Batch:
         """The batch of a step, checked against what was recorded of it."""
