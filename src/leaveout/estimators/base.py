@@ -21,6 +21,7 @@ from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import VECTORS, Resources
 from leaveout.errors import InputError, MismatchError
 from leaveout.estimators.readout import Query
+from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
 from leaveout.task.task import Task
@@ -226,7 +227,9 @@ class Estimator(ABC):
         if queries not in ("mean", "each"):
             raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.")
         trajectory = Trajectory(run, task, self.layers)
-        asked = Query(trajectory.task, trajectory.final_whole()[PARAM], query, single=queries == "each")
+        final = trajectory.final_whole()[PARAM]
+        warn_of_other_weights(run, task.parameters(), final)
+        asked = Query(trajectory.task, final, query, single=queries == "each")
         asked.check()
         return Request(
             trajectory,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
+import torch
 from torch import Tensor, nn
 
-from leaveout.errors import MismatchError
+from leaveout._util.trees import PARAM, Params, distance, norm
+from leaveout.errors import LeaveoutWarning, MismatchError
 from leaveout.optim import Rule
 from leaveout.run.manifest import Manifest
+from leaveout.run.reader import Run
 from leaveout.task import batches
+
+NEAR = 0.5
+"""The share of the way from the first state to the last within which weights count as trained."""
 
 
 def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor]) -> None:
@@ -42,3 +50,35 @@ def constants_of(model: nn.Module, rule: Rule) -> dict[str, int]:
     """A checksum of each tensor in the model that is not trained: frozen parameters and buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: batches.fingerprint(tensor)[0][0] for name, tensor in named if name not in rule.groups}
+
+
+def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) -> None:
+    """Says that a model holds trained weights which are not the ones that are scored: an average, a best checkpoint.
+
+    A model that was built anew, or that the run left at its beginning or its end, is the usual case. So weights count
+    as trained only if they are one of the run's states, or nearer to its end than half of the way from its beginning.
+    """
+    own = {name: tensor.detach().cpu() for name, tensor in model.items()}
+    ends = [{name: tensor.cpu() for name, tensor in scored.items()}]
+    ends += [run.state(index)[PARAM] for index in (run.on_disk[-1], 0)]
+    if any(distance(own, end) <= 1e-6 * norm(end) for end in ends):
+        return
+    share = distance(own, ends[1]) / max(distance(ends[2], ends[1]), 1e-300)
+    if not share < 1:
+        return
+    same = [index for index in run.on_disk if _equal(own, run.state(index)[PARAM])]
+    if not same and share >= NEAR:
+        return
+    place = f", but those after step {same[0] - 1}" if same else ""
+    remedy = f"score run.head({same[0]}) for these" if same else "score run.head(steps) for an earlier state"
+    warnings.warn(
+        f"The task's model holds trained weights that are not the run's last ones{place} (a best checkpoint, an "
+        f"average of weights?). The scores are of the state after step {len(run) - 1} all the same, not of these weights: "
+        f"{remedy}, or put the run's last weights into the model.",
+        LeaveoutWarning,
+        stacklevel=4,
+    )
+
+
+def _equal(left: Params, right: Params) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)

@@ -1,0 +1,74 @@
+"""Whoever scores with a model that holds other trained weights is told which weights are scored."""
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+class Trained:
+    """A run of twenty steps, with what a loop might keep of it beside."""
+
+    def __init__(self, path: Path, keep: str | int = "all") -> None:
+        order = torch.Generator().manual_seed(0)
+        x, y = torch.randn(10, 4, generator=order).double(), torch.randn(10, 1, generator=order).double()
+        self.model = network(0)
+        self.average = torch.optim.swa_utils.AveragedModel(
+            self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8)
+        )
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2)
+        with lo.Recorder(path, self.model, optimizer, keep=keep) as recorder:
+            for step in range(20):
+                ids = torch.randperm(10, generator=order)[:5]
+                optimizer.zero_grad()
+                nn.functional.mse_loss(self.model(x[ids]), y[ids]).backward()
+                recorder.step(ids, [x[ids], y[ids]])
+                optimizer.step()
+                self.average.update_parameters(self.model)
+                if step == 11:
+                    self.best = copy.deepcopy(self.model)
+            self.run = recorder.finish()
+        self.data = TensorDataset(x, y)
+
+    def score(self, model: nn.Module, run: lo.Run | None = None) -> lo.Scores:
+        return lo.TracIn().score(run or self.run, lo.Task(model, nn.MSELoss(), self.data), self.data)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    return Trained(tmp_path / "run")
+
+
+def test_an_average_of_weights_is_said_not_to_be_scored(trained: Trained) -> None:
+    with pytest.warns(lo.LeaveoutWarning, match=r"trained weights that are not the run's last.*after step 19.*head"):
+        scores = trained.score(trained.average.module)
+    assert torch.equal(scores.values, trained.score(trained.model).values)
+
+
+def test_a_best_checkpoint_is_told_by_its_step(trained: Trained) -> None:
+    with pytest.warns(lo.LeaveoutWarning, match=r"but those after step 11.*score run\.head\(12\)"):
+        trained.score(trained.best)
+
+
+def test_usual_models_are_not_spoken_of(trained: Trained, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained.score(trained.model)
+        trained.score(trained.model, trained.run.head(12))
+        trained.score(trained.best, trained.run.head(12))
+        trained.score(network(0))
+        for seed in range(1, 9):
+            trained.score(network(seed))
+        some = Trained(tmp_path / "some", keep=7)
+        some.score(some.best, some.run.head(12))
