@@ -43,6 +43,7 @@ def test_a_shard_that_the_manifest_is_about_to_name_is_not_called_superfluous(
     write_manifest(path, named.__class__(**{**vars(named), "shards": named.shards[:1]}))
     assert has_writer(path)
     assert lo.check_run(path) == []
+    recorder._release()
     recorder._writer.abandon()  # as if it had died here
     assert not has_writer(path)
     assert [problem for problem in lo.check_run(path) if "belongs to no recorded step" in problem]

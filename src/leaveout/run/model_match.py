@@ -73,7 +73,7 @@ def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) ->
     remedy = f"score run.head({same[0]}) for these" if same else "score run.head(steps) for an earlier state"
     warnings.warn(
         f"The task's model holds trained weights that are not the run's last ones{place} (a best checkpoint, an "
-        f"average of weights?). The scores are of the state after step {len(run) - 1} all the same, not of these weights: "
+        f"average of weights?). The scores are of the state after step {len(run) - 1} all the same, not of these: "
         f"{remedy}, or put the run's last weights into the model.",
         LeaveoutWarning,
         stacklevel=4,
