@@ -32,6 +32,8 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
     probe = each(lambda t: torch.randn(t.shape, generator=order, dtype=t.dtype).to(t.device), zero)
     at_zero, at_one, at_probe = (rule.step(before, gradient, hypers) for gradient in (zero, one, probe))
     for slot in (*(slot for slot in after if slot != PARAM), PARAM):
+        if any(tensor.shape != zero[name].shape for name, tensor in after[slot].items()):
+            continue
         slope = each(torch.sub, at_one[slot], at_zero[slot])
         expected = each(lambda base, a, g: base + a * g, at_zero[slot], slope, probe)
         size = norm(each(torch.mul, slope, probe))
