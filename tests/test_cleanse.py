@@ -79,6 +79,26 @@ def test_the_curve_is_that_of_plain_retraining(case):
     assert np.allclose(small.table["loss"], curve.table["loss"], atol=1e-12)
 
 
+def test_only_harmful_examples_are_removed(case, tmp_path):
+    problem, loss, l2, batches = case
+    values = torch.tensor([[0.5], [-1.0], [0.0], [-2.0], *[[0.1 * (i + 1)] for i in range(8)]])
+    few = lo.Scores(values, tuple(range(12)), ("mean",), "few")
+    many = lo.Scores(-values, tuple(range(12)), ("mean",), "many")
+    with pytest.warns(lo.LeaveoutWarning, match=r"Fewer than 5 examples are harmful \(2 by few\)"):
+        curve = lo.cleanse([few, many], problem.run, problem.task, problem.query, [1, 4, 5], random=1)
+    removed = {str(choice): sorted(part["removed"]) for choice, part in curve.table.groupby("choice")}
+    assert removed == {"nothing": [0], "few": [1, 2], "many": [1, 4, 5], "random": [1, 2, 4, 5]}
+    expected = plainly(problem, loss, {1, 3}, batches, problem.query, l2)
+    row = curve.table.set_index(["choice", "removed"]).loc[("few", 2)]
+    assert (row["loss"], row["error"]) == pytest.approx(expected, abs=1e-10)
+    assert curve.harmful == {"few": 2, "many": 9}
+    assert "(all 2 that are harmful)" in str(curve)
+    assert lo.Curve.load(curve.save(tmp_path / "curve.json")).harmful == curve.harmful
+    good = lo.Scores(values.abs(), tuple(range(12)), ("mean",), "good")
+    with pytest.raises(lo.InputError, match="No example is harmful"):
+        lo.cleanse(good, problem.run, problem.task, problem.query, [1])
+
+
 def test_random_choices_are_what_they_say(case):
     problem, loss, l2, batches = case
     scores = lo.SGDIE().score(problem.run, problem.task, problem.query)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,3 +199,25 @@ def _slope(x, y):
     x, y = torch.tensor(x).log(), torch.tensor(y).log()
     x = x - x.mean()
     return float((x * y).sum() / (x * x).sum())
+
+
+def test_options_given_as_lists_serve_as_well(tmp_path):
+    """An estimator is looked up by what it is, so that its options must be hashable."""
+    problem = recorded(tmp_path / "run", "logistic", batches=BATCHES)
+    (scores,) = lo.score([lo.Replay([3, 1])], problem.run, problem.task, problem.query)
+    assert scores.train_ids == (3, 1)
+    assert lo.Replay(torch.tensor([3, 1])) == lo.Replay(np.array([3, 1])) == lo.Replay((3, 1))
+    layers = [next(iter(problem.task.names))]
+    kinds = (
+        lo.SGDIE,
+        lo.TracIn,
+        lo.DVEmb,
+        lo.AdamIE,
+        lo.InfluenceFunction,
+        lambda layers: lo.ACC("exact", layers=layers),
+    )
+    for kind in kinds:
+        assert hash(kind(layers=layers)) == hash(kind(layers=tuple(layers)))
+        assert kind(layers=layers) == kind(layers=tuple(layers))
+    one, two = lo.score([lo.SGDIE(layers=layers)] * 2, problem.run, problem.task, problem.query)
+    assert torch.equal(one.values, two.values)

@@ -12,7 +12,7 @@ import torch
 from tomlkit.exceptions import ParseError, TOMLKitError
 from torch import nn
 
-from leaveout._util.files import write_text
+from leaveout._util.files import plain, write_text
 from leaveout.builtin import data, models
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError, closest
@@ -28,6 +28,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "adam": (torch.optim.Adam, ("lr", "betas", "eps", "weight_decay")),
     "adamw": (torch.optim.AdamW, ("lr", "betas", "eps", "weight_decay")),
 }
+
+
+MOST_BYTES = 1_000_000
+"""The largest config that is read."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,8 @@ def read(path: str | Path) -> Config:
     """Reads a config from a TOML file."""
     path = Path(path)
     try:
+        if plain(path).stat().st_size > MOST_BYTES:
+            raise InputError(f"{path} has more than {MOST_BYTES:,} bytes: give a run's config, which is much smaller.")
         raw = tomlkit.parse(path.read_text()).unwrap()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read ({error}): give a TOML file, such as a run's config.toml.") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,7 +37,7 @@ class AdamIE(Estimator):
     """
 
     acc: bool = False
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -113,8 +114,15 @@ class Request:
 class Estimator(ABC):
     """Scores every training example of a recorded run; subclasses say how."""
 
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
     """The parameters whose displacements count, by name or pattern; None: all."""
+
+    def __post_init__(self) -> None:
+        """Makes tuples of lists: an estimator can be compared, and found in a dictionary."""
+        for option, value in list(vars(self).items()):
+            if isinstance(value, list | np.ndarray | Tensor):
+                entries = value if isinstance(value, list) else value.tolist()
+                object.__setattr__(self, option, tuple(entries) if isinstance(entries, list) else entries)
 
     @property
     def unit(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -51,10 +51,11 @@ class InfluenceFunction(Estimator):
     damping: float = 0.0
     steps: int = 1000
     readout: str = "linear"
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
     seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         readout_of(self.readout)
         if self.solver not in SOLVERS:
             raise InputError(f"solver={self.solver!r} is unknown: use 'cg', 'direct' or 'lissa'.")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -31,7 +32,7 @@ class Replay(Estimator):
         weight: the weight that a left-out example gets instead of one.
     """
 
-    ids: Sequence[int] | None = None
+    ids: Sequence[int] | Tensor | np.ndarray | None = None
     weight: float = 0.0
 
     @property

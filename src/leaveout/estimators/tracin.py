@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -42,9 +43,10 @@ class TracIn(Estimator):
     learning_rate: bool = True
     readout: str = "linear"
     direction: str = "auto"
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._choice()
         if self.checkpoints not in ("all", "epochs"):
             raise InputError(f"checkpoints={self.checkpoints!r} is unknown: use 'all' or 'epochs'.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, astuple, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ SLOTS = {
     "AdamW": ((PARAM, "exp_avg", "exp_avg_sq"),),
 }
 AGAIN = "the run is damaged; restore it or record it again."
+MOST_BYTES = 100_000_000
+"""The largest manifest that is read: that of a million shards, or of as many parameters."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         if not file.exists():
             raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
-        raw = json.loads(plain(file).read_text(encoding="utf-8"))
+        if plain(file).stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        raw = json.loads(file.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise RunError(
                 f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it, or "
@@ -109,6 +114,9 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
         raise ValueError("groups, shapes and dtypes name different parameters")
     if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):
         raise ValueError("a count that is none")
+    numbers = [shard.number for shard in shards]
+    if any(before >= after for before, after in pairwise(numbers)):
+        raise ValueError("a shard that is named twice, or out of its order")
     if max(*counts, manifest.steps) >= 2**63:
         raise ValueError("a count beyond all bounds")
     if not all(isinstance(dtype, str) for dtype in manifest.dtypes.values()):

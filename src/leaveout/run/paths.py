@@ -5,7 +5,9 @@
 ``runs/x/checks/<method>.json``          the ``Check`` of the scores of the same name
 ``runs/x/cleanse.json``                  the cleansing curve
 ``runs/x/report.html``                   the page
-``runs/x/.work/``                        what commands that were cut short had finished
+``runs/x/.work/``                        what commands that were cut short had finished, and locks of those under way
+
+``--results DIR`` puts all but the config into another directory, in the same way.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class Beside:
     """
 
     run: Path
+    results: Path | None = None
+    """Where results lie instead of in the run's own directory."""
 
     @property
     def config(self) -> Path:
@@ -49,12 +53,12 @@ class Beside:
     @property
     def cleanse(self) -> Path:
         """The cleansing curve."""
-        return self.run / "cleanse.json"
+        return self._home / "cleanse.json"
 
     @property
     def report(self) -> Path:
         """The page."""
-        return self.run / "report.html"
+        return self._home / "report.html"
 
     def work(self, *asked: object) -> Path:
         """Where a command keeps the shards of what it was asked, until all of it is done."""
@@ -76,8 +80,12 @@ class Beside:
         """Every check that is there, by name."""
         return sorted(self._folder("checks").glob("[!.]*.json"))
 
+    @property
+    def _home(self) -> Path:
+        return self.run if self.results is None else self.results
+
     def _folder(self, *names: str) -> Path:
-        folder = self.run
+        folder = self._home
         for name in names:
             folder = folder / name
             if folder.is_symlink():
