@@ -86,7 +86,7 @@ def test_the_second_of_two_commands_is_told_before_it_works(shell):
         assert shell("score", "runs/x", "--method", "sgd-ie").code == 0  # what nobody else writes
     finally:
         first.send_signal(signal.SIGCONT)
-        out, err = first.communicate(timeout=60)
+        _, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
     assert not work.exists()
 
