@@ -90,6 +90,18 @@ class Resources:
         """How many of ``count`` things of this size fit into the budget, at least one."""
         return max(1, min(count, self.bytes // max(1, bytes_each)))
 
+    def divided(self, parts: int) -> Resources:
+        """The same with a budget for one of several things that are held together; half of what is free stays that."""
+        return self if self.memory == "auto" else replace(self, memory=max(1, self.bytes // parts))
+
+    def check(self, least: int, what: str) -> None:
+        """Refuses a budget that is smaller than the least that the work needs."""
+        if self.memory != "auto" and self.bytes < least:
+            raise InputError(
+                f"memory={self.memory!r} is too little: {what} at a time needs at least {least} bytes "
+                f"({math.ceil(least / 1e6):,} MB); allow as much."
+            )
+
     @property
     def whole(self) -> bool:
         """Whether work is done in one piece here, as far as memory holds it."""

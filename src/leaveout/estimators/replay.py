@@ -10,12 +10,13 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from leaveout._util.trees import PARAM, Params, each, nbytes
+from leaveout._util.trees import Params, each
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
+from leaveout.sweep import budget
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, Members, members_of
 from leaveout.trajectory.replay import counterfactuals
@@ -46,10 +47,9 @@ class Replay(Estimator):
         return members_of(task.size, self.ids, groups)
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        trajectory = request.trajectory
-        state = trajectory.initial()
-        held = trajectory.task.footprint(state[PARAM], trajectory.batch(0))
-        return request.rows(partial(_replayed, self.weight), 3 * held + 4 * nbytes(state), "replaying")
+        # One more model in each stack is the undisturbed one, within the other half of the budget.
+        bytes_each = budget.replay_bytes(request.trajectory)
+        return request.rows(partial(_replayed, self.weight), bytes_each, "replaying")
 
 
 def _replayed(weight: float, request: Request) -> tuple[Tensor, Params | None]:

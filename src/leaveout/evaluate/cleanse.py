@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from leaveout._util.files import free, read_json, save_json
-from leaveout._util.trees import PARAM, Params, nbytes
+from leaveout._util.trees import PARAM, Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import Resources
@@ -25,6 +25,7 @@ from leaveout.errors import InputError, LeaveoutWarning, RunError, check_seed
 from leaveout.estimators.readout import Query
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
+from leaveout.sweep import budget
 from leaveout.task.batches import Batch
 from leaveout.task.task import Task
 from leaveout.trajectory.identity import identity
@@ -164,7 +165,7 @@ def cleanse(
     ranked = _ranked(methods, amounts[-1])
     resources, cost = resources or Resources(), Cost()
     trajectory = Trajectory(run, task)
-    query = Query(task, trajectory.final()[PARAM], test_set, single=True)
+    query = Query(task, trajectory.final()[PARAM], test_set, single=True, resources=resources.inside())
     query.check()
     rows: list[dict[str, Any]] = []
     with cost.metered():
@@ -260,8 +261,9 @@ class Again:
 
 def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cost) -> list[dict[str, Any]]:
     """Trains once for each choice, and once with everything; side by side as memory and the engine allow."""
+    resources.check(2 * budget.replay_bytes(again.trajectory), "one training beside that with every example")
     members = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
-    parts = list(members.chunks(resources.shard_size(_bytes_each(again.trajectory), len(members))))
+    parts = list(members.chunks(resources.shard_size(budget.replay_bytes(again.trajectory), len(members))))
     known = "" if resources.work is None else again.identity()
     keys = [] if resources.work is None else [f"{known} {part.identity()}" for part in parts]
     done = completed(resources, again, parts, keys, "training again")
@@ -272,11 +274,6 @@ def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cos
         {**name, **dict(zip(MEASURED, row, strict=True))} for name, row in zip(named, measured.tolist(), strict=True)
     ]
     return rows[-1:] + rows[:-1]
-
-
-def _bytes_each(trajectory: Trajectory) -> int:
-    state = trajectory.initial()
-    return 3 * trajectory.task.footprint(state[PARAM], trajectory.batch(0)) + 4 * nbytes(state)
 
 
 def _mixed(seed: int, number: int) -> int:

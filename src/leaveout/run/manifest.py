@@ -88,6 +88,9 @@ def read_manifest(path: Path) -> Manifest:
                 f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it, or "
                 "record the run again."
             )
+        numbers = [shard["number"] for shard in raw["shards"]]
+        if any(before >= after for before, after in pairwise(numbers)):
+            raise ValueError("a shard that is named twice, or out of its order")
         return _manifest(unsealed(raw))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{file} is not a manifest of a run ({error!r}): {AGAIN}") from None
@@ -114,9 +117,6 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
         raise ValueError("groups, shapes and dtypes name different parameters")
     if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):
         raise ValueError("a count that is none")
-    numbers = [shard.number for shard in shards]
-    if any(before >= after for before, after in pairwise(numbers)):
-        raise ValueError("a shard that is named twice, or out of its order")
     if max(*counts, manifest.steps) >= 2**63:
         raise ValueError("a count beyond all bounds")
     if not all(isinstance(dtype, str) for dtype in manifest.dtypes.values()):
