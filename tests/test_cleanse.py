@@ -4,6 +4,7 @@ import copy
 import json
 import zlib
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util.files import unsealed, write_json
-from problems import recorded, shuffled
+from problems import recorded, shuffled, with_least_memory
 
 
 def plainly(problem, loss, removed: set[int], batches: list[list[int]], test, l2: float) -> tuple[float, float]:
@@ -74,8 +75,8 @@ def test_the_curve_is_that_of_plain_retraining(case):
     assert drawn.nunique() > 1
     again = lo.cleanse(scores, problem.run, problem.task, problem.query, [4, 1], random=2, seed=3)
     assert again.table.equals(curve.table)
-    narrow = lo.Resources(memory=1)
-    small = lo.cleanse(scores, problem.run, problem.task, problem.query, [4, 1], random=2, seed=3, resources=narrow)
+    ask = partial(lo.cleanse, scores, problem.run, problem.task, problem.query, [4, 1], random=2, seed=3)
+    small = with_least_memory(lambda resources: ask(resources=resources))
     assert np.allclose(small.table["loss"], curve.table["loss"], atol=1e-12)
 
 
