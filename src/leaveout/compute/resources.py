@@ -55,11 +55,11 @@ class Resources:
     """What an estimator may use.
 
     Args:
-        memory: the most that is held, like ``"2GB"``, beside what is there already, the result (scores, and displacements
-            if they are asked for), the states of the run between two kept ones with a shard of its files, and 32 MB for
-            code. Longer work is cut into chunks that fit; vectors that do not fit are kept in temporary files. A budget
-            that does not hold one vector and its product is refused with the least that is needed. ``"auto"`` is half
-            of what the machine has free. Each worker of an engine has this budget.
+        memory: the most that is held, like ``"2GB"``, beside what is there already, the result (scores, and
+            displacements if they are asked for), the states of the run between two kept ones with a shard of its
+            files, and 32 MB for traces and other code. Longer work is cut into chunks that fit; what does not fit is
+            kept in temporary files. A budget that does not hold one vector and its product is refused with the least
+            that is needed. ``"auto"`` is half of what the machine has free. Each worker of an engine has this budget.
         progress: show progress bars; by default only on a terminal.
         engine: where shards of work are done: ``"local"``, ``"ray"``, ``Local(processes)`` or ``Ray(address)``.
         work: a directory where finished shards are kept. The same work, begun again after a crash, goes on from there.

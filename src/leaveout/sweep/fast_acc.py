@@ -174,7 +174,7 @@ class Correction:
             self.cost.gradients += 1
             self.cost.hvps += carrier.products(keep)
             along = reached[torch.tensor([moment.record.index])][0].T
-            size = self._pairs if transport is None else max(1, self._pairs // 2)
+            size = self._pairs if transport is None else max(1, self._pairs // 3)
             for part, curved in carrier.step(moment, row, position, size, keep):
                 extra.index_add_(0, part, curved @ along, alpha=-1 / len(moment.record.ids))
         return Products(plain, plain + extra)
