@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from leaveout._util.allocator import kept_memory
+from leaveout._util.allocator import kept_memory, returned
 from leaveout._util.trees import PARAM, Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
@@ -256,7 +256,10 @@ class Estimator(ABC):
 def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], given: tuple[T, Path | None]) -> Shard:
     item, mark = given
     own = replace(request, cost=Cost(), resources=request.resources.marked(mark))
-    return Shard(function(own, item), own.cost)
+    shard = Shard(function(own, item), own.cost)
+    if own.resources.memory != "auto":  # a heap in pieces grows from shard to shard
+        returned()
+    return shard
 
 
 def _alone(
