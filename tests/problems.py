@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,3 +115,20 @@ def recorded(
 def flat(scores: lo.Scores, names: list[str]) -> Tensor:
     """Displacements of every row as one matrix, in the oracle's order."""
     return torch.cat([scores.displacements[name].flatten(1) for name in names], dim=1)
+
+
+def with_least_memory(ask: Callable[[lo.Resources], lo.Scores]) -> lo.Scores:
+    """What ``ask`` gives with the smallest budget that is not refused."""
+    memory = 1
+    while (least := _refused(ask, memory)) is not None:
+        assert least > memory
+        memory = least
+    return ask(lo.Resources(memory=memory))
+
+
+def _refused(ask: Callable[[lo.Resources], lo.Scores], memory: int) -> int | None:
+    try:
+        ask(lo.Resources(memory=memory))
+    except lo.InputError as error:
+        return int(re.search(r"needs at least (\d+) bytes", str(error))[1])
+    return None

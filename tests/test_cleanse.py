@@ -4,6 +4,7 @@ import copy
 import json
 import zlib
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util.files import unsealed, write_json
-from problems import recorded, shuffled
+from problems import recorded, shuffled, with_least_memory
 
 
 def plainly(problem, loss, removed: set[int], batches: list[list[int]], test, l2: float) -> tuple[float, float]:
@@ -74,9 +75,29 @@ def test_the_curve_is_that_of_plain_retraining(case):
     assert drawn.nunique() > 1
     again = lo.cleanse(scores, problem.run, problem.task, problem.query, [4, 1], random=2, seed=3)
     assert again.table.equals(curve.table)
-    narrow = lo.Resources(memory=1)
-    small = lo.cleanse(scores, problem.run, problem.task, problem.query, [4, 1], random=2, seed=3, resources=narrow)
+    ask = partial(lo.cleanse, scores, problem.run, problem.task, problem.query, [4, 1], random=2, seed=3)
+    small = with_least_memory(lambda resources: ask(resources=resources))
     assert np.allclose(small.table["loss"], curve.table["loss"], atol=1e-12)
+
+
+def test_only_harmful_examples_are_removed(case, tmp_path):
+    problem, loss, l2, batches = case
+    values = torch.tensor([[0.5], [-1.0], [0.0], [-2.0], *[[0.1 * (i + 1)] for i in range(8)]])
+    few = lo.Scores(values, tuple(range(12)), ("mean",), "few")
+    many = lo.Scores(-values, tuple(range(12)), ("mean",), "many")
+    with pytest.warns(lo.LeaveoutWarning, match=r"Fewer than 5 examples are harmful \(2 by few\)"):
+        curve = lo.cleanse([few, many], problem.run, problem.task, problem.query, [1, 4, 5], random=1)
+    removed = {str(choice): sorted(part["removed"]) for choice, part in curve.table.groupby("choice")}
+    assert removed == {"nothing": [0], "few": [1, 2], "many": [1, 4, 5], "random": [1, 2, 4, 5]}
+    expected = plainly(problem, loss, {1, 3}, batches, problem.query, l2)
+    row = curve.table.set_index(["choice", "removed"]).loc[("few", 2)]
+    assert (row["loss"], row["error"]) == pytest.approx(expected, abs=1e-10)
+    assert curve.harmful == {"few": 2, "many": 9}
+    assert "(all 2 that are harmful)" in str(curve)
+    assert lo.Curve.load(curve.save(tmp_path / "curve.json")).harmful == curve.harmful
+    good = lo.Scores(values.abs(), tuple(range(12)), ("mean",), "good")
+    with pytest.raises(lo.InputError, match="No example is harmful"):
+        lo.cleanse(good, problem.run, problem.task, problem.query, [1])
 
 
 def test_random_choices_are_what_they_say(case):

@@ -5,6 +5,8 @@ The cluster is a real one, started here with two workers and stopped at the end.
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -168,6 +170,37 @@ def test_a_worker_that_always_dies_is_given_up(tmp_path, engine):
     with pytest.raises(lo.EngineError, match="died 4 times on the same work"):
         dict(lo.Resources(engine=engine).map(Deadly(tmp_path, deaths=99), [2], "squares"))
     assert len(list(tmp_path.glob("death-*"))) == 4
+
+
+RAYLET = """
+import os, signal, time
+from pathlib import Path
+import ray
+import leaveout as lo
+
+quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 2}
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _system_config=quick)
+
+def kill(item):
+    parent = os.getppid()
+    assert Path(f"/proc/{parent}/comm").read_text().strip() == "raylet"
+    os.kill(parent, signal.SIGKILL)
+    time.sleep(30)
+
+try:
+    dict(lo.Resources(engine="ray").map(kill, range(3), "deaths"))
+except lo.EngineError as error:
+    print("refused:", error, flush=True)
+ray.shutdown()
+"""
+
+
+def test_a_dead_raylet_is_told():
+    """In a process of its own, with a cluster of its own."""
+    pytest.importorskip("ray", reason="the extra leaveout[ray] is not installed")
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, "-c", RAYLET], capture_output=True, text=True, timeout=120, env=environment)
+    assert "refused: The Ray cluster was lost" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)

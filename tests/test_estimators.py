@@ -2,11 +2,12 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 import leaveout as lo
-from problems import MODELS, OPTIMIZERS, flat, recorded, shuffled
+from problems import MODELS, OPTIMIZERS, flat, recorded, shuffled, with_least_memory
 
 ESTIMATORS = {"tracin": lo.TracIn, "sgdie": lo.SGDIE, "acc": partial(lo.ACC, "exact")}
 
@@ -127,9 +128,10 @@ def test_groups_leave_together(tmp_path, optimizer):
 def test_memory_budget_changes_no_score(tmp_path):
     problem = recorded(tmp_path / "run", "conv", "adam", batches=BATCHES)
     for estimator in (lo.SGDIE(), lo.ACC("exact"), lo.ACC("exact", direction="backward"), lo.TracIn(), lo.Replay()):
-        roomy = estimator.score(problem.run, problem.task, problem.query)
-        tight = estimator.score(problem.run, problem.task, problem.query, resources=lo.Resources(memory="1kB"))
-        close(tight.values, roomy.values)
+        for queries in ("mean", "each"):
+            ask = partial(estimator.score, problem.run, problem.task, problem.query, queries=queries)
+            tight = with_least_memory(lambda resources, ask=ask: ask(resources=resources))
+            close(tight.values, ask().values)
 
 
 def test_an_example_that_never_occurs_scores_zero(tmp_path):
@@ -198,3 +200,25 @@ def _slope(x, y):
     x, y = torch.tensor(x).log(), torch.tensor(y).log()
     x = x - x.mean()
     return float((x * y).sum() / (x * x).sum())
+
+
+def test_options_given_as_lists_serve_as_well(tmp_path):
+    """An estimator is looked up by what it is, so that its options must be hashable."""
+    problem = recorded(tmp_path / "run", "logistic", batches=BATCHES)
+    (scores,) = lo.score([lo.Replay([3, 1])], problem.run, problem.task, problem.query)
+    assert scores.train_ids == (3, 1)
+    assert lo.Replay(torch.tensor([3, 1])) == lo.Replay(np.array([3, 1])) == lo.Replay((3, 1))
+    layers = [next(iter(problem.task.names))]
+    kinds = (
+        lo.SGDIE,
+        lo.TracIn,
+        lo.DVEmb,
+        lo.AdamIE,
+        lo.InfluenceFunction,
+        lambda layers: lo.ACC("exact", layers=layers),
+    )
+    for kind in kinds:
+        assert hash(kind(layers=layers)) == hash(kind(layers=tuple(layers)))
+        assert kind(layers=layers) == kind(layers=tuple(layers))
+    one, two = lo.score([lo.SGDIE(layers=layers)] * 2, problem.run, problem.task, problem.query)
+    assert torch.equal(one.values, two.values)

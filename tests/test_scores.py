@@ -40,10 +40,9 @@ def test_a_name_that_is_too_long_is_told(tmp_path):
 def test_helpful_and_harmful_are_ids_in_order_of_the_mean() -> None:
     scores = example()  # means 0.3, -1.5, 0.125, 1.4375
     assert scores.helpful(2) == [0, 7]
-    assert scores.harmful(2) == [3, 11]
-    assert scores.helpful(4) == scores.harmful(4)[::-1] == [0, 7, 11, 3]
-    assert scores.helpful() == scores.helpful(100) == scores.helpful(4)
-    assert scores.helpful(0) == []
+    assert scores.harmful(1) == [3]
+    assert scores.helpful(3) == [0, 7, 11]
+    assert scores.helpful(0) == scores.harmful(0) == []
 
 
 def test_top_is_by_magnitude_of_the_mean_or_of_one_query():
@@ -65,13 +64,26 @@ def test_scores_are_equal_by_their_values():
         hash(example())
 
 
+def test_nobody_is_called_harmful_who_helped() -> None:
+    scores = example()
+    assert (scores.harmful_count, scores.helpful_count) == (1, 3)
+    with pytest.warns(lo.LeaveoutWarning, match=r"1 of 4 rows are harmful: 1 are given, not 2"):
+        assert scores.harmful(2) == [3]
+    with pytest.warns(lo.LeaveoutWarning, match="3 of 4 rows are helpful"):
+        assert scores.helpful() == [0, 7, 11]
+    nothing = Scores(torch.zeros(3, 1), (0, 1, 2), ("mean",), "any")
+    with pytest.warns(lo.LeaveoutWarning, match="0 of 3"):
+        assert nothing.harmful(1) == []
+
+
+@pytest.mark.filterwarnings("ignore::leaveout.LeaveoutWarning")
 @given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30), st.integers(1, 40))
 def test_ranking_agrees_with_sorting(values: list[float], k: int) -> None:
     ids = tuple(f"z{i}" for i in range(len(values)))
     scores = Scores(torch.tensor(values).unsqueeze(1), ids, ("mean",), "any")
     by_name = dict(zip(ids, values, strict=True))
-    assert scores.helpful(k) == sorted(ids, key=lambda i: -by_name[i])[:k]
-    assert scores.harmful(k) == sorted(ids, key=lambda i: by_name[i])[:k]
+    assert scores.helpful(k) == sorted((i for i in ids if by_name[i] > 0), key=lambda i: -by_name[i])[:k]
+    assert scores.harmful(k) == sorted((i for i in ids if by_name[i] < 0), key=lambda i: by_name[i])[:k]
 
 
 def test_positive_means_that_the_example_helped(tmp_path: Path) -> None:
@@ -88,7 +100,7 @@ def test_positive_means_that_the_example_helped(tmp_path: Path) -> None:
         scores = method.score(run, task, query)
         assert scores.harmful(1) == [5], method
         assert scores.mean()[5] < 0 < scores.mean()[4], method
-        assert 5 not in scores.helpful(6)
+        assert 5 not in scores.helpful(scores.helpful_count)
         assert scores.sign.startswith("positive")
         assert scores.unit == "change of the query loss"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_sealed, save_sealed
 from leaveout.compute.cost import Cost
-from leaveout.errors import InputError, RunError
+from leaveout.errors import InputError, LeaveoutWarning, RunError
 from leaveout.run.reader import Run
 
 SIGN = "positive: the query loss would rise without this example; it helped"
@@ -76,13 +77,29 @@ class Scores(Comparable):
         """The scores averaged over the queries."""
         return self.values.mean(1)
 
+    @property
+    def helpful_count(self) -> int:
+        """How many rows helped: the query loss would rise without them."""
+        return int((self.mean() > 0).sum())
+
+    @property
+    def harmful_count(self) -> int:
+        """How many rows did harm: the query loss would fall without them."""
+        return int((self.mean() < 0).sum())
+
     def helpful(self, k: int = 10) -> list[int | str]:
-        """The k ids without which the query loss would rise most, most helpful first."""
-        return self._ranked(k, descending=True)
+        """The k ids without which the query loss would rise most, most helpful first.
+
+        Only those that helped: fewer than k, and a warning, where fewer have a score above zero.
+        """
+        return self._ranked(k, self.helpful_count, "helpful", descending=True)
 
     def harmful(self, k: int = 10) -> list[int | str]:
-        """The k ids without which the query loss would fall most, most harmful first."""
-        return self._ranked(k, descending=False)
+        """The k ids without which the query loss would fall most, most harmful first.
+
+        Only those that did harm: fewer than k, and a warning, where fewer have a score below zero.
+        """
+        return self._ranked(k, self.harmful_count, "harmful", descending=False)
 
     def top(self, k: int = 10, query: int | str | None = None) -> pd.DataFrame:
         """The k most influential examples, by magnitude: their scores, and which of them are exact.
@@ -127,9 +144,15 @@ class Scores(Comparable):
         low = count // 2
         return order[:low] + order[len(order) - (count - low) :]
 
-    def _ranked(self, k: int, *, descending: bool) -> list[int | str]:
+    def _ranked(self, k: int, count: int, kind: str, *, descending: bool) -> list[int | str]:
+        if count < k:
+            warnings.warn(
+                f"By {self.method}, {count} of {len(self.train_ids)} rows are {kind}: {count} are given, not {k}.",
+                LeaveoutWarning,
+                stacklevel=3,
+            )
         order = torch.argsort(self.mean(), descending=descending, stable=True)
-        return [self.train_ids[i] for i in order[:k].tolist()]
+        return [self.train_ids[i] for i in order[: min(k, count)].tolist()]
 
     def to_frame(self) -> pd.DataFrame:
         """A labelled table: training ids down, query ids across."""

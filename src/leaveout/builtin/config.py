@@ -13,7 +13,7 @@ import torch
 from tomlkit.exceptions import ParseError, TOMLKitError
 from torch import nn
 
-from leaveout._util.files import write_text
+from leaveout._util.files import plain, write_text
 from leaveout.builtin import data, models
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError, closest
@@ -27,6 +27,10 @@ from leaveout.task.task import Task
 
 OPTIMIZERS = {name.lower(): one.torch_class for name, one in optimizers().items() if one.torch_class is not None}
 """By the names that a config has."""
+
+
+MOST_BYTES = 1_000_000
+"""The largest config that is read."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ def read(path: str | Path) -> Config:
     """Reads a config from a TOML file."""
     path = Path(path)
     try:
+        if plain(path).stat().st_size > MOST_BYTES:
+            raise InputError(f"{path} has more than {MOST_BYTES:,} bytes: give a run's config, which is much smaller.")
         raw = tomlkit.parse(path.read_text()).unwrap()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read ({error}): give a TOML file, such as a run's config.toml.") from None

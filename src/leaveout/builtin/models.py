@@ -22,6 +22,10 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+MOST_LAYERS = 100
+"""Hidden layers that a network may have: a config may come from a stranger, and each layer takes its time."""
+
+
 class OneLogit(nn.Module):
     """Drops the last axis, of size 1: (batch, 1) becomes (batch,)."""
 
@@ -46,6 +50,8 @@ def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1, activat
     torch.Size([5, 10])
     """
     sizes = [features, *hidden, outputs]
+    if len(hidden) > MOST_LAYERS:
+        raise InputError(f"hidden has {len(hidden):,} layers: give at most {MOST_LAYERS}.")
     if min(sizes) < 1:
         raise InputError(f"every layer needs at least one unit, but the sizes are {sizes}.")
     if activation not in ACTIVATIONS:

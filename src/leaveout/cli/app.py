@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a machine t
 
 MemoryOption = Annotated[str, typer.Option("--memory", help="Budget, like 2GB; auto: half of what is free.")]
 ProcessesOption = Annotated[int, typer.Option("--processes", help="Processes on this machine that share the work.")]
+ResultsOption = Annotated[
+    Path | None,
+    typer.Option("--results", help="Directory for scores, checks, curve and page, instead of the run's own."),
+]
 RayOption = Annotated[
     str | None, typer.Option("--ray", help="Work on a Ray cluster: its address, or auto for RAY_ADDRESS or a new one.")
 ]
@@ -66,26 +70,69 @@ def engine_of(processes: int, ray: str | None) -> Engine:
 
 
 @contextmanager
-def working(run: Run, question: tuple, memory: str, processes: int = 1, ray: str | None = None) -> Iterator[Resources]:
+def working(
+    run: Run, question: tuple, targets: Iterable[Path], memory: str, processes: int = 1, ray: str | None = None
+) -> Iterator[Resources]:
     """Resources that keep finished shards of a question until it is answered: a crash loses only what is under way.
 
-    Ctrl-C within ends in a sentence that says how to go on.
+    No other command writes the ``targets`` meanwhile. Ctrl-C within ends in a sentence that says how to go on.
     """
     from leaveout.compute.jobs import cached_work
     from leaveout.compute.resources import Resources
 
     work = cached_work(run.fingerprint, *question)
     engine = engine_of(processes, ray)
-    with resumable("What was finished is kept; the same command goes on from there."):
-        yield Resources(memory, engine=engine, work=work, shard=SHARD)
-    shutil.rmtree(work, ignore_errors=True)
+    with _claimed(targets):
+        with resumable("What was finished is kept; the same command goes on from there."):
+            yield Resources(memory, engine=engine, work=work, shard=SHARD)
+        shutil.rmtree(work, ignore_errors=True)
     with suppress(OSError):  # others are at work there
         work.parent.rmdir()
 
 
-def print_next(command: str, run: Path, task: str | None) -> None:
+@contextmanager
+def _claimed(targets: Iterable[Path]) -> Iterator[None]:
+    """Hold a lock beside each file that will be written: who comes second is told before the work, not after it."""
+    from leaveout._util.files import Lock
+
+    with ExitStack() as held:
+        for target in sorted(set(targets)):
+            place = target.parent / f".{target.name}.lock"
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+                lock = Lock(place)
+            except RunError:
+                raise RunError(
+                    f"{target} is being written by another leaveout command ({_holder(place)}): wait until that has "
+                    "ended, or stop it and give the same command again."
+                ) from None
+            except OSError as error:
+                raise RunError(
+                    f"Nothing can be written in {target.parent} ({error.strerror or error}): give --results DIRECTORY "
+                    "to put the results elsewhere, or make room."
+                ) from None
+            held.callback(_remove, place)
+            held.callback(lock.release)
+        yield
+
+
+def _remove(place: Path) -> None:
+    with suppress(OSError):  # another command has its lock there by now
+        place.rmdir()
+
+
+def _holder(place: Path) -> str:
+    from leaveout._util.files import LOCK
+
+    try:
+        return f"process {int((place / LOCK).read_text()[:32])}"
+    except (OSError, ValueError):
+        return "of another process"
+
+
+def print_next(command: str, run: Path, task: str | None, results: Path | None = None) -> None:
     """What one would do now, ready to be copied."""
-    more = f" --task {task}" if task else ""
+    more = (f" --task {task}" if task else "") + (f" --results {results}" if results else "")
     console.print(f"\nNext: leaveout {command} {run}{more}", highlight=False, markup=False, soft_wrap=True)
 
 

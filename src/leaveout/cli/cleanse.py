@@ -10,7 +10,17 @@ import typer
 from torch.utils.data import Dataset
 
 from leaveout.builtin.config import Subject
-from leaveout.cli.app import AsJson, MemoryOption, ProcessesOption, RayOption, console, opened, print_json, working
+from leaveout.cli.app import (
+    AsJson,
+    MemoryOption,
+    ProcessesOption,
+    RayOption,
+    ResultsOption,
+    console,
+    opened,
+    print_json,
+    working,
+)
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
@@ -39,6 +49,7 @@ def cleanse(
     memory: MemoryOption = "auto",
     processes: ProcessesOption = 1,
     ray: RayOption = None,
+    results: ResultsOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove the most harmful examples, train again, and measure on the test set.
@@ -51,17 +62,18 @@ def cleanse(
 
     An own task function returns (task, query set, test set) for this. The curve goes to runs/x/cleanse.json.
     """
-    recorded, out = opened(run), Beside(run).cleanse
-    if out.exists() and not again:
-        raise InputError(f"{out} exists already: give --again to replace it.")
-    files = chosen(recorded, method)
+    recorded, beside = opened(run), Beside(run, results)
+    out = beside.cleanse
+    _check_free(out, again)
+    files = chosen(recorded, beside, method)
     scores = [Scores.load(file) for file in files]
     if method is None:
         scores = _rankings(scores, run)
     subject = subject_of(run, task)
     amounts = remove or sorted({max(1, round(share * subject.task.size)) for share in SHARES})
     question = ("cleanse", files, amounts, random, shuffles, seed)
-    with working(recorded, question, memory, processes, ray) as resources:
+    with working(recorded, question, [out], memory, processes, ray) as resources:
+        _check_free(out, again)  # another command may have ended just now
         curve = lo_cleanse(
             scores,
             recorded,
@@ -79,6 +91,11 @@ def cleanse(
     else:
         console.print(str(curve), highlight=False, markup=False)
         console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _check_free(out: Path, again: bool) -> None:
+    if out.exists() and not again:
+        raise InputError(f"{out} exists already: give --again to replace it.")
 
 
 def _rankings(scores: list[Scores], run: Path) -> list[Scores]:

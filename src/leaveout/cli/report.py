@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from leaveout._util.files import check_writable
-from leaveout.cli.app import AsJson, MemoryOption, console, opened, print_json, resumable
+from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, resumable
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
@@ -34,6 +34,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The file to write; runs/x/report.html by default.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Replace a report that is there already.")] = False,
     memory: MemoryOption = "auto",
+    results: ResultsOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one page to look at: pictures, scores, how far to trust them. It needs no network and no other file.
@@ -47,12 +48,12 @@ def report(
     Checks and the cleansing curve beside the run are part of it. Scores with a column for each query (leaveout score
     --queries each) let one look at single queries.
     """
-    recorded, beside = opened(run), Beside(run)
+    recorded, beside = opened(run), Beside(run, results)
     target = out or beside.report
     check_writable(target)
     if target.exists() and not again:
         raise InputError(f"{target} exists already: give --again to replace it, or another name with --out.")
-    files = chosen(recorded, [method] if method else None)
+    files = chosen(recorded, beside, [method] if method else None)
     checked = [file for file in files if beside.check(file).exists()]
     file = max(checked or files, key=lambda one: one.stat().st_mtime)
     scores = Scores.load(file)

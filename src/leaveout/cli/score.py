@@ -16,6 +16,7 @@ from leaveout.cli.app import (
     MemoryOption,
     ProcessesOption,
     RayOption,
+    ResultsOption,
     console,
     opened,
     print_json,
@@ -54,6 +55,7 @@ def score(
     memory: MemoryOption = "auto",
     processes: ProcessesOption = 1,
     ray: RayOption = None,
+    results: ResultsOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Score every training example: how would the query loss change without it?
@@ -65,27 +67,29 @@ def score(
     [dim]$[/dim] leaveout score runs/mine --task mypackage.mymodule:make_task --queries each
 
     Methods that share a sweep take it together. Scores go to runs/x/scores, and what is there is not computed again.
-    Positive: the loss would rise without the example, so it helped.
+    Positive: the loss would rise without the example, so it helped. For a run that cannot be written, give --results.
     """
     estimators = [parse(text) for text in method or ["acc"]]
     by = None if groups is None else _read_groups(groups)
     recorded = opened(run)
     subject = subject_of(run, task)
     variant = ("each" if queries == "each" else "") + (f" by {groups.stem}" if groups else "")
-    told = []
-    with working(recorded, ("score", estimators, queries, by), memory, processes, ray) as resources:
-        for scores, file, new in _scored(recorded, subject, estimators, queries, by, variant, resources, again):
+    told, beside = [], Beside(run, results)
+    targets = [beside.scores(estimator.resolved(recorded).name, variant) for estimator in estimators]
+    with working(recorded, ("score", estimators, queries, by), targets, memory, processes, ray) as resources:
+        for scores, file, new in _scored(recorded, beside, subject, estimators, queries, by, variant, resources, again):
             told.append(_facts(scores, file, top, new))
             if not as_json:
                 _show(scores, file, top, new, subject.flipped)
     if as_json:
         print_json({"run": str(run), "scores": told})
     else:
-        print_next("verify", run, task)
+        print_next("verify", run, task, results)
 
 
 def _scored(
     run: Run,
+    beside: Beside,
     subject: Subject,
     estimators: list[Estimator],
     queries: str,
@@ -95,7 +99,7 @@ def _scored(
     again: bool,
 ) -> Iterator[tuple[Scores, Path, bool]]:
     """Scores with their files, and whether they are new: first those that are there, then each as it is finished."""
-    beside, there = Beside(run.path), set()
+    there = set()
     given = (run, subject.task, subject.query)
     for estimator in dict.fromkeys(estimators):
         name = estimator.resolved(run).name
@@ -156,8 +160,10 @@ def _facts(scores: Scores, file: Path, top: int, new: bool) -> dict[str, Any]:
         "new": new,
         "seconds": scores.cost.seconds,
         "hvps": scores.cost.hvps,
-        "harmful": [{"id": i, "score": values[i]} for i in scores.harmful(top)],
-        "helpful": [{"id": i, "score": values[i]} for i in scores.helpful(top)],
+        "harmful_count": scores.harmful_count,
+        "helpful_count": scores.helpful_count,
+        "harmful": [{"id": i, "score": values[i]} for i in scores.harmful(min(top, scores.harmful_count))],
+        "helpful": [{"id": i, "score": values[i]} for i in scores.helpful(min(top, scores.helpful_count))],
     }
 
 
@@ -168,9 +174,11 @@ def _show(scores: Scores, file: Path, top: int, new: bool, flipped: tuple[int, .
     console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
     for kind in ("harmful", "helpful"):
         words = ", ".join(f"{row['id']} ({row['score']:+.2g})" for row in facts[kind])
-        console.print(f"  most {kind}: {words}", highlight=False, markup=False, soft_wrap=True)
+        few = f" (only {facts[f'{kind}_count']} are)" if facts[f"{kind}_count"] < top else ""
+        console.print(f"  most {kind}{few}: {words}", highlight=False, markup=False, soft_wrap=True)
     if flipped and not any(isinstance(i, str) for i in scores.train_ids):
-        found = len(set(flipped) & set(scores.harmful(len(flipped))))
+        worst = scores.harmful(min(len(flipped), scores.harmful_count))
+        found = len(set(flipped) & set(worst))
         console.print(
-            f"  {found} of the {len(flipped)} flipped labels are among the {len(flipped)} most harmful", highlight=False
+            f"  {found} of the {len(flipped)} flipped labels are among the {len(worst)} most harmful", highlight=False
         )

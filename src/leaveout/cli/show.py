@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from leaveout.cli.app import AsJson, complaints, console, opened, print_json
+from leaveout.cli.app import AsJson, ResultsOption, complaints, console, opened, print_json
 from leaveout.cli.commands import app
 from leaveout.errors import LeaveoutError
 from leaveout.evaluate.cleanse import Curve
@@ -25,6 +26,7 @@ from leaveout.scores import Scores
 def show(
     run: Annotated[Path, typer.Argument(help="The directory of a run, also of one that was cut short.")],
     check: Annotated[bool, typer.Option("--check", help="Read every byte and name every damaged file.")] = False,
+    results: ResultsOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a run holds: what was trained, how long, how many states are kept, and which scores lie beside it.
@@ -33,11 +35,12 @@ def show(
 
     [dim]$[/dim] leaveout show runs/digits --check
 
-    With --check the exit code is 1 if a file is damaged.
+    With --check the exit code is 1 if a file is damaged, or is of another run.
     """
     damage = check_run(run) if check else []
-    told = {} if damage else _facts(opened(run, partial=True))
-    beside = _beside(run)
+    recorded = None if damage else opened(run, partial=True)
+    told = {} if recorded is None else _facts(recorded)
+    beside = _beside(Beside(run, results), recorded)
     if check:
         damage += [found["problem"] for part in beside.values() for found in part if "problem" in found]
     told |= beside if told else {}
@@ -78,34 +81,46 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _beside(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """The results that lie beside a run, each with what it holds or with its problem."""
-    beside = Beside(run)
+def _beside(beside: Beside, run: Run | None) -> dict[str, list[dict[str, Any]]]:
+    """The results that lie beside a run, each with what it holds or with its problem: also that it is of another run.
+
+    A damaged run, None, is not compared with.
+    """
     return {
-        "scores": [_found(file, _scores) for file in beside.scored()],
-        "checks": [_found(file, _check) for file in beside.checked()],
-        "curves": [_found(file, _curve) for file in [beside.cleanse] if file.exists()],
+        "scores": [_result(file, run, Scores.load, _scores) for file in beside.scored()],
+        "checks": [_result(file, run, partial(_check, beside), _sentence) for file in beside.checked()],
+        "curves": [_result(file, run, Curve.load, _sentence) for file in [beside.cleanse] if file.exists()],
     }
 
 
-def _found(file: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def _result(
+    file: Path, run: Run | None, load: Callable[[Path], Any], facts: Callable[[Any], dict[str, Any]]
+) -> dict[str, Any]:
     try:
-        return {"file": str(file), **read(file)}
+        result = load(file)
+        if run is not None:
+            result.check_same_run(run)
+        return {"file": str(file), **facts(result)}
     except LeaveoutError as error:
-        return {"file": str(file), "problem": str(error)}
+        named = str(error) if str(file) in str(error) else f"{file}: {error}"
+        return {"file": str(file), "problem": named}
 
 
-def _scores(file: Path) -> dict[str, Any]:
-    scores = Scores.load(file)
+def _scores(scores: Scores) -> dict[str, Any]:
     return {"method": scores.method, "rows": len(scores.train_ids), "queries": len(scores.query_ids)}
 
 
-def _check(file: Path) -> dict[str, Any]:
-    return {"sentence": Check.load(file).sentence}
+def _check(beside: Beside, file: Path) -> Check:
+    """A check, compared with the scores of its name."""
+    check = Check.load(file)
+    for scores in beside.scored():
+        if scores.stem == file.stem:
+            check.check_same_scores(Scores.load(scores))
+    return check
 
 
-def _curve(file: Path) -> dict[str, Any]:
-    return {"sentence": str(Curve.load(file))}
+def _sentence(result: Check | Curve) -> dict[str, Any]:
+    return {"sentence": result.sentence if isinstance(result, Check) else str(result)}
 
 
 def _print(told: dict[str, Any], run: Path) -> None:

@@ -14,6 +14,7 @@ from leaveout.cli.app import (
     MemoryOption,
     ProcessesOption,
     RayOption,
+    ResultsOption,
     console,
     opened,
     print_json,
@@ -43,6 +44,7 @@ def verify(
     memory: MemoryOption = "auto",
     processes: ProcessesOption = 1,
     ray: RayOption = None,
+    results: ResultsOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare scores with exact leave-one-out replays: can they be trusted?
@@ -55,11 +57,12 @@ def verify(
 
     Half of the replays go to the most extreme examples, half to a random sample. Checks go to runs/x/checks.
     """
-    recorded, beside = opened(run), Beside(run)
-    files = chosen(recorded, method)
+    recorded, beside = opened(run), Beside(run, results)
+    files = chosen(recorded, beside, method)
     subject = subject_of(run, task)
     told, few = [], []
-    with working(recorded, ("verify", files, replays, seed), memory, processes, ray) as resources:
+    targets = [beside.check(file) for file in files]
+    with working(recorded, ("verify", files, replays, seed), targets, memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), beside.check(file)
             if method is None and len(scores.train_ids) < 2 * MINIMUM:
@@ -80,7 +83,7 @@ def verify(
     else:
         for one in few:
             console.print(f"\n{_too_few(one, run)}", highlight=False, markup=False, soft_wrap=True)
-        print_next("report", run, task)
+        print_next("report", run, task, results)
 
 
 def _too_few(scores: dict[str, Any], run: Path) -> str:
@@ -101,9 +104,9 @@ def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:
     return check
 
 
-def chosen(run: Run, methods: list[str] | None) -> list[Path]:
+def chosen(run: Run, beside: Beside, methods: list[str] | None) -> list[Path]:
     """The files of these methods' scores beside a run, or all of them; named by the method or by the file."""
-    scored = {file.stem: file for file in Beside(run.path).scored()}
+    scored = {file.stem: file for file in beside.scored()}
     if not scored:
         raise InputError(f"{run.path} has no scores yet: run leaveout score {run.path} first.")
     if methods is None:

@@ -14,6 +14,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -115,6 +116,15 @@ class Ray(Engine):
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
         """(position, result) of every item, in the order in which they are done."""
         ray = self._connected()
+        try:
+            yield from self._run(ray, function, items)
+        except ray.exceptions.RayError as error:  # a node, its raylet, or the whole cluster
+            raise EngineError(
+                f"The Ray cluster was lost ({str(error).splitlines()[0]}): start it again and repeat the work; "
+                "Resources(work=...) keeps what was finished."
+            ) from None
+
+    def _run(self, ray: Any, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
         remote = ray.remote(num_cpus=self.cpus, max_retries=RETRIES)(_call_put)
         key, sent = os.urandom(8).hex(), [ray.put(_packed(function))]
         # A few more under way than can run, so that no worker waits and the store does not fill.
@@ -130,7 +140,8 @@ class Ray(Engine):
                 yield places.pop(done), _fetched(ray, done)
         finally:
             for reference in places:  # an error, or nobody wants the rest
-                ray.cancel(reference, force=True)
+                with suppress(ray.exceptions.RayError):
+                    ray.cancel(reference, force=True)
 
     def _connected(self) -> Any:
         own = self.address is None and "RAY_ADDRESS" not in os.environ

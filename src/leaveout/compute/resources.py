@@ -20,6 +20,9 @@ R = TypeVar("R")
 ROWS, VECTORS, SHARD_BYTES = 64, 16, 500_000_000
 """What makes a shard that goes to another process or is kept: the same wherever it is done."""
 
+BESIDE = 64_000_000
+"""What scoring may need beside its budget: traces and other code that is made for it, and what the allocator loses."""
+
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -52,8 +55,11 @@ class Resources:
     """What an estimator may use.
 
     Args:
-        memory: budget for what is held beyond the run itself, like ``"2GB"``; longer work is cut into chunks that fit.
-            ``"auto"`` is half of what the machine has free. Each worker of an engine has this budget.
+        memory: the most that is held, like ``"2GB"``, beside what is there already, the result (scores, and
+            displacements if they are asked for), the states of the run between two kept ones with a shard of its
+            files, and 64 MB for traces and other code. Longer work is cut into chunks that fit; what does not fit is
+            kept in temporary files. A budget that does not hold one vector and its product is refused with the least
+            that is needed. ``"auto"`` is half of what the machine has free. Each worker of an engine has this budget.
         progress: show progress bars; by default only on a terminal.
         engine: where shards of work are done: ``"local"``, ``"ray"``, ``Local(processes)`` or ``Ray(address)``.
         work: a directory where finished shards are kept. The same work, begun again after a crash, goes on from there.
@@ -89,6 +95,18 @@ class Resources:
     def chunk(self, bytes_each: int, count: int) -> int:
         """How many of ``count`` things of this size fit into the budget, at least one."""
         return max(1, min(count, self.bytes // max(1, bytes_each)))
+
+    def divided(self, parts: int) -> Resources:
+        """The same with a budget for one of several things that are held together; half of what is free stays that."""
+        return self if self.memory == "auto" else replace(self, memory=max(1, self.bytes // parts))
+
+    def check(self, least: int, what: str) -> None:
+        """Refuses a budget that is smaller than the least that the work needs."""
+        if self.memory != "auto" and self.bytes < least:
+            raise InputError(
+                f"memory={self.memory!r} is too little: {what} at a time needs at least {least} bytes "
+                f"({math.ceil(least / 1e6):,} MB); allow as much."
+            )
 
     @property
     def whole(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 from torch import Tensor
@@ -53,12 +54,13 @@ class ACC(Estimator):
     sketch: int | None = None
     direction: str = "auto"
     _: KW_ONLY
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
     probability: float = 1.0
     epochs: int | str | tuple[int, int] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.transport == "subspace":
             object.__setattr__(self, "transport", Subspace())
         self.choice()

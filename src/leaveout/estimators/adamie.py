@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, nbytes
+from leaveout._util.trees import PARAM, Params, height
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import Checkpoint, checkpoints
+from leaveout.sweep import budget
 from leaveout.sweep.free_transport import Layout
 from leaveout.task.derivatives import example_gradients, example_products
 
@@ -36,7 +37,7 @@ class AdamIE(Estimator):
     """
 
     acc: bool = False
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
 
     @property
     def name(self) -> str:
@@ -50,17 +51,16 @@ class AdamIE(Estimator):
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         self._check(request)
-        params = request.trajectory.initial()[PARAM]
-        points = list(checkpoints(request))
-        return request.rows(partial(self._of_rows, points), 12 * nbytes({PARAM: params}), "checkpoints")
+        return request.rows(self._of_rows, 20 * budget.param_bytes(request.trajectory), "checkpoints")
 
-    def _of_rows(self, points: list[Checkpoint], request: Request) -> tuple[Float[Tensor, "rows queries"], None]:
+    def _of_rows(self, request: Request) -> tuple[Float[Tensor, "rows queries"], None]:
         task, part = request.trajectory.task, request.members
         layout = Layout(request.trajectory.rule, request.trajectory.initial()[PARAM])
         examples = task.read(part.examples.tolist())
         batches = -(-len(part) // len(request.trajectory.run.record(0).ids))
-        moved = total = torch.zeros(())
-        for number, point in enumerate(points):
+        moved = torch.zeros(())
+        total = next(iter(request.trajectory.final()[PARAM].values())).new_zeros((len(part), len(request.query.ids)))
+        for number, point in enumerate(checkpoints(request)):
             request.cost.gradients += batches
             if self.acc and number:
                 plain, curved = example_products(task, point.params, examples, layout.unflatten(moved))
@@ -70,8 +70,10 @@ class AdamIE(Estimator):
             else:
                 read = gradients = layout.flatten(example_gradients(task, point.params, examples))
             rate = layout.spread(point.rate, read)
-            query = layout.flatten(point.vectors)
-            total = total + rate.mean() * cosines(preconditioned(layout, point, read) * rate, query)
+            stepped = preconditioned(layout, point, read) * rate
+            for start, vectors in point.vectors():
+                columns = total[:, start : start + height(vectors)]
+                columns += rate.mean() * cosines(stepped, layout.flatten(vectors))
             moved = moved + layout.spread(point.share, read) * preconditioned(layout, point, gradients)
         return total, None
 

@@ -9,21 +9,23 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from leaveout._util.allocator import kept_memory
-from leaveout._util.trees import PARAM, Params, height, nbytes, split
+from leaveout._util.allocator import kept_memory, returned
+from leaveout._util.trees import PARAM, Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import VECTORS, Resources
 from leaveout.errors import InputError, MismatchError
-from leaveout.estimators.readout import Query
+from leaveout.estimators.readout import Projected, Query
 from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
+from leaveout.sweep import budget
 from leaveout.task.task import Task
 from leaveout.trajectory.identity import identity
 from leaveout.trajectory.left_out import Groups, Members, members_of
@@ -69,25 +71,34 @@ class Request:
         self, function: Callable[[Request], tuple[Tensor, Params | None]], bytes_each: int, what: str
     ) -> tuple[Tensor, Params | None]:
         """Scores and displacements of all rows, by shards of them; ``function`` has those of a request's rows."""
-        parts = list(self.members.chunks(self.resources.shard_size(bytes_each, len(self.members))))
+        budget.check(self.resources, self.trajectory, bytes_each, "one row")
+        parts = list(self.members.chunks(self.resources.shard_size(2 * bytes_each, len(self.members))))
         done = self.shards(partial(_rows, function), parts, [part.identity() for part in parts], what)
-        moved = [{n.removeprefix("moved/"): t for n, t in one.items() if "/" in n} for one in done]
-        return torch.cat([one["values"] for one in done]), joined(moved) if self.displacements else None
+        values = torch.cat([one["values"] for one in done])
+        return values, _moved(done) if self.displacements else None
 
     def columns(
-        self, function: Callable[[Request, Params], dict[str, Tensor]], vectors: Params, *, alone: bool = False
+        self,
+        function: Callable[[Request, Params], dict[str, Tensor]],
+        readout: Projected,
+        *,
+        alone: bool = False,
+        held: int | None = None,
     ) -> dict[str, Tensor]:
-        """What ``function`` gives for query vectors, a column each, by shards of them.
+        """What ``function`` gives for a readout's query vectors, a column each, by shards of them.
 
-        ``alone`` says that each vector has a sweep of its own, and gets a shard of its own.
+        As many vectors are made and carried at a time as the budget holds. ``alone`` says that each has a sweep of its
+        own, and gets a shard of its own; ``held`` how many bytes a vector needs, if not those of a sweep.
         """
-        size = self.resources.shard_size(1, height(vectors), VECTORS)
+        bytes_each, count = held or budget.backward_bytes(self.trajectory), readout.count(self.query)
+        budget.check(self.resources, self.trajectory, bytes_each, "one query vector")
+        size = self.resources.shard_size(2 * bytes_each, count, VECTORS)
         if alone and not self.resources.whole:
             size = 1
-        parts = list(split(vectors, size))
+        parts = [(start, min(start + size, count)) for start in range(0, count, size)]
         words = [f"{self.members.identity()} vectors {number} of {size}" for number in range(len(parts))]
-        done = self.shards(function, parts, words, "sweeping")
-        return {name: torch.cat([one[name] for one in done], dim=1) for name in done[0]}
+        done = self.shards(partial(_columns, function, readout), parts, words, "sweeping")
+        return {name: torch.cat([one.pop(name) for one in done], dim=1) for name in list(done[0])}
 
     def scores(self, method: str, values: Float[Tensor, "rows queries"], moved: Params | None = None) -> Scores:
         """The values with everything that they need to be understood."""
@@ -114,8 +125,15 @@ class Request:
 class Estimator(ABC):
     """Scores every training example of a recorded run; subclasses say how."""
 
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
     """The parameters whose displacements count, by name or pattern; None: all."""
+
+    def __post_init__(self) -> None:
+        """Makes tuples of lists: an estimator can be compared, and found in a dictionary."""
+        for option, value in list(vars(self).items()):
+            if isinstance(value, list | np.ndarray | Tensor):
+                entries = value if isinstance(value, list) else value.tolist()
+                object.__setattr__(self, option, tuple(entries) if isinstance(entries, list) else entries)
 
     @property
     def unit(self) -> str:
@@ -187,7 +205,7 @@ class Estimator(ABC):
         """
         resources, chosen = resources or Resources(), self.resolved(run)
         everyone = members_of(task.size, ids)
-        bytes_each = 12 * nbytes({PARAM: task.parameters()})
+        bytes_each = 2 * budget.backward_bytes(Trajectory(run, task, self.layers))
         values, cost = [], Cost()
         for part in everyone.chunks(resources.part(bytes_each, len(everyone))):
             own = Subset(task.train_set, part.examples.tolist())
@@ -227,15 +245,16 @@ class Estimator(ABC):
         if queries not in ("mean", "each"):
             raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.")
         trajectory = Trajectory(run, task, self.layers)
+        resources = resources or Resources()
         final = trajectory.final_whole()[PARAM]
         warn_of_other_weights(run, task.parameters(), final)
-        asked = Query(trajectory.task, final, query, single=queries == "each")
+        asked = Query(trajectory.task, final, query, single=queries == "each", resources=resources.inside())
         asked.check()
         return Request(
             trajectory,
             self._members(task, ids, groups),
             asked,
-            resources or Resources(),
+            resources,
             Cost(),
             displacements,
             repr(self),
@@ -256,7 +275,10 @@ class Estimator(ABC):
 def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], given: tuple[T, Path | None]) -> Shard:
     item, mark = given
     own = replace(request, cost=Cost(), resources=request.resources.marked(mark))
-    return Shard(function(own, item), own.cost)
+    shard = Shard(function(own, item), own.cost)
+    if own.resources.memory != "auto":  # a heap in pieces grows from shard to shard
+        returned()
+    return shard
 
 
 def _alone(
@@ -276,9 +298,19 @@ def _rows(
     return {"values": values, **{f"moved/{name}": tensor for name, tensor in (moved or {}).items()}}
 
 
-def joined(parts: list[Params]) -> Params:
-    """Stacks one after the other."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def _columns(
+    function: Callable[[Request, Params], dict[str, Tensor]],
+    readout: Projected,
+    request: Request,
+    part: tuple[int, int],
+) -> dict[str, Tensor]:
+    return function(request, readout.part(request.query, *part))
+
+
+def _moved(shards: list[dict[str, Tensor]]) -> Params:
+    """All rows' displacements; those of a shard are let go of as they are joined, as they may be gigabytes."""
+    names = [name for name in shards[0] if name.startswith("moved/")]
+    return {name.removeprefix("moved/"): torch.cat([one.pop(name) for one in shards]) for name in names}
 
 
 def titled(name: str, options: Mapping[str, object]) -> str:

@@ -13,6 +13,7 @@ from leaveout._util.trees import PARAM, Params, State
 from leaveout.estimators.base import Request
 from leaveout.estimators.readout import Linear, Query
 from leaveout.optim import Hyper
+from leaveout.sweep import budget
 from leaveout.task.batches import Batch
 
 ADAM = ("beta1", "beta2", "eps", "step")
@@ -23,20 +24,29 @@ class Checkpoint:
     """The end of an epoch: all parameters, the chosen ones' state, and what the epoch's steps were like.
 
     ``rate`` is the epoch's mean learning rate of each parameter, ``share`` the mean of α/|Z|, an example's own part of
-    it; ``adam`` has the hyperparameters of Adam's last step. ``vectors`` are the query gradients from here.
+    it; ``adam`` has the hyperparameters of Adam's last step.
     """
 
     params: Params
     state: State
-    vectors: Params
+    query: Query
+    size: int
     rate: dict[str, float]
     share: dict[str, float]
     adam: dict[str, dict[str, float]]
+
+    def vectors(self) -> Iterator[tuple[int, Params]]:
+        """The query gradients from here: the number of the first, and at most ``size`` of them, at a time."""
+        for start in range(0, len(self.query.ids), self.size):
+            yield start, Linear().part(self.query, start, min(start + self.size, len(self.query.ids)))
 
 
 def checkpoints(request: Request) -> Iterator[Checkpoint]:
     """The ends of all epochs; a run whose loop did not say where they begin has one."""
     trajectory = request.trajectory
+    held = budget.backward_bytes(trajectory)
+    budget.check(request.resources, trajectory, held, "one query vector")
+    size = request.resources.part(2 * held, len(request.query.ids))
     rates: list[list[float]] = []
     shares: list[list[float]] = []
     hypers: list[Hyper] = []
@@ -48,10 +58,10 @@ def checkpoints(request: Request) -> Iterator[Checkpoint]:
             return {name: values[group] for name, group in trajectory.rule.groups.items()}
 
         seen = request.query
-        vectors = Linear().vectors(Query(seen.task, params, seen.dataset, single=seen.single))
+        query = Query(seen.task, params, seen.dataset, single=seen.single, resources=seen.resources)
         groups = trajectory.rule.groups.items()
         adam = {key: {name: hypers[group][key] for name, group in groups} for key in ADAM if key in hypers[0]}
-        return Checkpoint(params, state, vectors, mean(rates), mean(shares), adam)
+        return Checkpoint(params, state, query, size, mean(rates), mean(shares), adam)
 
     for moment in request.resources.track(trajectory.forward(), len(trajectory), "checkpoints"):
         if last is not None and moment.record.epoch != last:

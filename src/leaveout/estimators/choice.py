@@ -9,10 +9,11 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, height, nbytes
+from leaveout._util.trees import PARAM, Params
 from leaveout.errors import InputError
 from leaveout.estimators.base import Request
 from leaveout.estimators.readout import Projected, Readout, readout_of
+from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.fast_acc import Correction, Products
 from leaveout.sweep.free_transport import Layout, sketch
@@ -73,17 +74,17 @@ class Choice:
 
     def products(self, request: Request) -> Products:
         """The plain and the corrected inner products from one cheap sweep, in the cheaper order."""
-        vectors = self._projected(request).vectors(request.query)
+        readout = self._projected(request)
         if self.transport == "jump":
             if self.direction == "forward":
                 raise InputError("Jumps are read by a backward sweep: leave direction at 'auto'.")
-            return Products(**request.columns(partial(_jumps, self), vectors))
+            return Products(**request.columns(partial(_jumps, self), readout))
         free = not isinstance(self.transport, Subspace)
         if self.direction == "backward" and not free:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.")
-        alone = self.sketch is not None or height(vectors) == 1
+        alone = self.sketch is not None or readout.count(request.query) == 1
         backward = free and (self.direction == "backward" or (self.direction == "auto" and alone))
-        return Products(**request.columns(partial(_products, self, backward), vectors, alone=backward))
+        return Products(**request.columns(partial(_products, self, backward), readout, alone=backward))
 
     def _projected(self, request: Request) -> Projected:
         readout = readout_of(self.readout)
@@ -110,11 +111,10 @@ class Choice:
             if self.direction == "backward":
                 raise InputError("Displacements and the exact readout go forward: leave direction at 'auto'.")
             return _forward(request, readout, sweep)
-        vectors = readout.vectors(request.query)
         # Backward takes a vector a query, forward one a row; the corrected step has one a row either way.
-        if self.direction == "auto" and (corrected or height(vectors) > len(request.members)):
+        if self.direction == "auto" and (corrected or readout.count(request.query) > len(request.members)):
             return _forward(request, readout, sweep)
-        products = request.columns(partial(_pulled, sweep), vectors)["products"]
+        products = request.columns(partial(_pulled, sweep), readout)["products"]
         return readout.of_products(request.query, products), None
 
     def _path(self, request: Request) -> Callable[[Params], Params] | None:
@@ -146,8 +146,7 @@ def _products(choice: Choice, backward: bool, request: Request, vectors: Params)
 
 
 def _forward(request: Request, readout: Readout, sweep: Sweep) -> tuple[Tensor, Params | None]:
-    bytes_each = 6 * nbytes(request.trajectory.initial())
-    return request.rows(partial(_pushed, readout, sweep), bytes_each, "forward")
+    return request.rows(partial(_pushed, readout, sweep), budget.forward_bytes(request.trajectory), "forward")
 
 
 def _pushed(readout: Readout, sweep: Sweep, request: Request) -> tuple[Tensor, Params | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -46,9 +47,10 @@ class DVEmb(Estimator):
     acc: bool = False
     transport: str | Subspace = "auto"
     readout: str = "linear"
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.curvature not in KINDS:
             raise InputError(f"curvature={self.curvature!r} is unknown: use one of {', '.join(map(repr, KINDS))}.")
         if self.transport == "subspace":

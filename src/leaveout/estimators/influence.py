@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,16 +10,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, each, gather_sums, nbytes
+from leaveout._util.trees import PARAM, Params, each, gather_sums
 from leaveout.errors import InputError, UnsupportedError, check_seed
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import example_blocks
 from leaveout.estimators.readout import Projected, readout_of
 from leaveout.estimators.solvers import Apply, conjugate_gradients, direct, lissa
+from leaveout.sweep import budget
 from leaveout.sweep.free_transport import Layout
-from leaveout.sweep.sweep import vector_bytes
 from leaveout.task.derivatives import example_gradients, hessian_products, weight_products
 from leaveout.trajectory.left_out import Members
+
+HELD = 14
+"""Vectors that a solver holds for one right-hand side."""
 
 SOLVERS = ("cg", "direct", "lissa")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -52,10 +55,11 @@ class InfluenceFunction(Estimator):
     damping: float = 0.0
     steps: int = 1000
     readout: str = "linear"
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
     seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         readout_of(self.readout)
         if self.solver not in SOLVERS:
             raise InputError(f"solver={self.solver!r} is unknown: use 'cg', 'direct' or 'lissa'.")
@@ -73,12 +77,21 @@ class InfluenceFunction(Estimator):
         )
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        minimum, readout = _Minimum(request, self), readout_of(self.readout)
+        readout, width = readout_of(self.readout), budget.param_bytes(request.trajectory)
+        if self.solver == "direct":
+            like = next(iter(request.trajectory.final()[PARAM].values()))
+            request.resources.check(
+                5 * width**2 // like.element_size(), "the whole Hessian, its factor and one product"
+            )
         if isinstance(readout, Projected) and not request.displacements:
-            solved = minimum.solve(readout.vectors(request.query))
-            return readout.of_products(request.query, minimum.products(solved)), None
-        bytes_each = 8 * nbytes({PARAM: request.trajectory.final()[PARAM]})
-        return request.rows(partial(_moved, self), bytes_each, "solving")
+            products = request.columns(partial(_solved, self), readout, held=HELD * width)["products"]
+            return readout.of_products(request.query, products), None
+        return request.rows(partial(_moved, self), HELD * width, "solving")
+
+
+def _solved(method: InfluenceFunction, request: Request, vectors: Params) -> dict[str, Tensor]:
+    minimum = _Minimum(request, method)
+    return {"products": minimum.products(minimum.solve(vectors))}
 
 
 def _moved(method: InfluenceFunction, request: Request) -> tuple[Tensor, Params | None]:
@@ -97,7 +110,7 @@ class _Minimum:
         self.task, self.params = trajectory.task, trajectory.final_whole()[PARAM]
         self.layout = Layout(trajectory.rule, trajectory.final()[PARAM])
         self.batch_size = len(trajectory.run.record(0).ids)
-        self.chunk = vector_bytes(trajectory)
+        self.chunk = 2 * budget.product_bytes(trajectory)
         hypers = trajectory.run.record(len(trajectory) - 1).hypers
         rule = trajectory.rule
         if any(hyper.get("maximize") for hyper in hypers):
@@ -126,9 +139,10 @@ class _Minimum:
         """⟨v, g(z)⟩/n for every row and vector."""
         members = self.request.members
         total = next(iter(vectors.values())).new_zeros((len(members), len(next(iter(vectors.values())))))
+        chunk = self.request.resources.chunk(self.chunk, total.shape[1])
         for ids, block in example_blocks(self.request):
             self.request.cost.gradients += 1
-            reads = weight_products(self.task, self.params, block, vectors)[1]
+            reads = weight_products(self.task, self.params, block, vectors, chunk)[1]
             row, position = members.pairs(ids)
             total.index_add_(0, row, reads[:, position].T, alpha=len(ids) / self.task.size)
         return total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 from torch.utils.data import Dataset
 
-from leaveout._util.trees import Params, each, height, inner, split
+from leaveout._util.trees import PARAM, Params, each, height, inner, nbytes, pullback, split
+from leaveout.compute.resources import Resources, shard_rows
 from leaveout.errors import InputError
 from leaveout.scores import MEAN
 from leaveout.task import batches
@@ -28,8 +30,11 @@ BLOCK_BYTES = 200_000_000
 class Query:
     """The query examples seen from the final parameters; ``single`` asks for a column each, otherwise their mean."""
 
-    def __init__(self, task: Task, params: Params, dataset: Dataset, *, single: bool) -> None:
+    def __init__(
+        self, task: Task, params: Params, dataset: Dataset, *, single: bool, resources: Resources | None = None
+    ) -> None:
         self.task, self.params, self.dataset, self.single = task, params, dataset, single
+        self.resources = resources or Resources()
         self.size = batches.size(dataset)
         if self.size == 0:
             raise InputError("The query set is empty: give at least one example to explain.")
@@ -40,14 +45,27 @@ class Query:
         """The labels of the scores' columns."""
         return tuple(range(self.size)) if self.single else (MEAN,)
 
-    def blocks(self) -> Iterator[Batch]:
-        """The query examples, some at a time."""
-        for start in range(0, self.size, BLOCK):
-            yield self.task.read(range(start, min(start + BLOCK, self.size)), self.dataset)
+    def blocks(self, ids: range | None = None) -> Iterator[Batch]:
+        """The query examples, or those with these numbers, as many at a time as the budget holds."""
+        ids = range(self.size) if ids is None else ids
+        for start in range(0, len(ids), self._block):
+            yield self.task.read(ids[start : start + self._block], self.dataset)
+
+    @cached_property
+    def _block(self) -> int:
+        held = self.task.footprint(self.params, self.task.read([0], self.dataset))
+        return self.fits(8 * held, BLOCK)
+
+    def fits(self, bytes_each: int, count: int) -> int:
+        """How many of ``count`` things of this size are looked at together; what is free just now has no say."""
+        if self.resources.memory == "auto":
+            return shard_rows(bytes_each, count)
+        return self.resources.chunk(bytes_each, count)
 
     def check(self) -> None:
         """Refuses query examples that have no finite loss, naming the first."""
-        parts = [self._found(range(start, min(start + BLOCK, self.size))) for start in range(0, self.size, BLOCK)]
+        starts = range(0, self.size, self._block)
+        parts = [self._found(range(start, min(start + self._block, self.size))) for start in starts]
         broken = (~torch.isfinite(torch.cat(parts))).nonzero().flatten().tolist()
         if broken:
             raise InputError(
@@ -58,7 +76,8 @@ class Query:
     def fingerprint(self) -> int:
         """A checksum of the query examples, so that scores are only compared with those of the same queries."""
         checksum = 0
-        for block in self.blocks():
+        for start in range(0, self.size, BLOCK):  # always the same blocks, whatever the budget
+            block = self.task.read(range(start, min(start + BLOCK, self.size)), self.dataset)
             checksum = zlib.crc32(repr(batches.fingerprint(block)).encode(), checksum)
         return checksum
 
@@ -70,7 +89,8 @@ class Query:
         """The loss of every query example under every parameter vector of a stack."""
         parts = []
         for block in self.blocks():
-            chunk = max(1, BLOCK_BYTES // max(1, self.task.footprint(self.params, block)))
+            held = self.task.footprint(self.params, block)
+            chunk = min(max(1, BLOCK_BYTES // max(1, held)), self.fits(8 * held, height(stack)))
             parts.append(torch.cat([self._block_losses(part, block) for part in split(stack, chunk)]))
         return torch.cat(parts, dim=1)
 
@@ -105,8 +125,21 @@ class Projected(Readout):
     """A readout that needs only inner products of the displacements with a few vectors, so it can go backward."""
 
     @abstractmethod
+    def count(self, query: Query) -> int:
+        """How many vectors there are."""
+
+    @abstractmethod
+    def part(self, query: Query, start: int, stop: int) -> Params:
+        """The vectors from one number to another, stacked."""
+
     def vectors(self, query: Query) -> Params:
-        """The vectors, stacked."""
+        """All vectors, stacked."""
+        return self.part(query, 0, self.count(query))
+
+    def parts(self, query: Query, size: int) -> Iterator[Params]:
+        """All vectors, at most ``size`` at a time."""
+        for start in range(0, self.count(query), size):
+            yield self.part(query, start, min(start + size, self.count(query)))
 
     @abstractmethod
     def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
@@ -114,17 +147,23 @@ class Projected(Readout):
 
     def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
         """Scores from the displacements themselves."""
-        return self.of_products(query, inner(moved, self.vectors(query)))
+        size = query.fits(8 * nbytes({PARAM: query.task.own(query.params)}), self.count(query))
+        products = [inner(moved, part) for part in self.parts(query, size)]
+        return self.of_products(query, torch.cat(products, dim=1))
 
 
 class Linear(Projected):
     """⟨∇L(query, θ_N), δ⟩."""
 
-    def vectors(self, query: Query) -> Params:
+    def count(self, query: Query) -> int:
+        """One of each query, or of their mean."""
+        return len(query.ids)
+
+    def part(self, query: Query, start: int, stop: int) -> Params:
         """∇L of each query, or of their mean."""
         task = query.task
         if query.single:
-            return _single(query, lambda own, one: grad(_block_loss)(own, query, one, 1))
+            return _single(query, range(start, stop), lambda own, one: grad(_block_loss)(own, query, one, 1))
         total: Params | None = None
         for block in query.blocks():
             part = grad(_block_loss)(task.own(query.params), query, block, query.size)
@@ -140,10 +179,29 @@ class Linear(Projected):
 class Outputs(Projected):
     """L(z + J·δ) − L(z): the outputs' change is linear, the loss of the outputs is not."""
 
-    def vectors(self, query: Query) -> Params:
-        """A row of the Jacobian of the outputs for each output of each query."""
-        rows = _single(query, jacrev(lambda own, one: query.task.outputs({**query.params, **own}, one)[0][0].flatten()))
-        return each(lambda tensor: tensor.flatten(0, 1), rows)
+    def count(self, query: Query) -> int:
+        """One for each output of each query."""
+        return query.size * self._width(query)
+
+    def part(self, query: Query, start: int, stop: int) -> Params:
+        """Rows of the Jacobian of the outputs: whole examples together, of the others those that are asked for."""
+        width, rows, place = self._width(query), [], start
+        while place < stop:
+            example, first = divmod(place, width)
+            last = min(stop - example * width, width)
+            if first == 0 and stop - place >= width:
+                many = (stop - place) // width
+                found = _single(query, range(example, example + many), jacrev(partial(_outputs, query)))
+                rows.append(each(lambda tensor: tensor.flatten(0, 1), found))
+                place += many * width
+            else:
+                rows.append(_some_outputs(query, example, first, last))
+                place += last - first
+        return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
+
+    def _width(self, query: Query) -> int:
+        with torch.no_grad():
+            return query.task.outputs(query.params, query.task.read([0], query.dataset))[0].numel()
 
     def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
         """The loss at the moved outputs, minus the loss at the recorded ones."""
@@ -184,14 +242,26 @@ def _block_loss(own: Params, query: Query, block: Batch, size: int) -> Tensor:
     return query.task.query_losses({**query.params, **own}, block).sum() / size
 
 
-def _single(query: Query, function: Any) -> Params:
-    """A function of the parameters for each query example, stacked."""
+def _outputs(query: Query, own: Params, one: Batch) -> Tensor:
+    return query.task.outputs({**query.params, **own}, one)[0][0].flatten()
+
+
+def _some_outputs(query: Query, example: int, first: int, last: int) -> Params:
+    """The gradients of some outputs of one example, a row each."""
+    one = query.task.read([example], query.dataset)
+    outputs, pull = pullback(lambda own: _outputs(query, own, one), query.task.own(query.params))
+    basis = torch.eye(len(outputs), dtype=outputs.dtype, device=outputs.device)[first:last]
+    return query.task.over(lambda row: pull(row)[0])(basis)
+
+
+def _single(query: Query, ids: range, function: Any) -> Params:
+    """A function of the parameters for each of these query examples, stacked."""
     task = query.task
 
     def one(example: Batch) -> Params:
         return function(task.own(query.params), batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))
 
-    parts = [task.over(one)(block) for block in query.blocks()]
+    parts = [task.over(one)(block) for block in query.blocks(ids)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 

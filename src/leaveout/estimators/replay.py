@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from leaveout._util.trees import PARAM, Params, each, nbytes
+from leaveout._util.trees import Params, each
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
+from leaveout.sweep import budget
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, Members, members_of
 from leaveout.trajectory.replay import counterfactuals
@@ -33,7 +35,7 @@ class Replay(Estimator):
         weight: the weight that a left-out example gets instead of one.
     """
 
-    ids: Sequence[int] | None = None
+    ids: Sequence[int] | Tensor | np.ndarray | None = None
     weight: float = 0.0
 
     @property
@@ -44,16 +46,15 @@ class Replay(Estimator):
     def _members(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> Members:
         if self.ids is not None and (ids is not None or groups is not None):
             raise InputError("Replay(ids=...) was given, and ids= or groups= as well: give one of them.")
-        return members_of(task.size, self.ids if ids is None else ids, groups)
+        return members_of(task.size, tuple(self.ids) if ids is None and self.ids is not None else ids, groups)
 
     def _exact(self, values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
         return torch.ones(len(values), dtype=torch.bool) if self.weight == 0 else None
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        trajectory = request.trajectory
-        state = trajectory.initial()
-        held = trajectory.task.footprint(state[PARAM], trajectory.batch(0))
-        return request.rows(partial(_replayed, self.weight), 3 * held + 4 * nbytes(state), "replaying")
+        # One more model in each stack is the undisturbed one, within the other half of the budget.
+        bytes_each = budget.replay_bytes(request.trajectory)
+        return request.rows(partial(_replayed, self.weight), bytes_each, "replaying")
 
 
 def _replayed(weight: float, request: Request) -> tuple[Tensor, Params | None]:

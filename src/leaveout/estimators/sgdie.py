@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,9 +32,10 @@ class SGDIE(Estimator):
 
     readout: str = "linear"
     direction: str = "auto"
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._choice()
 
     @property

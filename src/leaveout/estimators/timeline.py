@@ -74,7 +74,7 @@ def timeline(
         resources: memory budget and progress.
     """
     trajectory = Trajectory(run, task)
-    asked = Query(task, trajectory.final()[PARAM], query, single=False)
+    asked = Query(task, trajectory.final()[PARAM], query, single=False, resources=(resources or Resources()).inside())
     members = members_of(task.size, ids, groups)
     names, column = spans([run.record(i).epoch for i in range(len(run))])
     vectors = Linear().vectors(asked)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import Params, height
+from leaveout._util.trees import PARAM, Params, height
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import checkpoints, example_blocks
 from leaveout.estimators.choice import Choice
 from leaveout.estimators.readout import Linear
 from leaveout.scores import UNIT
+from leaveout.sweep import budget
 from leaveout.sweep.curvature import Flat
 from leaveout.task.derivatives import weight_products
 
@@ -42,9 +44,10 @@ class TracIn(Estimator):
     learning_rate: bool = True
     readout: str = "linear"
     direction: str = "auto"
-    layers: str | tuple[str, ...] | None = None
+    layers: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._choice()
         if self.checkpoints not in ("all", "epochs"):
             raise InputError(f"checkpoints={self.checkpoints!r} is unknown: use 'all' or 'epochs'.")
@@ -80,30 +83,34 @@ class TracIn(Estimator):
 
     def _of_checkpoints(self, request: Request) -> Float[Tensor, "rows queries"]:
         """Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩."""
-        task = request.trajectory.task
-        total: Tensor | None = None
+        task, count = request.trajectory.task, len(request.query.ids)
+        like = next(iter(request.trajectory.final()[PARAM].values()))
+        total = like.new_zeros((len(request.members), count))
+        chunk = budget.chunk(request.resources, request.trajectory, count)
         for checkpoint in checkpoints(request):
-            vectors = checkpoint.vectors
-            if self.learning_rate:
-                vectors = {name: tensor * checkpoint.share[name] for name, tensor in vectors.items()}
-            if total is None:
-                total = next(iter(vectors.values())).new_zeros((len(request.members), height(vectors)))
-            for ids, block in example_blocks(request):
-                reads = weight_products(task, checkpoint.params, block, vectors)[1] * len(ids)
-                row, position = request.members.pairs(ids)
-                total.index_add_(0, row, reads[:, position].T)
-                request.cost.gradients += 1
-        assert total is not None  # noqa: S101 - a run has an epoch
+            for start, vectors in checkpoint.vectors():
+                if self.learning_rate:
+                    vectors = {name: tensor * checkpoint.share[name] for name, tensor in vectors.items()}
+                columns = total[:, start : start + height(vectors)]
+                for ids, block in example_blocks(request):
+                    reads = weight_products(task, checkpoint.params, block, vectors, chunk)[1] * len(ids)
+                    row, position = request.members.pairs(ids)
+                    columns.index_add_(0, row, reads[:, position].T)
+                    request.cost.gradients += 1
         return total
 
     def _of_steps(self, request: Request) -> Float[Tensor, "rows queries"]:
         """Σ_{i: k∈Z_i} ⟨∇L(query, θ_N), g(z_k, θ_i)⟩."""
-        trajectory = request.trajectory
-        vectors = Linear().vectors(request.query)
-        total = next(iter(vectors.values())).new_zeros((len(request.members), height(vectors)))
-        for moment in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
-            row, position = request.members.pairs(moment.record.ids)
-            reads = weight_products(trajectory.task, moment.params, moment.batch, vectors)[1]
-            total.index_add_(0, row, reads[:, position].T, alpha=len(moment.record.ids))
-            request.cost.gradients += 1
-        return total
+        return request.columns(_inner_products, Linear())["products"]
+
+
+def _inner_products(request: Request, vectors: Params) -> dict[str, Tensor]:
+    trajectory = request.trajectory
+    total = next(iter(vectors.values())).new_zeros((len(request.members), height(vectors)))
+    chunk = budget.chunk(request.resources, trajectory, height(vectors))
+    for moment in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
+        row, position = request.members.pairs(moment.record.ids)
+        reads = weight_products(trajectory.task, moment.params, moment.batch, vectors, chunk)[1]
+        total.index_add_(0, row, reads[:, position].T, alpha=len(moment.record.ids))
+        request.cost.gradients += 1
+    return {"products": total}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,14 +18,15 @@ from torch.utils.data import Dataset
 
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_json, save_json
-from leaveout._util.trees import PARAM, Params, nbytes
+from leaveout._util.trees import PARAM, Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, RunError, check_seed
+from leaveout.errors import InputError, LeaveoutWarning, RunError, check_seed
 from leaveout.estimators.readout import Query
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
+from leaveout.sweep import budget
 from leaveout.task.batches import Batch
 from leaveout.task.task import Task
 from leaveout.trajectory.identity import identity
@@ -46,7 +48,8 @@ class Curve(Comparable):
     ``table`` has a row for each training: ``choice`` is the method that chose what was removed, ``"random"`` or
     ``"nothing"``; ``order`` numbers the order of the batches and ``draw`` the random choice. ``loss_se`` and
     ``error_se`` are standard errors over the test examples. ``error`` is NaN where outputs are not class scores.
-    ``run_fingerprint`` tells which run was trained again.
+    ``run_fingerprint`` tells which run was trained again; ``harmful`` how many examples each method calls harmful,
+    which is the most that were removed by it.
     """
 
     table: pd.DataFrame
@@ -54,6 +57,7 @@ class Curve(Comparable):
     test_size: int
     cost: Cost
     run_fingerprint: int | None = None
+    harmful: dict[str, int] = field(default_factory=dict)
 
     def to_frame(self, level: float = 0.95) -> pd.DataFrame:
         """A row for each choice and number removed: the mean over trainings, with an interval.
@@ -90,7 +94,9 @@ class Curve(Comparable):
         lines = [f"{what} of {self.test_size} examples, {self.batches} batches; nothing removed: {told(base)}"]
         for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
             shown = "; ".join(f"{row['removed']} removed: {told(row)}" for _, row in part.iterrows())
-            lines.append(f"  {choice}: {shown}")
+            most = int(part["removed"].max())
+            every = f" (all {most} that are harmful)" if self.harmful.get(str(choice)) == most else ""
+            lines.append(f"  {choice}: {shown}{every}")
         return "\n".join(lines)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -98,7 +104,7 @@ class Curve(Comparable):
         path = free(path, overwrite=overwrite)
         columns = {name: [_or_none(value) for value in self.table[name].tolist()] for name in COLUMNS}
         told = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
-        told["run_fingerprint"] = self.run_fingerprint
+        told |= {"run_fingerprint": self.run_fingerprint, "harmful": self.harmful}
         save_json(path, told)
         return path
 
@@ -118,10 +124,10 @@ class Curve(Comparable):
             table = table.astype({"choice": str, "removed": int})
             if NOTHING not in table["choice"].tolist():
                 raise ValueError("it does not say what removing nothing gives")
-            return cls(
-                table, str(told["batches"]), int(told["test_size"]), Cost(**told["cost"]), told.get("run_fingerprint")
-            )
-        except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            harmful = {str(name): int(count) for name, count in told.get("harmful", {}).items()}
+            size, fingerprint = int(told["test_size"]), told.get("run_fingerprint")
+            return cls(table, str(told["batches"]), size, Cost(**told["cost"]), fingerprint, harmful)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise RunError(f"{path} holds no curve ({error}): give a file that Curve.save wrote.") from None
 
 
@@ -139,8 +145,9 @@ def cleanse(
 ) -> Curve:
     """Removes the most harmful examples, trains again from the start, and measures on the test set.
 
-    Removed examples weigh zero in the recorded batches, as when they are left out one at a time. As a control, as many
-    are removed at random.
+    Removed examples weigh zero in the recorded batches, as when they are left out one at a time. Only harmful examples
+    are removed: where a method calls fewer harmful than are to be removed, all of those are, with a warning. As a
+    control, as many are removed at random.
 
     Args:
         scores: of single examples, by one method or several.
@@ -156,18 +163,20 @@ def cleanse(
     methods = [scores] if isinstance(scores, Scores) else list(scores)
     amounts = _checked(methods, run, task, remove, random, shuffles)
     check_seed(seed, 0, 2**32 - 1)
+    ranked = _ranked(methods, amounts[-1])
     resources, cost = resources or Resources(), Cost()
     trajectory = Trajectory(run, task)
-    query = Query(task, trajectory.final()[PARAM], test_set, single=True)
+    query = Query(task, trajectory.final()[PARAM], test_set, single=True, resources=resources.inside())
     query.check()
     rows: list[dict[str, Any]] = []
     with cost.metered():
         for order in range(max(1, shuffles)):
             again = Again(trajectory, query, resources.inside(), _mixed(seed, order) if shuffles else None)
-            chosen = _chosen(methods, task.size, amounts, range(order * random, (order + 1) * random), seed)
+            chosen = _chosen(ranked, task.size, amounts, range(order * random, (order + 1) * random), seed)
             rows += [{**row, "order": order} for row in _trained(again, chosen, resources, cost)]
     table = pd.DataFrame(rows)[list(COLUMNS)]
-    return Curve(table, "shuffled" if shuffles else "recorded", query.size, cost, run.fingerprint)
+    harmful = {scores.method: scores.harmful_count for scores in methods}
+    return Curve(table, "shuffled" if shuffles else "recorded", query.size, cost, run.fingerprint, harmful)
 
 
 def _checked(
@@ -195,15 +204,35 @@ def _checked(
     return amounts
 
 
-def _chosen(methods: list[Scores], size: int, amounts: list[int], draws: range, seed: int) -> list[Choice]:
+def _ranked(methods: list[Scores], most: int) -> dict[str, list[int]]:
+    """The most harmful examples by each method, and only harmful ones."""
+    few = [scores for scores in methods if scores.harmful_count < most]
+    counts = ", ".join(f"{scores.harmful_count} by {scores.method}" for scores in few)
+    if all(scores.harmful_count == 0 for scores in methods):
+        raise InputError("No example is harmful by these scores, so that there is nothing to remove: keep them all.")
+    if few:
+        warnings.warn(
+            f"Fewer than {most} examples are harmful ({counts}): no more than those are removed.",
+            LeaveoutWarning,
+            stacklevel=3,
+        )
+    return {
+        scores.method: [int(i) for i in scores.harmful(min(most, scores.harmful_count))]
+        for scores in methods
+        if scores.harmful_count
+    }
+
+
+def _chosen(ranked: dict[str, list[int]], size: int, amounts: list[int], draws: range, seed: int) -> list[Choice]:
     """What to remove, with what it is called."""
-    chosen = []
-    for scores in methods:
-        ranked = [int(i) for i in scores.harmful(amounts[-1])]
-        chosen += [({"choice": scores.method, "removed": m, "draw": 0}, tuple(sorted(ranked[:m]))) for m in amounts]
+    chosen, removed = [], set()
+    for method, worst in ranked.items():
+        own = sorted({min(m, len(worst)) for m in amounts})
+        chosen += [({"choice": method, "removed": m, "draw": 0}, tuple(sorted(worst[:m]))) for m in own]
+        removed |= set(own)
     for draw in draws:
         order = torch.randperm(size, generator=torch.Generator().manual_seed(_mixed(seed, draw))).tolist()
-        chosen += [({"choice": RANDOM, "removed": m, "draw": draw}, tuple(sorted(order[:m]))) for m in amounts]
+        chosen += [({"choice": RANDOM, "removed": m, "draw": draw}, tuple(sorted(order[:m]))) for m in sorted(removed)]
     return chosen
 
 
@@ -233,8 +262,9 @@ class Again:
 
 def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cost) -> list[dict[str, Any]]:
     """Trains once for each choice, and once with everything; side by side as memory and the engine allow."""
+    resources.check(2 * budget.replay_bytes(again.trajectory), "one training beside that with every example")
     members = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
-    parts = list(members.chunks(resources.shard_size(_bytes_each(again.trajectory), len(members))))
+    parts = list(members.chunks(resources.shard_size(budget.replay_bytes(again.trajectory), len(members))))
     known = "" if resources.work is None else again.identity()
     keys = [] if resources.work is None else [f"{known} {part.identity()}" for part in parts]
     done = completed(resources, again, parts, keys, "training again")
@@ -245,11 +275,6 @@ def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cos
         {**name, **dict(zip(MEASURED, row, strict=True))} for name, row in zip(named, measured.tolist(), strict=True)
     ]
     return rows[-1:] + rows[:-1]
-
-
-def _bytes_each(trajectory: Trajectory) -> int:
-    state = trajectory.initial()
-    return 3 * trajectory.task.footprint(state[PARAM], trajectory.batch(0)) + 4 * nbytes(state)
 
 
 def _mixed(seed: int, number: int) -> int:

@@ -77,6 +77,11 @@ class Check(Comparable):
         save_json(path, told)
         return path
 
+    def check_same_run(self, run: Run) -> None:
+        """Refuses to speak of another run than the one that was replayed."""
+        if self.run_fingerprint not in (None, run.fingerprint):
+            raise InputError(f"The check of {self.method} is of another run than {run}: verify the scores of this run.")
+
     def check_same_scores(self, scores: Scores) -> None:
         """Refuse to speak for other scores than those that were compared with replays."""
         if self.method != scores.method:

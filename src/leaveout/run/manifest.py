@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, astuple, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 AGAIN = "the run is damaged; restore it or record it again."
+MOST_BYTES = 100_000_000
+"""The largest manifest that is read: that of a million shards, or of as many parameters."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,17 @@ def read_manifest(path: Path) -> Manifest:
     try:
         if not file.exists():
             raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
-        raw = json.loads(plain(file).read_text(encoding="utf-8"))
+        if plain(file).stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        raw = json.loads(file.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise RunError(
                 f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it, or "
                 "record the run again."
             )
+        numbers = [shard["number"] for shard in raw["shards"]]
+        if any(before >= after for before, after in pairwise(numbers)):
+            raise ValueError("a shard that is named twice, or out of its order")
         return _manifest(unsealed(raw))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{file} is not a manifest of a run ({error!r}): {AGAIN}") from None

@@ -5,6 +5,8 @@
 ``runs/x/checks/<method>.json``          the ``Check`` of the scores of the same name
 ``runs/x/cleanse.json``                  the cleansing curve
 ``runs/x/report.html``                   the page
+
+``--results DIR`` puts all but the config into another directory, in the same way.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Beside:
     """
 
     run: Path
+    results: Path | None = None
+    """Where results lie instead of in the run's own directory."""
 
     @property
     def config(self) -> Path:
@@ -47,12 +51,12 @@ class Beside:
     @property
     def cleanse(self) -> Path:
         """The cleansing curve."""
-        return self.run / "cleanse.json"
+        return self._home / "cleanse.json"
 
     @property
     def report(self) -> Path:
         """The page."""
-        return self.run / "report.html"
+        return self._home / "report.html"
 
     def scores(self, method: str, variant: str = "") -> Path:
         """The scores of a method; a ``variant`` tells scores of single queries or of groups from the plain ones."""
@@ -70,8 +74,12 @@ class Beside:
         """Every check that is there, by name."""
         return sorted(self._folder("checks").glob("[!.]*.json"))
 
+    @property
+    def _home(self) -> Path:
+        return self.run if self.results is None else self.results
+
     def _folder(self, *names: str) -> Path:
-        folder = self.run
+        folder = self._home
         for name in names:
             folder = folder / name
             if folder.is_symlink():

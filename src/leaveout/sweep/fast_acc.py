@@ -21,21 +21,27 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, each, embed, expand, height, nbytes, split
+from leaveout._util.trees import PARAM, Params, each, embed, expand, height, split
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import UnsupportedError
+from leaveout.sweep import budget
 from leaveout.sweep.checkpoint import Mark
 from leaveout.sweep.curvature import Curvature, Hessian
-from leaveout.sweep.free_transport import Layout, drift, sketch
+from leaveout.sweep.free_transport import Layout, RowFile, drift, sketch
 from leaveout.sweep.schedule import Occasions
 from leaveout.sweep.stability import Growth
 from leaveout.sweep.subspace import top_directions
-from leaveout.sweep.sweep import ALWAYS, Sweep, vector_bytes
-from leaveout.sweep.transports import Carrier, Free, Subspace, SubspaceCarrier, place
+from leaveout.sweep.sweep import ALWAYS, Sweep
+from leaveout.sweep.transports import Carrier, Free, Subspace, SubspaceCarrier, place, turns
+from leaveout.task.batches import leaves, map_leaves
 from leaveout.trajectory.left_out import Members
 from leaveout.trajectory.recorded_step import Moment
 from leaveout.trajectory.trajectory import Trajectory
+
+MOST_PAIRS = 2**40
+FILE_BYTES = 4_000_000_000
+"""How large a file for what reaches the steps may be, beyond one vector a step."""
 
 
 @dataclass(frozen=True)
@@ -103,41 +109,58 @@ class Correction:
             state, along = rule.cotangent((at, at[PARAM]), vectors, moment.record.hypers)
             self.cost.gradients += 1
             self.cost.hvps += 1
-            curvature = self.kind(task, moment.params, moment.batch, self._chunk(moment))
-            gradients, curved = curvature.own(moment.batch, each(lambda t: t[0], along))
-            flat, bent = layout.flatten(gradients), layout.flatten(curved)
-            self._check(moment, layout.unflatten(flat.mean(0, keepdim=True)))
-            mean = layout.unflatten(bent.mean(0, keepdim=True))
-            vectors = {**state, PARAM: each(torch.add, state[PARAM], mean)}
+            own = _Own(self.kind(task, moment.params, moment.batch), layout, each(lambda t: t[0], along))
+            gradient, mean = like.new_zeros((1, layout.width)), like.new_zeros((1, layout.width))
+            read = like.new_zeros(size)
+            examples = turns(size, self._pairs)
+            for part in examples:
+                flat, bent = own(part)
+                gradient += flat.mean(0, keepdim=True) * (len(flat) / size)
+                mean += bent.mean(0, keepdim=True) * (len(flat) / size)
+                read[part] = flat @ layout.flatten(along)[0]
+                flat = flat if project is None else project(flat)
+                for pairs in _pairs(position, part, size, self._pairs):
+                    chosen = _chosen(flat, position[pairs] - part.start)
+                    extra.index_add_(0, row[pairs], held.read(row[pairs], step.enter, chosen), alpha=-1 / size)
+            self._check(moment, layout.unflatten(gradient))
+            vectors = {**state, PARAM: each(torch.add, state[PARAM], layout.unflatten(mean))}
             growth.note(moment, vectors)
-            plain.index_add_(0, row, (flat @ layout.flatten(along)[0])[position], alpha=-1 / size)
-            if project is not None:
-                flat, bent = project(flat), project(bent)
-            flat, bent = _chosen(flat, position), _chosen(bent, position)
-            extra.index_add_(0, row, held.read(row, step.enter, flat), alpha=-1 / size)
+            plain.index_add_(0, row, read[position], alpha=-1 / size)
             held.advance(step.carry.mT)
-            taken = bent if keep is None else bent * keep[:, None].to(bent)
-            held.add(row, taken[:, None], alpha=-1 / size)
+            for part in examples:
+                bent = bent if len(examples) == 1 else own(part)[1]
+                bent = bent if project is None else project(bent)
+                for pairs in _pairs(position, part, size, self._pairs):
+                    chosen = _chosen(bent, position[pairs] - part.start)
+                    taken = chosen if keep is None else chosen * keep[pairs][:, None].to(chosen)
+                    held.add(row[pairs], taken[:, None], alpha=-1 / size)
             mark.note(moment.record.index, vectors, lambda: {"plain": plain, "extra": extra, **held.packed()})
         growth.tell()
         return Products(plain[:, None], (plain + extra)[:, None])
 
     def corrected_gradient(self, queries: Params, transport: Subspace | None = None) -> Products:
-        """Both scores for every query vector: as many at a time as the budget holds a vector a step for."""
-        width = sum(tensor[0].numel() * tensor.element_size() for tensor in queries.values())
-        chunk = self.resources.chunk(2 * width * len(self.trajectory), height(queries))
-        return _side_by_side([self._corrected_gradient(part, transport) for part in split(queries, chunk)])
+        """Both scores for every query vector: as many at a time as the budget holds.
 
-    def _corrected_gradient(self, queries: Params, transport: Subspace | None) -> Products:
-        sweep = Sweep(self.trajectory, self.resources, self.cost, self.kind)
+        A vector a step is kept for each: in memory, or in a temporary file where that saves sweeps.
+        """
+        count, width = height(queries), budget.param_bytes(self.trajectory) * len(self.trajectory)
+        carried = self.resources.divided(2).chunk(2 * budget.backward_bytes(self.trajectory), count)
+        kept = self.resources.divided(2).chunk(2 * width, count)
+        disk = kept * 4 < carried or self.resources.divided(2).bytes < 2 * width
+        chunk = min(carried, max(1, FILE_BYTES // width) if disk else kept)
+        return _side_by_side([self._corrected_gradient(part, transport, disk) for part in split(queries, chunk)])
+
+    def _corrected_gradient(self, queries: Params, transport: Subspace | None, disk: bool) -> Products:
+        sweep = Sweep(self.trajectory, self.resources.divided(2), self.cost, self.kind)
         layout = Layout(self.trajectory.rule, each(lambda t: t[0], queries))
         like = next(iter(queries.values()))
         plain = like.new_zeros((len(self.members), height(queries)))
-        reached = like.new_empty((len(self.trajectory), height(queries), layout.width))
+        shape = (len(self.trajectory), height(queries), layout.width)
+        reached: Tensor | RowFile = RowFile(shape, like) if disk else like.new_empty(shape)
         for moment, pulled in sweep.pulled(queries):
             row, position = self.members.pairs(moment.record.ids)
             plain.index_add_(0, row, pulled.weights[:, position].T, alpha=-1)
-            reached[moment.record.index] = layout.flatten(pulled.gradient)
+            reached[torch.tensor([moment.record.index])] = layout.flatten(pulled.gradient)[None]
         extra = torch.zeros_like(plain)
         carrier, stop = self._carrier(layout, transport, like), self._stop()
         for moment in self.resources.track(self.trajectory.forward(), len(self.trajectory), "forward"):
@@ -148,10 +171,12 @@ class Correction:
                 carrier.advance(moment)
                 continue
             keep = self.occasions.kept(moment.record, self.members, row)
-            curved = carrier.step(moment, row, position, self._chunk(moment), keep)
             self.cost.gradients += 1
             self.cost.hvps += carrier.products(keep)
-            extra.index_add_(0, row, curved @ reached[moment.record.index].T, alpha=-1 / len(moment.record.ids))
+            along = reached[torch.tensor([moment.record.index])][0].T
+            size = self._pairs if transport is None else max(1, self._pairs // 3)
+            for part, curved in carrier.step(moment, row, position, size, keep):
+                extra.index_add_(0, part, curved @ along, alpha=-1 / len(moment.record.ids))
         return Products(plain, plain + extra)
 
     def _carrier(self, layout: Layout, transport: Subspace | None, like: Tensor) -> Carrier:
@@ -169,19 +194,39 @@ class Correction:
             stop -= 1
         return stop
 
-    def _chunk(self, moment: Moment) -> int:
-        """Examples of a batch that go through a product at a time."""
-        return self.resources.chunk(self._example_bytes, len(moment.record.ids))
-
     @cached_property
-    def _example_bytes(self) -> int:
-        return vector_bytes(self.trajectory) // len(self.trajectory.run.record(0).ids) + 8 * nbytes(
-            {PARAM: self.trajectory.initial()[PARAM]}
-        )
+    def _pairs(self) -> int:
+        """Pairs of rows and examples that are looked at together."""
+        return self.resources.divided(4).chunk(budget.pair_bytes(self.trajectory), MOST_PAIRS)
 
     def _check(self, moment: Moment, gradient: Params) -> None:
         after = self.trajectory.rule.step(moment.before, each(lambda t: t[0], gradient), moment.record.hypers)
         self.trajectory.check.step(moment, after)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """g(z) and C(z)·a of a batch's examples, a row each."""
+
+    curvature: Curvature
+    layout: Layout
+    vector: Params
+
+    def __call__(self, part: slice) -> tuple[Float[Tensor, "some width"], Float[Tensor, "some width"]]:
+        batch = self.curvature.batch
+        examples = (
+            batch if part.start == 0 and part.stop >= len(leaves(batch)[0]) else map_leaves(lambda t: t[part], batch)
+        )
+        gradients, curved = self.curvature.own(examples, self.vector)
+        return self.layout.flatten(gradients), self.layout.flatten(curved)
+
+
+def _pairs(position: Int[Tensor, " pairs"], part: slice, size: int, most: int) -> list[Int[Tensor, " some"]]:
+    """Which pairs are of a part of the batch, at most so many at a time."""
+    if part.start == 0 and part.stop >= size:
+        return list(torch.arange(len(position)).split(most)) if len(position) else []
+    within = ((position >= part.start) & (position < part.stop)).nonzero()[:, 0]
+    return list(within.split(most)) if len(within) else []
 
 
 def _side_by_side(parts: list[Products]) -> Products:

@@ -40,7 +40,7 @@ def jump_products(sweep: Sweep, members: Members, queries: Params, *, together: 
     like = next(iter(queries.values()))
     fresh = {name: like.new_zeros((len(members), height(queries))) for name in ("plain", "extra")}
     sums = {name: noted.gathered[name] for name in fresh} if noted else fresh
-    chunk = sweep.resources.chunk(ROW * nbytes(sweep.trajectory.initial()), max(1, len(members)))
+    chunk = sweep.resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(members)))
     still = embed(queries, sweep.trajectory.final())
     for moment, pulled in sweep.pulled(queries, noted):
         pairs = members.pairs(moment.record.ids)

@@ -9,9 +9,9 @@ from torch import Tensor
 from leaveout._util.trees import PARAM, sum_of
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
+from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.free_transport import Layout
-from leaveout.sweep.sweep import vector_bytes
 from leaveout.trajectory.trajectory import Trajectory
 
 SAMPLES = 8
@@ -32,7 +32,7 @@ def top_directions(
     like = next(iter(moments[0].before[PARAM].values()))
     width = min(rank + EXTRA, layout.width)
     start = torch.randn(layout.width, width, generator=torch.Generator().manual_seed(0))
-    chunk = resources.chunk(vector_bytes(trajectory), width)
+    chunk = budget.chunk(resources, trajectory, width)
     curvatures = [kind(trajectory.task, moment.params, moment.batch, chunk) for moment in moments]
     product = start.to(like)
     for _ in resources.track(range(ROUNDS + 1), ROUNDS + 1, "finding directions"):

@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, State, each, embed, height, nbytes, zeros
+from leaveout._util.trees import PARAM, Params, State, each, embed, height, zeros
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
+from leaveout.sweep import budget
 from leaveout.sweep.checkpoint import Mark, Noted
 from leaveout.sweep.curvature import Curvature, Flat, Hessian
 from leaveout.sweep.linear_step import LinearStep, Pulled
@@ -88,13 +89,18 @@ class Sweep:
     def inner_products(self, members: Members, queries: Params) -> Float[Tensor, "rows queries"]:
         """⟨u_q, δ_r⟩ for every row and query vector, backward."""
         if self.corrected:
-            columns = [self._private(members, {n: t[i] for n, t in queries.items()}) for i in range(height(queries))]
+            size = self.resources.chunk(2 * budget.forward_bytes(self.trajectory), len(members))
+            parts = list(members.chunks(size))
+            columns = [
+                torch.cat([self._private(part, {n: t[i] for n, t in queries.items()}) for part in parts])
+                for i in range(height(queries))
+            ]
             return torch.stack(columns, dim=1)
         return self._shared(members, queries)
 
     def chunk(self, count: int) -> int:
         """How many vectors go through a product at a time."""
-        return self.resources.chunk(vector_bytes(self.trajectory), count)
+        return budget.chunk(self.resources, self.trajectory, count)
 
     def pulled(self, queries: Params, noted: Noted | None = None) -> Iterator[tuple[Moment, Pulled]]:
         """The query vectors on their way back: each step, from the last, with what reaches it."""
@@ -170,10 +176,3 @@ class Sweep:
 
     def _track(self, moments: Iterable[Moment], what: str) -> Iterator[Moment]:
         return self.resources.track(moments, len(self.trajectory), what)
-
-
-def vector_bytes(trajectory: Trajectory) -> int:
-    """About what one vector needs on its way through a product: the batch's activations a few times, and itself."""
-    task = trajectory.task
-    held = task.footprint(trajectory.final_whole()[PARAM], trajectory.batch(0))
-    return 4 * held + 4 * nbytes({PARAM: trajectory.initial()[PARAM]})

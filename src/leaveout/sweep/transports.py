@@ -7,16 +7,18 @@ too, because the two nearly cancel. So what travels freely collects plain gradie
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM
+from leaveout._util.trees import PARAM, Params, each
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim import Rule, values
+from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature, own_where
 from leaveout.sweep.free_transport import Coasting, Drift, Layout, drift
 from leaveout.sweep.linear_step import Keep
@@ -45,7 +47,16 @@ class Subspace:
 def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> Coasting:
     """Room for a vector a row: in memory if the budget holds them, otherwise in a file, which is slower."""
     needed = rows * len(rule.slots) * len(group) * like.element_size()
-    return Coasting(rows, len(rule.slots), group, like, disk=needed > resources.bytes)
+    return Coasting(rows, len(rule.slots), group, like, disk=needed > resources.divided(4).bytes)
+
+
+def turns(count: int, size: int) -> list[slice]:
+    """Runs of at most ``size`` of so many pairs.
+
+    >>> turns(5, 2)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
+    """
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 class Carrier(ABC):
@@ -57,9 +68,13 @@ class Carrier(ABC):
 
     @abstractmethod
     def step(
-        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int, keep: Keep
-    ) -> Float[Tensor, "pairs width"]:
-        """H(z)·δ_r for every pair, zero where it is not corrected; then the step passes, without the examples."""
+        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
+    ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
+        """H(z)·δ_r for every pair, zero where it is not corrected, with the rows: at most ``size`` pairs at a time.
+
+        Then the step passes, without the examples. Where it takes several turns, the gradients that the step needs
+        are not kept from them but taken again.
+        """
 
     @abstractmethod
     def advance(self, moment: Moment) -> None:
@@ -79,18 +94,21 @@ class Free(Carrier):
         like: Tensor,
     ) -> None:
         self._trajectory, self._layout, self._like = trajectory, layout, like
-        self.rows, self.kind = rows, kind
+        self.rows, self.kind, self.resources = rows, kind, resources
         self._held = place(rows, trajectory.rule, layout.group, like, resources)
 
     def step(
-        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int, keep: Keep
-    ) -> Float[Tensor, "pairs width"]:
+        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
+    ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """H(z)·δ_r for every pair, and on."""
-        curvature = self.kind(self._trajectory.task, moment.params, moment.batch, chunk)
-        vectors = self._layout.unflatten(self.now(row))
-        gradients, curved = own_where(curvature, keep, take(moment.batch, position), vectors)
-        self.move(moment, row, self._layout.flatten(gradients))
-        return self._layout.flatten(curved)
+        curvature = self.kind(self._trajectory.task, moment.params, moment.batch)
+        gradients: Params | None = None
+        for part in turns(len(row), size):
+            vectors = self._layout.unflatten(self.now(row[part]))
+            kept = None if keep is None else keep[part]
+            gradients, curved = own_where(curvature, kept, take(moment.batch, position[part]), vectors)
+            yield row[part], self._layout.flatten(curved)
+        self.move(moment, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, moment: Moment) -> None:
         """A step passes."""
@@ -100,12 +118,22 @@ class Free(Carrier):
         """Each pair's row's displacement of the parameters."""
         return self._held.now(row)[:, 0]
 
-    def move(self, moment: Moment, row: Int[Tensor, " pairs"], gradients: Float[Tensor, "pairs width"]) -> None:
-        """The step passes, and takes the pairs' examples away."""
+    def move(
+        self,
+        moment: Moment,
+        row: Int[Tensor, " pairs"],
+        position: Int[Tensor, " pairs"],
+        size: int,
+        gradients: Params | None = None,
+    ) -> None:
+        """The step passes, and takes the pairs' examples away; their gradients may be at hand."""
         step = self._drift(moment)
         self._held.advance(step.carry)
         enter = step.enter[self._layout.group].T / -len(moment.record.ids)  # slots x width
-        self._held.add(row, gradients[:, None] * enter)
+        curvature = self.kind(self._trajectory.task, moment.params, moment.batch)
+        for part in turns(len(row), size):
+            own = gradients or curvature.gradients(take(moment.batch, position[part]))
+            self._held.add(row[part], self._layout.flatten(own)[:, None] * enter)
 
     def _drift(self, moment: Moment) -> Drift:
         return drift(self._trajectory.rule, moment.record.hypers, self._trajectory.task.l2, self._like)
@@ -124,22 +152,24 @@ class SubspaceCarrier(Carrier):
         return len(self._basis) + 2 * super().products(keep)
 
     def step(
-        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], chunk: int, keep: Keep
-    ) -> Float[Tensor, "pairs width"]:
+        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
+    ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """H(z)·δ_r for every pair, and on."""
-        outside, z = self._free.now(row), self._inside[PARAM][row]
-        inside = z @ self._basis
-        moved = outside + inside - outside @ self._basis.T @ self._basis
-        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch, chunk)
-        examples = take(moment.batch, torch.cat([position, position]))
-        twice = None if keep is None else torch.cat([keep, keep])
-        vectors = self._layout.unflatten(torch.cat([moved, inside]))
-        gradients, curved = own_where(curvature, twice, examples, vectors)
-        gradient = self._layout.flatten(gradients)[: len(row)]
-        of_moved, of_inside = self._layout.flatten(curved).chunk(2)
-        self._move(moment, row, (of_inside + gradient) @ self._basis.T)
-        self._free.move(moment, row, gradient)
-        return of_moved
+        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch)
+        taken, gradients = [], None
+        for part in turns(len(row), size):
+            own, where = row[part], position[part]
+            outside, inside = self._free.now(own), self._inside[PARAM][own] @ self._basis
+            moved = outside + inside - outside @ self._basis.T @ self._basis
+            twice = None if keep is None else torch.cat([keep[part], keep[part]])
+            vectors = self._layout.unflatten(torch.cat([moved, inside]))
+            both, curved = own_where(curvature, twice, take(moment.batch, torch.cat([where, where])), vectors)
+            gradients = each(lambda t: t[: len(t) // 2], both)
+            of_moved, of_inside = self._layout.flatten(curved).chunk(2)
+            taken.append((of_inside + self._layout.flatten(gradients)) @ self._basis.T)
+            yield own, of_moved
+        self._move(moment, row, torch.cat(taken))
+        self._free.move(moment, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, moment: Moment) -> None:
         """A step passes."""
@@ -155,7 +185,8 @@ class SubspaceCarrier(Carrier):
                 "Subspace transport needs the same hyperparameters for all parameters, and this run's groups differ: "
                 "use ACC(transport='free')."
             )
-        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch)
+        chunk = budget.chunk(self._free.resources.divided(4), self._trajectory, len(self._basis))
+        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch, chunk)
         curved = self._layout.flatten(curvature.products(self._layout.unflatten(self._basis))[0]) @ self._basis.T
         gradient = self._inside[PARAM] @ curved
         gradient.index_add_(0, row, taken, alpha=-1 / len(moment.record.ids))

@@ -80,7 +80,7 @@ def compute(settings: Settings) -> list[Row]:
     caught = {
         (scores.method, m): int(noisy.touched[[int(i) for i in scores.harmful(m)]].sum())
         for scores in scored
-        for m in settings["remove"]
+        for m in {min(m, scores.harmful_count) for m in settings["remove"]}
     }
     return [
         {**row, "flipped_found": caught.get((row["choice"], row["removed"])), "flipped_all": int(noisy.touched.sum())}

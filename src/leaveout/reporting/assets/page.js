@@ -34,11 +34,12 @@ function queries() {
   show();
 }
 
-// A cell that a spreadsheet would take for a formula is quoted with an apostrophe.
+// A cell that a spreadsheet may take for a formula begins with an apostrophe: also behind white space, which some drop,
+// and by the full-width forms of = + - @, which some read as the plain ones.
 function csvCell(value) {
   let cell = String(value);
-  if (typeof value === "string" && /^[=+\-@\t\r]/.test(cell)) cell = "'" + cell;
-  return /[",\n\r]/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
+  if (typeof value === "string" && /^\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|^[\t\r\n]/.test(cell)) cell = "'" + cell;
+  return /[",\n\r]|^\s|\s$/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
 }
 
 function candidates() {
