@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import stat
@@ -29,7 +30,7 @@ BLOCK = 1 << 20
 
 def write_text(file: Path, text: str) -> None:
     """A text file that is there whole or not at all."""
-    _write(file, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_whole(file, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
 def write_json(file: Path, told: dict[str, Any]) -> None:
@@ -78,7 +79,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
             raise OSError(str(error)) from None  # the library's word for a full disk as well
         aside.chmod(usual)  # the library's own is for its writer alone, and a run may be shared
 
-    _write(file, save)
+    write_whole(file, save)
 
 
 def free(path: str | Path, *, overwrite: bool) -> Path:
@@ -177,8 +178,8 @@ def _json_checksum(told: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _write(file: Path, write: Callable[[Path], object]) -> None:
-    """Writes aside, waits for the disk, and renames: after a crash there is either the old file or the new one.
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Write aside, wait for the disk, and rename: after a crash there is either the old file or the new one.
 
     Aside is a new directory of this user alone: nobody can have put a link there, and what a library leaves in it when
     the process is killed is known by the directory's name.
@@ -191,6 +192,15 @@ def _write(file: Path, write: Callable[[Path], object]) -> None:
         _sync(file.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def or_null(value: Any) -> Any:
+    """The value, or None for NaN and infinity, which JSON does not have.
+
+    >>> or_null(float("nan")), or_null(2.5), or_null("x")
+    (None, 2.5, 'x')
+    """
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def asides(names: str) -> str:

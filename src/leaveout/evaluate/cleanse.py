@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from leaveout._util.equality import Comparable
-from leaveout._util.files import free, read_json, save_json
+from leaveout._util.files import free, or_null, read_json, save_json
 from leaveout._util.trees import PARAM, Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
@@ -102,7 +102,7 @@ class Curve(Comparable):
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Writes the curve to one JSON file, whole or not at all."""
         path = free(path, overwrite=overwrite)
-        columns = {name: [_or_none(value) for value in self.table[name].tolist()] for name in COLUMNS}
+        columns = {name: [or_null(value) for value in self.table[name].tolist()] for name in COLUMNS}
         told = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
         told |= {"run_fingerprint": self.run_fingerprint, "harmful": self.harmful}
         save_json(path, told)
@@ -312,8 +312,3 @@ def _misclassified(task: Task, params: Params, block: Batch) -> Tensor | None:
     if outputs.ndim == 2 and outputs.shape[1] > 1 and targets.ndim == 1 and not targets.is_floating_point():
         return outputs.argmax(1) != targets
     return None
-
-
-def _or_none(value: Any) -> Any:
-    """JSON has no NaN."""
-    return None if isinstance(value, float) and not np.isfinite(value) else value

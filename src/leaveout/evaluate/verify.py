@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from leaveout._util.equality import Comparable
-from leaveout._util.files import free, read_json, save_json
+from leaveout._util.files import free, or_null, read_json, save_json
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError, check_seed, is_whole
@@ -69,7 +69,7 @@ class Check(Comparable):
             "sentence": self.sentence,
             "extreme": _told(self.extreme),
             "random": _told(self.random),
-            "spread": {sample: _number(value) for sample, value in self.spread.items()},
+            "spread": {sample: or_null(value) for sample, value in self.spread.items()},
             "cost": asdict(self.cost),
             "run_fingerprint": self.run_fingerprint,
             "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
@@ -180,18 +180,13 @@ def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int
     return extreme, [rest[i] for i in picked.tolist()]
 
 
-def _number(value: float) -> float | None:
-    """JSON has no NaN, which a constant sample gives."""
-    return None if math.isnan(value) else value
-
-
 def _float(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
 def _told(agreement: Agreement) -> dict[str, Any]:
     def interval(of: Interval) -> dict[str, float | None]:
-        return {name: _number(value) for name, value in asdict(of).items()}
+        return {name: or_null(value) for name, value in asdict(of).items()}
 
     return {
         **{name: interval(getattr(agreement, name)) for name in ("rmse", "kendall", "spearman")},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import fsspec
 import pooch
 
-from leaveout._util.files import checksum
+from leaveout._util.files import checksum, write_whole
 from leaveout.errors import InputError, RunError
 
 MANIFEST = "manifest.json"
@@ -61,7 +60,7 @@ def _fetched(system: Any, root: str, address: str) -> Path:
         file = Path(entry["name"]).name
         if found := FILES.fullmatch(file):
             _fetch(system, entry, folder / file, sums.get(int(found[1] or INITIAL)))
-    _put(folder / MANIFEST, lambda aside: aside.write_bytes(manifest))
+    write_whole(folder / MANIFEST, lambda aside: aside.write_bytes(manifest))
     _SOURCES[folder] = address
     return folder
 
@@ -84,13 +83,4 @@ def _fetch(system: Any, entry: dict[str, Any], file: Path, crc32: Any) -> None:
         if aside.stat().st_size != entry["size"]:
             raise OSError(f"{entry['name']} came with {aside.stat().st_size} of {entry['size']} bytes")
 
-    _put(file, get)
-
-
-def _put(file: Path, write: Any) -> None:
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        write(aside)
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(file, get)

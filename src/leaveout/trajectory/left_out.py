@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -27,14 +28,28 @@ class Members:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __post_init__(self) -> None:
-        owner = torch.arange(len(self)).repeat_interleave(self.lengths)
-        order = torch.argsort(self.examples, stable=True)
-        object.__setattr__(self, "_flat", self.examples[order])
-        object.__setattr__(self, "_owner", owner[order])
-        # The first examples, each by itself and in order: then a row is its example's number.
-        object.__setattr__(self, "_whole", torch.equal(self.examples, torch.arange(len(self))))
-        object.__setattr__(self, "_starts", self.lengths.cumsum(0) - self.lengths)
+    @cached_property
+    def _order(self) -> Int[Tensor, " members"]:
+        return torch.argsort(self.examples, stable=True)
+
+    @cached_property
+    def _sorted(self) -> Int[Tensor, " members"]:
+        """The examples in order."""
+        return self.examples[self._order]
+
+    @cached_property
+    def _owner(self) -> Int[Tensor, " members"]:
+        """The row of each of the sorted examples."""
+        return torch.arange(len(self)).repeat_interleave(self.lengths)[self._order]
+
+    @cached_property
+    def _is_everyone(self) -> bool:
+        """Whether these are the first examples, each by itself and in order: then a row is its example's number."""
+        return torch.equal(self.examples, torch.arange(len(self)))
+
+    @cached_property
+    def _starts(self) -> Int[Tensor, " rows"]:
+        return self.lengths.cumsum(0) - self.lengths
 
     def pairs(self, ids: Int[Tensor, " batch"]) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
         """(row, position in the batch) for every example of the batch that a row leaves out.
@@ -45,8 +60,8 @@ class Members:
         >>> members_of(2).pairs(torch.tensor([5, 1]))
         (tensor([1]), tensor([1]))
         """
-        flat, owner = self.__dict__["_flat"], self.__dict__["_owner"]
-        if self.__dict__["_whole"] and int(ids.max()) < len(self):
+        flat, owner = self._sorted, self._owner
+        if self._is_everyone and int(ids.max()) < len(self):
             return ids, torch.arange(len(ids))
         first = torch.searchsorted(flat, ids)
         count = torch.searchsorted(flat, ids, right=True) - first
@@ -67,11 +82,11 @@ class Members:
 
     def keys(self, row: Int[Tensor, " pairs"]) -> Int[Tensor, " pairs"]:
         """What tells rows apart, also in a chunk of them: the first of each row's examples."""
-        return self.examples[self.__dict__["_starts"][row]]
+        return self.examples[self._starts[row]]
 
     def chunks(self, size: int) -> Iterator[Members]:
         """The rows in runs of at most ``size``."""
-        starts = [*self.__dict__["_starts"][::size].tolist(), len(self.examples)]
+        starts = [*self._starts[::size].tolist(), len(self.examples)]
         for number, start in enumerate(range(0, len(self), size)):
             rows = slice(start, start + size)
             yield Members(self.names[rows], self.examples[starts[number] : starts[number + 1]], self.lengths[rows])

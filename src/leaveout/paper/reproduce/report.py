@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterable
+from functools import partial
 from html import escape
 from pathlib import Path
 
-from leaveout._util.files import check_writable, write_text
+from leaveout._util.files import check_writable, write_text, write_whole
 from leaveout.errors import RunError, UnsupportedError
-from leaveout.paper.reproduce.plots import interactive, png
+from leaveout.paper.reproduce.plots import Plot, interactive, png
 from leaveout.paper.reproduce.runner import finished, folder_of
 from leaveout.paper.reproduce.spec import Spec
 
@@ -36,12 +36,7 @@ def write(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = Fals
     frame = finished(spec, out, seeds, quick=quick)
     folder = folder_of(spec, out, quick=quick)
     check_writable(folder / "table.md")
-    aside = folder / f".results.{os.getpid()}"
-    try:
-        frame.to_parquet(aside)
-        os.replace(aside, folder / "results.parquet")
-    finally:
-        aside.unlink(missing_ok=True)
+    write_whole(folder / "results.parquet", frame.to_parquet)
     plots = spec.plots(frame)
     command = f"leaveout reproduce {spec.name}{' --quick' if quick else ''}"
     head = f"# {spec.title}\n\nBy `{command}`; rows and settings of every cell are in `results.parquet`.\n\n"
@@ -49,19 +44,13 @@ def write(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = Fals
         head += "**The quick version: fewer examples, epochs and seeds than the text below says.**\n\n"
     pictures = "".join(f"\n![{plot.title}]({plot.name}.png)\n" for plot in plots)
     for plot in plots:
-        write_bytes(folder / f"{plot.name}.png", png(plot))
+        write_whole(folder / f"{plot.name}.png", partial(_draw, plot))
     write_text(folder / "table.md", head + spec.tables(frame).strip() + "\n" + pictures)
     return folder
 
 
-def write_bytes(file: Path, content: bytes) -> None:
-    """A file that is there whole or not at all."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(content)
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
+def _draw(plot: Plot, aside: Path) -> None:
+    aside.write_bytes(png(plot))
 
 
 def page(specs: Iterable[Spec], out: Path, seeds: int | None = None, *, quick: bool = False) -> Path:

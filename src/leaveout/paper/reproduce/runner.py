@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from functools import partial
@@ -12,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from leaveout._util.files import check_writable, save_text
+from leaveout._util.files import check_writable, or_null, save_text
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError
 from leaveout.paper.reproduce.spec import Row, Settings, Spec
@@ -96,5 +95,5 @@ def _read(file: Path, settings: Settings) -> Row:
 
 
 def _plain(row: Row) -> Row:
-    """JSON has no NaN: a metric that does not exist is null."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    """A metric that does not exist is null."""
+    return {key: or_null(value) for key, value in row.items()}
