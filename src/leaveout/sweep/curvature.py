@@ -69,10 +69,12 @@ class Hessian(Curvature):
     """The true curvature: SGD-IE, ACC."""
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """H·a and ⟨a, g_z⟩/|Z| for every vector a; a single one goes without the gradient, which is quicker."""
-        if height(vectors) == 1 and self.task.abilities.forward:
-            curved, reads = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
-            return each(lambda t: t[None], curved), reads[None]
+        """H·a and ⟨a, g_z⟩/|Z| for every vector a; a single one may go without the gradient, which is quicker."""
+        if height(vectors) == 1:
+            value, one, read = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
+            if value is not None:
+                self.__dict__["gradient"] = value
+            return each(lambda t: t[None], one), read[None]
         value, curved, reads = hessian_products(self.task, self.params, self.batch, vectors, self.chunk)
         self.__dict__["gradient"] = value
         return curved, reads
