@@ -109,7 +109,7 @@ class Query:
             ) from error
 
     def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
-        with torch.no_grad(), Folded():
+        with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken
             return self.task.over_models(self.task.query_losses, (0, None))(stack, block)
 
 
@@ -239,11 +239,13 @@ def readout_of(name: str) -> Readout:
 
 
 def _block_loss(own: Params, query: Query, block: Batch, size: int) -> Tensor:
-    return query.task.query_losses({**query.params, **own}, block).sum() / size
+    with query.task.unstopped():
+        return query.task.query_losses({**query.params, **own}, block).sum() / size
 
 
 def _outputs(query: Query, own: Params, one: Batch) -> Tensor:
-    return query.task.outputs({**query.params, **own}, one)[0][0].flatten()
+    with query.task.unstopped():
+        return query.task.outputs({**query.params, **own}, one)[0][0].flatten()
 
 
 def _some_outputs(query: Query, example: int, first: int, last: int) -> Params:

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from leaveout._util.trees import Params, each, height, rows
+from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import (
     directional,
@@ -149,6 +150,15 @@ class Flat(Curvature):
         """g(z), and zero."""
         gradients = self.gradients(examples)
         return gradients, each(torch.zeros_like, gradients)
+
+
+def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
+    """Refuses stop-gradients where a product with J = ∂ḡ/∂θ would have to serve for one with its transpose."""
+    if kind is Hessian and not task.abilities.symmetric:
+        raise UnsupportedError(
+            f"{task.abilities.reason}, so that the derivative of the gradient is not a symmetric matrix, which this "
+            "method takes it for: use SGDIE(), ACC(transport='exact') or Replay()."
+        )
 
 
 def own_where(

@@ -37,6 +37,8 @@ class Abilities(NamedTuple):
         changes: J(w)·v of a batch, each row with its own weights.
         example: J·v of every example.
         symmetric: whether J is its own transpose; stop-gradients make it another.
+        stops: whether stop-gradients must be passed over to have the derivative of the loss itself.
+        slope: whether that derivative is right.
         reason: why a form is missing.
     """
 
@@ -50,6 +52,8 @@ class Abilities(NamedTuple):
     changes: Form | None = None
     example: Form | None = None
     symmetric: bool = True
+    stops: bool = False
+    slope: bool = True
     reason: str = ""
 
 

@@ -58,14 +58,36 @@ class Passing(WrittenOut):
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(function, "__name__", "")
-        if name == "detach" or function is torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+        if stops(function):
             return _Stop.apply(args[0])
-        if torch.is_grad_enabled() or not name or name.startswith(("_", "set_", "is_")):
+        if not is_hidden(function):
             return super().__torch_function__(function, types, args, kwargs)
         with torch.enable_grad():
             value = super().__torch_function__(function, types, args, kwargs)
         return _Stop.apply(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class Unstopped(TorchFunctionMode):
+    """Takes ``detach``, ``.data`` and ``no_grad`` for nothing: derivatives are then those of the values."""
+
+    def __torch_function__(
+        self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if stops(function):
+            return args[0]
+        with torch.enable_grad():
+            return function(*args, **(kwargs or {}))
+
+
+def stops(function: Callable) -> bool:
+    """Whether it gives its tensor without its history."""
+    return function in (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+def is_hidden(function: Callable) -> bool:
+    """Whether an operation is called where no gradients are taken; not the calls that begin and end such a place."""
+    name = getattr(function, "__name__", "")
+    return not torch.is_grad_enabled() and bool(name) and not name.startswith(("_", "set_", "is_"))
 
 
 class _Stop(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from numbers import Real
@@ -26,7 +26,7 @@ from leaveout.task.checks import TRIAL, module_problems, trial_problems
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Abilities
 from leaveout.task.guard.compare import compared
-from leaveout.task.rewriting import Batched, plain_attention
+from leaveout.task.rewriting import Batched, Unstopped, plain_attention
 from leaveout.task.trace.tracer import Tracer
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
@@ -220,6 +220,15 @@ class Task:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             self.losses(tracked, batch)
         return sum(held.values())
+
+    def unstopped(self) -> AbstractContextManager:
+        """Within it, derivatives are those of the values: stop-gradients, which training keeps to, stop nothing."""
+        if not self.abilities.slope:
+            raise UnsupportedError(
+                "The gradient of this task's loss is not the loss's derivative, which scores are made of: "
+                f"{self.abilities.reason}. Use Replay()."
+            )
+        return Unstopped() if self.abilities.stops else nullcontext()
 
     def over(self, function: Callable, in_dims: Any = 0) -> Callable:
         """``vmap``, or a plain loop where the model has an operation that ``vmap`` cannot batch."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import grad
 
 from leaveout._util.trees import Params, each
 from leaveout.errors import LeaveoutError
@@ -29,7 +30,7 @@ from leaveout.task.derivatives import (
 )
 from leaveout.task.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Abilities, Form
 from leaveout.task.guard.culprit import culprit
-from leaveout.task.guard.differences import Difference, difference, finite, like, norm
+from leaveout.task.guard.differences import FLOOR, Difference, difference, finite, inner, like, norm
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -62,8 +63,11 @@ class Point(NamedTuple):
         return bool((found - known).norm() <= self.known.tolerance * max(float(known.norm()), 1e-3 * scale))
 
 
-def trial_points(task: Task, params: Params, batch: Any) -> tuple[Task, Any, list[Point], str | None]:
-    """The task and its batch in float64 where they can be, the points to compare at, and a problem if one shows."""
+def trial_points(task: Task, params: Params, batch: Any, near: bool) -> tuple[Task, Any, list[Point], str | None]:
+    """The task and its batch in float64 where they can be, a point to compare at, and a problem if one shows.
+
+    The point is near the parameters or, where none can be had there or ``near`` is not set, at them.
+    """
     try:
         wide, given = task.widened(), batches.map_leaves(_widened, batch)
         with torch.no_grad():
@@ -73,18 +77,19 @@ def trial_points(task: Task, params: Params, batch: Any) -> tuple[Task, Any, lis
     except Exception:  # noqa: BLE001 - a model that insists on its own type is compared in that
         wide, given = task.quiet(), batch
     at = each(_widened, params) if wide.is_wide else each(torch.clone, params)
-    generator = torch.Generator().manual_seed(0)
-    moved = each(torch.add, at, like(at, generator, MOVED))
-    points = []
-    for number, place in enumerate((at, moved)):
-        problem, point = _point(wide, place, given, number)
+    moved = each(torch.add, at, like(at, torch.Generator().manual_seed(0), MOVED))
+    # What is right at a point without symmetries is right at others; the moved one has fewest.
+    points: list[Point] = []
+    for number, place in enumerate((moved, at) if near else (at, moved)):
+        problem, point = _point(wide, place, given, number, whole=not points)
         if problem:
             return wide, given, [], problem
         points += [point] if point else []
     return wide, given, points, None
 
 
-def _point(task: Task, at: Params, batch: Any, seed: int) -> tuple[str | None, Point | None]:
+def _point(task: Task, at: Params, batch: Any, seed: int, whole: bool) -> tuple[str | None, Point | None]:
+    """A problem that shows at a state, and what plain autograd gives there, if the ``whole`` of it is asked for."""
     size = len(batches.leaves(batch)[0])
     singles = [batches.map_leaves(lambda leaf, i=i: leaf[i : i + 1], batch) for i in range(size)]
     with torch.no_grad():
@@ -96,12 +101,14 @@ def _point(task: Task, at: Params, batch: Any, seed: int) -> tuple[str | None, P
     if not torch.allclose(alone, together, rtol=rounding, atol=rounding * 1e-2):
         worst = int((alone - together).abs().argmax())
         return _mixed(f"{alone[worst]:.6g} alone, {together[worst]:.6g} with others"), None
+    if not whole:
+        return None, None
     each_one = [_plain(task, one)(at) for one in singles]
     examples = {name: torch.stack([one[name] for one in each_one]) for name in at}
     mean = each(lambda t: t.mean(0), examples)
     known = difference(_plain(task, batch), at, seed)
-    whole = known.gradient if known else _plain(task, batch)(at)
-    if finite(whole) and norm(each(torch.sub, whole, mean)) > 1e2 * rounding * norm(whole) + rounding * norm(examples):
+    slope = known.gradient if known else _plain(task, batch)(at)
+    if finite(slope) and norm(each(torch.sub, slope, mean)) > 1e2 * rounding * norm(slope) + rounding * norm(examples):
         return _mixed("their mean gradient is not the batch's"), None
     return None, Point(known, examples) if known and finite(examples) else None
 
@@ -134,13 +141,13 @@ def compared(task: Task, params: Params, batch: Any, before: Abilities | None = 
 
     With ``before``, no form is taken that was wrong then.
     """
-    wide, given, points, problem = trial_points(task, params, batch)
+    wide, given, points, problem = trial_points(task, params, batch, near=before is None)
     if problem:
         return problem, Abilities()
     own = task.quiet() if wide.is_wide and not task.is_wide else None
     found = _Search(wide, given, points, own, params, batch).abilities(before)
-    wanted = (found.vector, found.vectors, found.changes, found.example, found.outer or None)
-    if None in wanted or not found.symmetric:
+    whole = found.vector and found.vectors and found.changes and found.example and found.outer and found.slope
+    if not whole or not found.symmetric:
         at = points[0].at if points else (each(_widened, params) if wide.is_wide else params)
         found = found._replace(reason=culprit(wide, at, given))
     return None, found
@@ -183,6 +190,12 @@ class _Search:
             self._set(self.task.abilities._replace(forward=False))
             if not self._right(self._outer):
                 self._set(self.task.abilities._replace(outer=False))
+        for stops in (False, True):
+            self._set(self.task.abilities._replace(stops=stops, slope=True))
+            if self._right(self._slope):
+                break
+        else:
+            self._set(self.task.abilities._replace(slope=False))
         return self.task.abilities
 
     def _set(self, abilities: Abilities) -> None:
@@ -229,8 +242,7 @@ class _Search:
         weights = like_one.new_ones((2, size))
         weights[1, 0] = 0
         found = stacked_gradients(task, stack, weights, batch)
-        with torch.no_grad():
-            task.over_models(task.query_losses, (0, None))(stack, batch)
+        task.over_models(task.query_losses, (0, None))(stack, batch)
 
         def agrees(point: Point) -> bool:
             left_out = each(lambda g, e: g - e[0] / size, point.known.gradient, point.examples)
@@ -283,6 +295,20 @@ class _Search:
             yield lambda point, reads=reads: all(point.agree_reads(reads[i], i) for i in (0, 1))
             wanted = self._fisher if fisher else self._gauss_newton
             yield lambda point, c=curved, w=wanted: w(task, point, batch, _row(c, 0))
+
+    def _slope(self, task: Task, at: Params, batch: Any) -> Iterator[Callable[[Point], bool]]:
+        """The gradient of the losses' mean against differences of that mean itself."""
+        u, step = self._directions(at)[0], 1e-6 if task.is_wide else 1e-3
+
+        def mean(params: Params) -> Tensor:
+            with task.unstopped():
+                return task.query_losses(params, batch).mean()
+
+        found = grad(mean)(at)
+        ends = [task.query_losses(each(lambda p, d: p + s * d, at, u), batch).mean() for s in (step, -step)]  # noqa: B023
+        change = float(ends[0] - ends[1]) / (2 * step)
+        scale = max(abs(change), FLOOR * norm(found) * norm(u))
+        yield lambda point: abs(inner(found, u) - change) <= max(1e-4, point.known.tolerance) * scale
 
     def _fisher(self, task: Task, point: Point, _batch: Any, found: Params) -> bool:
         u, size = point.known.directions[0], len(next(iter(point.examples.values())))

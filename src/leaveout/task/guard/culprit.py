@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from leaveout._util.trees import Params
 from leaveout.task import batches
 from leaveout.task.guard.differences import Difference, difference
-from leaveout.task.rewriting import WrittenOut
+from leaveout.task.rewriting import WrittenOut, is_hidden, stops
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -97,19 +97,16 @@ def _problem(given: tuple[Params, Callable[[Params], Tensor]]) -> str | None:
 
 def _verdict(known: Difference, value: Callable[[Params], Tensor]) -> str | None:
     u = known.directions[0]
-    message = ""
-    for product in (
-        lambda: jvp(grad(value), (known.at,), (u,))[1],
-        lambda: vjp(grad(value), known.at)[1](u)[0],  # type: ignore[misc]
-    ):
-        try:
-            with WrittenOut():
-                if known.agrees(product()) and known.symmetric:
-                    return None
-        except (RuntimeError, NotImplementedError) as error:
-            message = str(error).splitlines()[0].rstrip(".")
+    tried = [
+        _product(lambda: jvp(grad(value), (known.at,), (u,))[1]),
+        _product(lambda: vjp(grad(value), known.at)[1](u)[0]),  # type: ignore[misc]
+    ]
+    if known.symmetric and any(isinstance(one, dict) and known.agrees(one) for one in tried):
+        return None
+    message = next((one for one in tried if isinstance(one, str)), "")
+    tracked = {n: t.detach().requires_grad_() for n, t in known.at.items()}
     with _Noting() as noted, torch.enable_grad():
-        value({n: t.detach().requires_grad_() for n, t in known.at.items()})
+        value(tracked)
     if noted.stops:
         return f"stops gradients ({', '.join(sorted(noted.stops))})"
     return (
@@ -119,6 +116,15 @@ def _verdict(known: Difference, value: Callable[[Params], Tensor]) -> str | None
             "has an operation whose second derivative in PyTorch is not that of its gradient (a gradient of its own?)"
         )
     )
+
+
+def _product(function: Callable[[], Params]) -> Params | str:
+    """The product, or PyTorch's word on why there is none."""
+    try:
+        with WrittenOut():
+            return function()
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0].rstrip(".")
 
 
 class _Noting(TorchFunctionMode):
@@ -131,11 +137,8 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(function, "__name__", "")
-        if name == "detach":
-            self.stops.add("detach")
-        elif function is torch.Tensor.data.__get__:  # type: ignore[attr-defined]
-            self.stops.add(".data")
-        elif not torch.is_grad_enabled() and name and not name.startswith(("_", "set_", "is_")):
+        if stops(function):
+            self.stops.add(".data" if function.__name__ == "__get__" else "detach")
+        elif is_hidden(function):
             self.stops.add("no_grad")
         return function(*args, **(kwargs or {}))
