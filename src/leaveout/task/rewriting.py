@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from leaveout.task.batches import leaves
+
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
@@ -32,17 +34,32 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 class Batched(TorchFunctionMode):
     """Starts recurrent layers from a state that varies with whatever the inputs and weights vary with.
 
-    They write into it in place, which ``vmap`` refuses for a state that all examples or models share.
+    They write into it in place, which ``vmap`` refuses for a state that all examples or models share. And they are taken
+    apart into the operations that they are made of, as ``vmap`` has no rule for the whole.
     """
 
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(function, "__name__", "") in RECURRENT and len(args) == 9:
-            packed = isinstance(args[1], Tensor) and not args[1].is_floating_point()
+        packed = len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+        inside = getattr(function, "__name__", "") in RECURRENT and len(args) == 9
+        if inside and (packed or any(map(_is_batched, leaves(args)))):
             at = 2 if packed else 1  # (inputs, sizes, state, weights, ...) or (inputs, state, weights, ...)
             args = (*args[:at], _varied(args[at], [args[0], *args[at + 1]]), *args[at + 1 :])
+            packet = getattr(torch.ops.aten, function.__name__)
+            with torch.backends.mkldnn.flags(enabled=False):  # its fused kernels cannot be taken apart
+                return (packet.data if packed else packet.input).decompose(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
+
+
+def _is_batched(leaf: Any) -> bool:
+    """Whether ``vmap`` carries many tensors as this one."""
+    functorch = torch._C._functorch
+    while isinstance(leaf, Tensor) and functorch.is_functorch_wrapped_tensor(leaf):
+        if functorch.is_batchedtensor(leaf):
+            return True
+        leaf = functorch.get_unwrapped(leaf)
+    return False
 
 
 def _varied(state: Any, sources: list[Tensor]) -> Any:

@@ -144,6 +144,8 @@ def compared(task: Task, params: Params, batch: Any, before: Abilities | None = 
     wide, given, points, problem = trial_points(task, params, batch, near=before is None)
     if problem:
         return problem, Abilities()
+    if problem := _untransformed(task, params, batch):
+        return problem, Abilities()
     own = task.quiet() if wide.is_wide and not task.is_wide else None
     found = _Search(wide, given, points, own, params, batch).abilities(before)
     whole = found.vector and found.vectors and found.changes and found.example and found.outer and found.slope
@@ -153,8 +155,26 @@ def compared(task: Task, params: Params, batch: Any, before: Abilities | None = 
     return None, found
 
 
+def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
+    """The problem of a model that ``torch.func`` cannot differentiate even once."""
+    quiet = task.quiet()
+    quiet.abilities = Abilities()
+    try:
+        gradient(quiet, params, batch)
+        example_gradients(quiet, params, batch)
+    except Exception as error:  # noqa: BLE001 - PyTorch and the model may raise anything; it is passed on in words
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return (
+            f"torch.func cannot take its gradient ({reason}); write the operation with PyTorch's own functions, or give "
+            "an autograd.Function a setup_context and generate_vmap_rule = True"
+        )
+    return None
+
+
 def tried(task: Task, params: Params, batch: Any) -> tuple[str | None, Abilities]:
     """What can be done with the task, tried but not compared; the form that is wrong most often is left out."""
+    if problem := _untransformed(task, params, batch):
+        return problem, Abilities()
     quiet = task.quiet()
     return None, _Search(quiet, batch, [], None, params, batch).abilities(None)
 

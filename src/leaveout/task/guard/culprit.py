@@ -41,13 +41,14 @@ def culprit(task: Task, params: Params, batch: Any) -> str:
         if name in calls:
             prefix = f"{name}." if name else ""
             own = {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
-            problem = _problem(_module_value(module, own, *calls[name]))
+            problem = _problem(lambda m=module, p=own, c=calls[name]: _module_value(m, p, *c))
             if problem:
                 wrong[name] = f"'{name or 'model'}' ({type(module).__name__}) {problem}"
     inner = [name for name in wrong if not any(other != name and _within(other, name) for other in wrong)]
     if inner:
         return wrong[inner[0]]
-    problem = _problem(({"outputs": outputs.detach()}, lambda at: task.output_losses(at["outputs"], targets).sum()))
+    at = {"outputs": outputs.detach()}
+    problem = _problem(lambda: (at, lambda at: task.output_losses(at["outputs"], targets).sum()))
     return f"the loss {problem}" if problem else "PyTorch's second derivative of the model with its loss is wrong"
 
 
@@ -76,9 +77,8 @@ def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _problem(given: tuple[Params, Callable[[Params], Tensor]]) -> str | None:
+def _problem(given: Callable[[], tuple[Params, Callable[[Params], Tensor]]]) -> str | None:
     """What is wrong with the second derivative of a function, if anything is."""
-    at, value = given
 
     def slope(point: Params) -> Params:
         tracked = {n: t.detach().requires_grad_() for n, t in point.items()}
@@ -87,6 +87,7 @@ def _problem(given: tuple[Params, Callable[[Params], Tensor]]) -> str | None:
         return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tracked.items(), found, strict=True)}
 
     try:
+        at, value = given()
         known = difference(slope, at) if at else None
     except Exception:  # noqa: BLE001 - what cannot be called alone is not the culprit that can be named
         return None
@@ -106,7 +107,9 @@ def _verdict(known: Difference, value: Callable[[Params], Tensor]) -> str | None
     message = next((one for one in tried if isinstance(one, str)), "")
     tracked = {n: t.detach().requires_grad_() for n, t in known.at.items()}
     with _Noting() as noted, torch.enable_grad():
-        value(tracked)
+        made = value(tracked)
+    if own := _own_gradients(made):
+        return f"has a gradient of its own ({', '.join(own)})"
     if noted.stops:
         return f"stops gradients ({', '.join(sorted(noted.stops))})"
     return (
@@ -116,6 +119,20 @@ def _verdict(known: Difference, value: Callable[[Params], Tensor]) -> str | None
             "has an operation whose second derivative in PyTorch is not that of its gradient (a gradient of its own?)"
         )
     )
+
+
+def _own_gradients(value: Tensor) -> list[str]:
+    """The ``autograd.Function``s that a value was made by."""
+    seen, waiting, names = set(), [value.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            names.add(type(node).__name__.removesuffix("Backward"))
+        waiting += [source for source, _ in node.next_functions]
+    return sorted(names)
 
 
 def _product(function: Callable[[], Params]) -> Params | str:
