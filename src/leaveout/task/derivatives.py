@@ -97,8 +97,8 @@ def _pushed(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[P
             losses = task.losses({**params, **q}, batch)
         return losses.sum() / size, losses
 
-    (value, _), (curved, slopes) = jvp(grad(mean, has_aux=True), (task.own(params),), (vector,))
-    return value, curved, slopes / size
+    values, changes = jvp(grad(mean, has_aux=True), (task.own(params),), (vector,))  # type: ignore[misc]
+    return values[0], changes[0], changes[1] / size
 
 
 def _transposed(task: Task, params: Params, batch: Batch) -> Callable[[Params], Params]:

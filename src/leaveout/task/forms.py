@@ -56,6 +56,11 @@ class Abilities(NamedTuple):
     slope: bool = True
     reason: str = ""
 
+    @property
+    def whole(self) -> bool:
+        """Whether everything can be done, by whichever form."""
+        return bool(self.vector and self.vectors and self.changes and self.example and self.outer and self.slope)
+
 
 VECTOR = (Form.REVERSE_FORWARD, Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.TRANSPOSED)
 VECTORS = (Form.REVERSE_REVERSE, Form.FORWARD_REVERSE, Form.TRANSPOSED)

@@ -34,8 +34,8 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 class Batched(TorchFunctionMode):
     """Starts recurrent layers from a state that varies with whatever the inputs and weights vary with.
 
-    They write into it in place, which ``vmap`` refuses for a state that all examples or models share. And they are taken
-    apart into the operations that they are made of, as ``vmap`` has no rule for the whole.
+    They write into it in place, which ``vmap`` refuses for a state that all examples or models share. And they are
+    taken apart into the operations that they are made of, as ``vmap`` has no rule for the whole.
     """
 
     def __torch_function__(
@@ -121,11 +121,11 @@ class _Stop(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
         return torch.zeros_like(gradient)
 
     @staticmethod
-    def jvp(_ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
+    def jvp(_ctx: Any, tangent: Tensor) -> Tensor:
         return tangent.clone()
 
 

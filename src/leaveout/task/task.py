@@ -76,7 +76,7 @@ class Task:
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.chosen = self.names
         self.check = check
-        self._at: dict[str, Abilities] = {}
+        self._at: dict[int, Abilities] = {}
         self.tracer = Tracer(images=any(isinstance(module, nn.Conv2d) for module in model.modules()))
         self.loss = loss
         self._loss = per_example(loss)
@@ -138,7 +138,7 @@ class Task:
         """Whether it computes in float64."""
         return self._first is not None and self._first.dtype == torch.float64
 
-    def compared_at(self, key: str, params: Params) -> Task:
+    def compared_at(self, key: int, params: Params) -> Task:
         """The same task, with the forms of derivatives that are right at another state too; ``key`` names it."""
         if not self.check:
             return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,7 @@ def culprit(task: Task, params: Params, batch: Any) -> str:
         if name in calls:
             prefix = f"{name}." if name else ""
             own = {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
-            problem = _problem(lambda m=module, p=own, c=calls[name]: _module_value(m, p, *c))
+            problem = _problem(partial(_module_value, module, own, *calls[name]))
             if problem:
                 wrong[name] = f"'{name or 'model'}' ({type(module).__name__}) {problem}"
     inner = [name for name in wrong if not any(other != name and _within(other, name) for other in wrong)]
@@ -100,7 +101,7 @@ def _verdict(known: Difference, value: Callable[[Params], Tensor]) -> str | None
     u = known.directions[0]
     tried = [
         _product(lambda: jvp(grad(value), (known.at,), (u,))[1]),
-        _product(lambda: vjp(grad(value), known.at)[1](u)[0]),  # type: ignore[misc]
+        _product(lambda: vjp(grad(value), known.at)[1](u)[0]),
     ]
     if known.symmetric and any(isinstance(one, dict) and known.agrees(one) for one in tried):
         return None
@@ -123,7 +124,9 @@ def _verdict(known: Difference, value: Callable[[Params], Tensor]) -> str | None
 
 def _own_gradients(value: Tensor) -> list[str]:
     """The ``autograd.Function``s that a value was made by."""
-    seen, waiting, names = set(), [value.grad_fn], set()
+    seen: set[Any] = set()
+    names: set[str] = set()
+    waiting = [value.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
