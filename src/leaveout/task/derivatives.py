@@ -180,11 +180,12 @@ def example_products(
             def slope(q: Params) -> Params:
                 return grad(lambda r: task.example_loss({**p, **r}, example))(q)
 
-            if form is Form.FORWARD_REVERSE:
+            if form is Form.REVERSE_REVERSE:
+                value, pull = pullback(slope, task.own(p))
+                return value, pull(vector)[0]
+            with Passing() if form is Form.THROUGH else nullcontext():
                 both = jvp(slope, (task.own(p),), (vector,))
-                return both[0], both[1]
-            value, pull = pullback(slope, task.own(p))
-            return value, pull(vector)[0]
+            return both[0], both[1]
 
         return (), task.over(one, (0, None) if shared else 0)(b, v)
 

@@ -26,7 +26,7 @@ from leaveout.task.checks import TRIAL, module_problems, trial_problems
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Abilities
 from leaveout.task.guard.compare import compared
-from leaveout.task.rewriting import Batched, Unstopped, plain_attention
+from leaveout.task.rewriting import Batched, Unstopped, WrittenOut, plain_attention
 from leaveout.task.trace.tracer import Tracer
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
@@ -232,11 +232,11 @@ class Task:
 
     def over(self, function: Callable, in_dims: Any = 0) -> Callable:
         """``vmap``, or a plain loop where the model has an operation that ``vmap`` cannot batch."""
-        return vmap(function, in_dims) if self.abilities.vmap else looped(function, in_dims)
+        return side_by_side(function, in_dims) if self.abilities.vmap else looped(function, in_dims)
 
     def over_models(self, function: Callable, in_dims: Any = 0) -> Callable:
         """The same for many models instead of many examples."""
-        return vmap(function, in_dims) if self.abilities.stacks else looped(function, in_dims)
+        return side_by_side(function, in_dims) if self.abilities.stacks else looped(function, in_dims)
 
 
 def _is_strength(value: Any) -> bool:
@@ -303,6 +303,21 @@ def per_example(loss: nn.Module | Loss) -> Loss:
 def _example_losses(single: nn.Module, outputs: Any, targets: Any) -> Tensor:
     values = single(outputs, targets)
     return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+def side_by_side(function: Callable, in_dims: Any = 0) -> Callable:
+    """``vmap``, with operations written out that it has no rule for, and without its warnings of those left."""
+
+    def call(*args: Any) -> Any:
+        warned = torch._C._functorch._is_vmap_fallback_warning_enabled()
+        torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+        try:
+            with WrittenOut():
+                return vmap(function, in_dims)(*args)
+        finally:
+            torch._C._functorch._set_vmap_fallback_warning_enabled(warned)
+
+    return call
 
 
 def looped(function: Callable, in_dims: Any = 0) -> Callable:
