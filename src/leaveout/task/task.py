@@ -306,16 +306,11 @@ def _example_losses(single: nn.Module, outputs: Any, targets: Any) -> Tensor:
 
 
 def side_by_side(function: Callable, in_dims: Any = 0) -> Callable:
-    """``vmap``, with operations written out that it has no rule for, and without its warnings of those left."""
+    """``vmap``, with operations written out that it has no rule for."""
 
     def call(*args: Any) -> Any:
-        warned = torch._C._functorch._is_vmap_fallback_warning_enabled()
-        torch._C._functorch._set_vmap_fallback_warning_enabled(False)
-        try:
-            with WrittenOut():
-                return vmap(function, in_dims)(*args)
-        finally:
-            torch._C._functorch._set_vmap_fallback_warning_enabled(warned)
+        with WrittenOut():
+            return vmap(function, in_dims)(*args)
 
     return call
 
