@@ -305,9 +305,19 @@ def no_form(reason: str) -> UnsupportedError:
 
 
 def _run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
-    with nullcontext() if exact else WrittenOut():
-        # A loop over examples would be traced turn by turn, and slowly.
-        return task.tracer(name, function, *args, exact=exact) if task.abilities.vmap else function(*args)
+    given = function if exact else _written_out(function)
+    # A loop over examples would be traced turn by turn, and slowly.
+    return task.tracer(name, given, *args, exact=exact) if task.abilities.vmap else given(*args)
+
+
+def _written_out(function: Callable) -> Callable:
+    """The function with operations written out; not around its trace, which would be slowed down."""
+
+    def call(*args: Any) -> Any:
+        with WrittenOut():
+            return function(*args)
+
+    return call
 
 
 def _by_chunks(
