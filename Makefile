@@ -5,13 +5,16 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 TOOLS = $(VENV)/.tools
 
-.PHONY: demo test lint format docs bench screenshots clean
+.PHONY: demo test test-all lint format docs bench screenshots clean
 
 demo: $(READY)  ## the main job, offline, in seconds once it is set up
 	$(BIN)/leaveout demo
 
 test: $(TOOLS) lint  ## lint, types, doctests and tests
 	$(BIN)/pytest -n 2
+
+test-all: $(TOOLS) lint  ## the same with the long tables: every layer and operation of PyTorch
+	$(BIN)/pytest -n 2 -m ""
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

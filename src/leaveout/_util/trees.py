@@ -25,12 +25,17 @@ def inner(left: Params, right: Params) -> Float[Tensor, "left right"]:
     >>> inner({"w": torch.eye(2)}, {"w": torch.tensor([[3.0, 4.0]])}).tolist()
     [[3.0], [4.0]]
     """
-    return sum_of(left[name].flatten(1) @ right[name].flatten(1).T for name in left)
+    return sum_of(flat_rows(left[name]) @ flat_rows(right[name]).T for name in left)
 
 
 def inner_rows(left: Params, right: Params) -> Float[Tensor, " rows"]:
     """Row by row inner products of two stacks: ``out[i] = Σ_p left[p][i] · right[p][i]``."""
-    return sum_of((left[name] * right[name]).flatten(1).sum(1) for name in left)
+    return sum_of(flat_rows(left[name] * right[name]).sum(1) for name in left)
+
+
+def flat_rows(stack: Tensor) -> Tensor:
+    """A row for each tensor of a stack; single numbers have one column."""
+    return stack.reshape(len(stack), 1) if stack.ndim == 1 else stack.flatten(1)
 
 
 def sum_of(terms: Iterator[Tensor]) -> Tensor:

@@ -244,7 +244,9 @@ class Estimator(ABC):
             raise InputError(f"A run is needed, not a {type(run).__name__}: open a directory with lo.open_run(path).")
         if queries not in ("mean", "each"):
             raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.")
-        trajectory = Trajectory(run, task, self.layers)
+        trajectory, cost = Trajectory(run, task, self.layers), Cost()
+        with cost.metered():
+            trajectory = trajectory.compared()
         resources = resources or Resources()
         final = trajectory.final_whole()[PARAM]
         warn_of_other_weights(run, task.parameters(), final)
@@ -255,7 +257,7 @@ class Estimator(ABC):
             self._members(task, ids, groups),
             asked,
             resources,
-            Cost(),
+            cost,
             displacements,
             repr(self),
         )

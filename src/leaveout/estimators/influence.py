@@ -17,6 +17,7 @@ from leaveout.estimators.checkpoints import example_blocks
 from leaveout.estimators.readout import Projected, readout_of
 from leaveout.estimators.solvers import Apply, conjugate_gradients, direct, lissa
 from leaveout.sweep import budget
+from leaveout.sweep.curvature import check_symmetric
 from leaveout.sweep.free_transport import Layout
 from leaveout.task.derivatives import example_gradients, hessian_products, weight_products
 from leaveout.trajectory.left_out import Members
@@ -107,6 +108,7 @@ class _Minimum:
     def __init__(self, request: Request, method: InfluenceFunction) -> None:
         self.request, self.method = request, method
         trajectory = request.trajectory
+        check_symmetric(trajectory.task)
         self.task, self.params = trajectory.task, trajectory.final_whole()[PARAM]
         self.layout = Layout(trajectory.rule, trajectory.final()[PARAM])
         self.batch_size = len(trajectory.run.record(0).ids)

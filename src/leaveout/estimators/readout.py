@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, jacrev
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import PARAM, Params, each, height, inner, nbytes, pullback, split
@@ -109,8 +109,8 @@ class Query:
             ) from error
 
     def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
-        with torch.no_grad(), Folded():
-            return self.task.over(self.task.query_losses, (0, None))(stack, block)
+        with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken
+            return self.task.over_models(self.task.query_losses, (0, None))(stack, block)
 
 
 class Readout(ABC):
@@ -211,7 +211,7 @@ class Outputs(Projected):
                 outputs, targets = query.task.outputs(query.params, block)
                 stop = start + outputs.numel()
                 moved = outputs + products[:, start:stop].unflatten(1, outputs.shape)
-                losses = vmap(query.task.output_losses, (0, None))(moved, targets)
+                losses = query.task.over_models(query.task.output_losses, (0, None))(moved, targets)
                 changes.append(losses - query.task.output_losses(outputs, targets))
             start = stop
         return query.reduce(torch.cat(changes, dim=1))
@@ -239,11 +239,13 @@ def readout_of(name: str) -> Readout:
 
 
 def _block_loss(own: Params, query: Query, block: Batch, size: int) -> Tensor:
-    return query.task.query_losses({**query.params, **own}, block).sum() / size
+    with query.task.unstopped():
+        return query.task.query_losses({**query.params, **own}, block).sum() / size
 
 
 def _outputs(query: Query, own: Params, one: Batch) -> Tensor:
-    return query.task.outputs({**query.params, **own}, one)[0][0].flatten()
+    with query.task.unstopped():
+        return query.task.outputs({**query.params, **own}, one)[0][0].flatten()
 
 
 def _some_outputs(query: Query, example: int, first: int, last: int) -> Params:

@@ -73,8 +73,10 @@ def timeline(
         groups: these groups instead of single examples.
         resources: memory budget and progress.
     """
-    trajectory = Trajectory(run, task)
-    asked = Query(task, trajectory.final()[PARAM], query, single=False, resources=(resources or Resources()).inside())
+    trajectory = Trajectory(run, task).compared()
+    asked = Query(
+        trajectory.task, trajectory.final()[PARAM], query, single=False, resources=(resources or Resources()).inside()
+    )
     members = members_of(task.size, ids, groups)
     names, column = spans([run.record(i).epoch for i in range(len(run))])
     vectors = Linear().vectors(asked)

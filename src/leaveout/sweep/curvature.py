@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from leaveout._util.trees import Params, each, height, rows
+from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import (
     directional,
@@ -69,10 +70,12 @@ class Hessian(Curvature):
     """The true curvature: SGD-IE, ACC."""
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """H·a and ⟨a, g_z⟩/|Z| for every vector a; a single one goes without the gradient, which is quicker."""
-        if height(vectors) == 1 and self.task.abilities.forward:
-            curved, reads = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
-            return each(lambda t: t[None], curved), reads[None]
+        """H·a and ⟨a, g_z⟩/|Z| for every vector a; a single one may go without the gradient, which is quicker."""
+        if height(vectors) == 1:
+            value, one, read = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
+            if value is not None:
+                self.__dict__["gradient"] = value
+            return each(lambda t: t[None], one), read[None]
         value, curved, reads = hessian_products(self.task, self.params, self.batch, vectors, self.chunk)
         self.__dict__["gradient"] = value
         return curved, reads
@@ -147,6 +150,15 @@ class Flat(Curvature):
         """g(z), and zero."""
         gradients = self.gradients(examples)
         return gradients, each(torch.zeros_like, gradients)
+
+
+def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
+    """Refuses stop-gradients where a product with J = ∂ḡ/∂θ would have to serve for one with its transpose."""
+    if kind is Hessian and not task.abilities.symmetric:
+        raise UnsupportedError(
+            f"{task.abilities.reason}, so that the derivative of the gradient is not a symmetric matrix, which this "
+            "method takes it for: use SGDIE(), ACC(transport='exact') or Replay()."
+        )
 
 
 def own_where(

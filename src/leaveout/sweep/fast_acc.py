@@ -27,7 +27,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import UnsupportedError
 from leaveout.sweep import budget
 from leaveout.sweep.checkpoint import Mark
-from leaveout.sweep.curvature import Curvature, Hessian
+from leaveout.sweep.curvature import Curvature, Hessian, check_symmetric
 from leaveout.sweep.free_transport import Layout, RowFile, drift, sketch
 from leaveout.sweep.schedule import Occasions
 from leaveout.sweep.stability import Growth
@@ -69,6 +69,7 @@ class Correction:
                 f"Cheap transports need a step that is linear in the gradient, which {self.trajectory.rule.kind}'s is "
                 "not: use ACC(transport='exact') or Replay() for few examples, SGDIE() for many."
             )
+        check_symmetric(self.trajectory.task, self.kind)
 
     def remainders(self, queries: Params, width: int | None = None) -> Products:
         """Both scores for every query vector, a sweep each."""

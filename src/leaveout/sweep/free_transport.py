@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, sum_of
+from leaveout._util.trees import PARAM, Params, flat_rows, sum_of
 from leaveout.errors import RunError
 from leaveout.optim import Hyper, Rule, values
 
@@ -74,13 +74,13 @@ class Layout:
 
     def flatten(self, stack: Params) -> Float[Tensor, "rows width"]:
         """A stack of parameter vectors as a matrix."""
-        return torch.cat([stack[name].flatten(1) for name in self.names], dim=1)
+        return torch.cat([flat_rows(stack[name]) for name in self.names], dim=1)
 
     def unflatten(self, matrix: Float[Tensor, "rows width"]) -> Params:
         """The matrix as a stack of parameter vectors."""
         parts = dict(zip(self.names, matrix.split(self.sizes, dim=1), strict=True))
         # In the parameters' own order, which torch.func compares.
-        return {name: parts[name].unflatten(1, self.shapes[name]) for name in self.order}
+        return {name: parts[name].reshape(len(matrix), *self.shapes[name]) for name in self.order}
 
 
 @dataclass(frozen=True)

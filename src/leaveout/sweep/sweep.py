@@ -18,7 +18,7 @@ from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.sweep import budget
 from leaveout.sweep.checkpoint import Mark, Noted
-from leaveout.sweep.curvature import Curvature, Flat, Hessian
+from leaveout.sweep.curvature import Curvature, Flat, Hessian, check_symmetric
 from leaveout.sweep.linear_step import LinearStep, Pulled
 from leaveout.sweep.schedule import Occasions
 from leaveout.sweep.stability import Growth
@@ -141,6 +141,7 @@ class Sweep:
 
     def _private(self, members: Members, query: Params) -> Float[Tensor, " rows"]:
         """A vector a row, u + e_k: the shared vector with the row's own remainder."""
+        check_symmetric(self.trajectory.task, self.kind)
         count = len(members)
         stacked = {name: tensor.expand(count, *tensor.shape) for name, tensor in query.items()}
         vectors = embed(stacked, self.trajectory.final())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jvp, vmap
 
-from leaveout._util.trees import pullback
 from leaveout.errors import InputError
 from leaveout.task import batches
+from leaveout.task.forms import Abilities
+from leaveout.task.guard.compare import compared, tried
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -26,7 +25,7 @@ def module_problems(model: nn.Module) -> list[str]:
     ["'1' is Dropout(p=0.5) in training mode, so every pass differs; set p=0 or call .eval() on it before training"]
     """
     found = [problem for name, module in model.named_modules() if (problem := _module_problem(name or "model", module))]
-    return found + _device_problems(model)
+    return found + _device_problems(model) + _type_problems(model)
 
 
 def _device_problems(model: nn.Module) -> list[str]:
@@ -38,6 +37,17 @@ def _device_problems(model: nn.Module) -> list[str]:
     return [f"the model is spread over {', '.join(devices)}; put it on one device"] if len(devices) > 1 else []
 
 
+def _type_problems(model: nn.Module) -> list[str]:
+    kinds = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    complex_ones = [name for name, dtype in kinds.items() if dtype.is_complex]
+    if complex_ones:
+        return [f"{complex_ones[0]!r} is complex; train its real and imaginary parts as two real parameters"]
+    words = sorted({str(dtype).removeprefix("torch.") for dtype in kinds.values()})
+    if len(words) > 1:
+        return [f"the trained parameters are of several types ({', '.join(words)}); convert the model to one"]
+    return []
+
+
 def _module_problem(name: str, module: nn.Module) -> str | None:
     kind = type(module).__name__
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats):
@@ -47,6 +57,17 @@ def _module_problem(name: str, module: nn.Module) -> str | None:
         )
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training and module.track_running_stats:
         return f"{name!r} is {kind} with running statistics; set track_running_stats=False"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
+        if module.scale_grad_by_freq:
+            return (
+                f"{name!r} is {kind}(scale_grad_by_freq=True), which divides an example's gradient by how often its "
+                "words occur in the whole batch; train with scale_grad_by_freq=False"
+            )
+        if module.max_norm is not None:
+            return (
+                f"{name!r} is {kind}(max_norm={module.max_norm}), which changes its weights in the forward pass; "
+                "leave max_norm out, and normalise the looked-up vectors if they must be short"
+            )
     if not module.training:
         return None
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -61,15 +82,7 @@ def _module_problem(name: str, module: nn.Module) -> str | None:
     return None
 
 
-class Abilities(NamedTuple):
-    """Which of PyTorch's transforms the model's operations support; without them the work is done more slowly."""
-
-    vmap: bool = False
-    forward: bool = False
-    curved: bool = True
-
-
-def trial_problems(task: Task) -> tuple[list[str], Abilities]:
+def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities]:
     """Problems that show on the first examples, and what the model's operations support."""
     none = Abilities()
     ids = list(range(min(TRIAL, task.size)))
@@ -86,14 +99,14 @@ def trial_problems(task: Task) -> tuple[list[str], Abilities]:
         ], none
     if problem := _structure_problem(batch, len(ids)):
         return [problem], none
-    params = {name: param.detach() for name, param in task.parameters().items()}
+    params = {name: param.detach().clone() for name, param in task.parameters().items()}
     if not params:
         return ["no parameter of the model is trained; set requires_grad=True on those that should be"], none
     buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
     rng = torch.get_rng_state()
     try:
         with torch.no_grad():
-            losses = task._loss(*task.outputs(params, batch))  # its shape is looked at below
+            losses = task._loss(*task.outputs(task.parameters(), batch))  # its shape is looked at below
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is passed on in words
@@ -101,9 +114,18 @@ def trial_problems(task: Task) -> tuple[list[str], Abilities]:
     problems = _side_effects(task.model, buffers, rng)
     if problems:
         return problems, none
-    if problem := _loss_problem(task, params, batch, losses):
+    if changed := [name for name, param in task.parameters().items() if not torch.equal(param, params[name])]:
+        with torch.no_grad():
+            for name in changed:
+                task.parameters()[name].copy_(params[name])
+        return [
+            f"the forward pass changes the parameter {changed[0]!r}; only the optimizer may change parameters "
+            "(for an embedding's max_norm: normalise the looked-up vectors instead)"
+        ], none
+    if problem := _shape_problem(losses, len(ids)):
         return [problem], none
-    return [], _abilities(task, params, batch)
+    problem, abilities = compared(task, params, batch) if check else tried(task, params, batch)
+    return [problem] if problem else [], abilities
 
 
 def _line(error: Exception) -> str:
@@ -137,48 +159,10 @@ def _side_effects(model: nn.Module, buffers: dict[str, Tensor], rng: Tensor) -> 
     return problems
 
 
-def _loss_problem(task: Task, params: dict[str, Tensor], batch: Any, losses: Tensor) -> str | None:
-    count = len(batches.leaves(batch)[0])
-    if losses.shape != (count,):
-        return (
-            f"the loss of {count} examples has shape {list(losses.shape)} instead of [{count}]; "
-            "give an nn loss module, or a callable that returns one loss per example (reduction='none')"
-        )
-    with torch.no_grad():
-        alone = torch.stack([task.example_loss(params, _example(batch, i)) for i in range(count)])
-        together = task.losses(params, batch)
-    if not torch.allclose(alone, together, rtol=1e-3, atol=1e-5, equal_nan=True):
-        return (
-            f"the loss of an example depends on the other examples in its batch ({alone[0]:.6g} alone, "
-            f"{together[0]:.6g} with others); normalise and compare within single examples only, and check that "
-            "outputs and targets have the same shape"
-        )
-    return None
-
-
-def _example(batch: Any, i: int) -> Any:
-    return batches.map_leaves(lambda leaf: leaf[i], batch)
-
-
-def _abilities(task: Task, params: dict[str, Tensor], batch: Any) -> Abilities:
-    """Second derivatives are tried with ``vmap``, and in forward mode; some operations have no rule for one of them."""
-
-    def pulled(example: Any) -> dict[str, Tensor]:
-        _, pull = pullback(lambda p: grad(task.example_loss)(p, example), params)
-        return pull(params)[0]
-
-    def pushed(example: Any) -> Any:
-        return jvp(lambda p: grad(task.example_loss)(p, example), (params,), (params,))
-
-    if _works(vmap(pulled), batch):
-        return Abilities(vmap=True, forward=_works(vmap(pushed), batch))
-    first = _example(batch, 0)
-    return Abilities(vmap=_works(vmap(partial(grad(task.example_loss), params)), batch), curved=_works(pulled, first))
-
-
-def _works(function: Any, batch: Any) -> bool:
-    try:
-        function(batch)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+def _shape_problem(losses: Tensor, count: int) -> str | None:
+    if losses.shape == (count,):
+        return None
+    return (
+        f"the loss of {count} examples has shape {list(losses.shape)} instead of [{count}]; "
+        "give an nn loss module, or a callable that returns one loss per example (reduction='none')"
+    )

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -17,7 +18,12 @@ from torch.func import grad, jvp, vjp
 from leaveout._util.trees import Params, each, inner, inner_rows, pullback
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch, leaves, map_leaves
-from leaveout.task.task import Task
+from leaveout.task.folding import Folded
+from leaveout.task.forms import Form
+from leaveout.task.rewriting import Passing, WrittenOut
+
+if TYPE_CHECKING:
+    from leaveout.task.task import Task
 
 Rows: TypeAlias = tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows batch"]]
 """Stacks of vectors v, weights w of the batch's examples, and changes ẇ of these."""
@@ -30,73 +36,113 @@ def gradient(task: Task, params: Params, batch: Batch) -> Params:
 
 def stacked_gradients(task: Task, stack: Params, weights: Float[Tensor, "rows batch"], batch: Batch) -> Params:
     """(1/|Z|) Σ w_z g(z) of every model of a stack, with its own weights, on one batch."""
-    function = task.over(task.gradient, (0, 0, None))
+    function = task.over_models(task.gradient, (0, 0, None))
     return _run(task, "stacked_gradients", function, stack, weights, batch, exact=True)
 
 
 def hessian_products(
     task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
 ) -> tuple[Params, Params, Float[Tensor, "vectors batch"]]:
-    """ḡ, and for every vector v of a stack H(Z)·v and ⟨v, g(z)⟩/|Z|.
-
-    Both are parts of one pull-back: that of (θ, w) ↦ (1/|Z|) Σ w_z g(z, θ).
-    """
-    _curved(task)
+    """ḡ, and for every vector u of a stack Jᵀ·u and ⟨u, g(z)⟩/|Z|; J = ∂ḡ/∂θ is H(Z) where nothing stops gradients."""
+    form = _form(task, task.abilities.vectors)
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, tuple[Params, Tensor]]:
-        value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), _ones(p, b))
-        return value, task.over(pull)(v)
+        if form is Form.REVERSE_REVERSE:  # both are parts of one pull-back
+            value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), _ones(p, b))
+            return value, task.over(pull)(v)
+        if form is Form.FORWARD_REVERSE:
+            value = task.gradient(p, _ones(p, b), b)
+            return value, task.over(lambda vector: _pushed(task, p, b, vector)[1:])(v)
+        value, pull = pullback(lambda w: task.gradient(p, w, b), _ones(p, b))
+        transposed = _transposed(task, p, b)
+        return value, task.over(lambda vector: (transposed(vector), pull(vector)[0]))(v)
 
-    value, (curved, reads) = _by_chunks(task, "hessian_products", products, (params, batch), (vectors,), chunk)
+    name = f"hessian_products {form.name}"
+    value, (curved, reads) = _by_chunks(task, name, products, (params, batch), (vectors,), chunk)
     return value, curved, reads
+
+
+def directional(
+    task: Task, params: Params, batch: Batch, vector: Params
+) -> tuple[Params | None, Params, Float[Tensor, " batch"]]:
+    """As ``hessian_products``, for one vector, by the quickest form; ḡ is None where the form does without it."""
+    form = _form(task, task.abilities.vector)
+
+    def products(p: Params, b: Batch, v: Params) -> tuple:
+        if form is Form.REVERSE_FORWARD:  # neither the gradient nor any per-example gradient is formed
+
+            def along(q: Params) -> tuple[Tensor, Tensor]:
+                slope = jvp(lambda r: task.losses({**p, **r}, b), (q,), (v,))[1] / len(leaves(b)[0])
+                return slope.sum(), slope
+
+            return grad(along, has_aux=True)(task.own(p))
+        if form is Form.FORWARD_REVERSE:
+            return _pushed(task, p, b, v)
+        if form is Form.REVERSE_REVERSE:
+            value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), _ones(p, b))
+            return (value, *pull(v))
+        value, pull = pullback(lambda w: task.gradient(p, w, b), _ones(p, b))
+        return value, _transposed(task, p, b)(v), pull(v)[0]
+
+    result = _run(task, f"directional {form.name}", products, params, batch, vector)
+    return result if len(result) == 3 else (None, *result)
+
+
+def _pushed(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Params, Tensor]:
+    """ḡ, its derivative along v, and that of each example's loss, divided by |Z|."""
+    size = len(leaves(batch)[0])
+
+    def mean(q: Params) -> tuple[Tensor, Tensor]:
+        with Folded():
+            losses = task.losses({**params, **q}, batch)
+        return losses.sum() / size, losses
+
+    values, changes = jvp(grad(mean, has_aux=True), (task.own(params),), (vector,))  # type: ignore[misc]
+    return values[0], changes[0], changes[1] / size
+
+
+def _transposed(task: Task, params: Params, batch: Batch) -> Callable[[Params], Params]:
+    """U ↦ Jᵀ·u, as the transpose of v ↦ J·v with gradients stopped once."""
+    ones = _ones(params, batch)
+
+    def push(vector: Params) -> Params:
+        with Passing():
+            return jvp(lambda q: task.gradient({**params, **q}, ones, batch), (task.own(params),), (vector,))[1]
+
+    _, pull = pullback(push, each(torch.zeros_like, task.own(params)))
+    return lambda vector: pull(vector)[0]
 
 
 def weighted_changes(
     task: Task, params: Params, batch: Batch, stacks: Rows, chunk: int | None = None
 ) -> tuple[Params, Params]:
-    """ḡ, and for every row (v, w, ẇ) of the stacks H(Z; w)·v + (1/|Z|) Σ ẇ_z g(z): how ḡ(θ; w) changes along (v, ẇ).
+    """ḡ, and for every row (v, w, ẇ) of the stacks J(w)·v + (1/|Z|) Σ ẇ_z g(z): how ḡ(θ; w) changes along (v, ẇ).
 
     With an example's weight zero and changing by −1, that is a row without the example, in one pass.
     """
-    _curved(task)
+    form = _form(task, task.abilities.changes)
 
     def products(p: Params, b: Batch, v: Params, w: Tensor, dw: Tensor) -> tuple[Params, Params]:
         def slope(q: Params, weights: Tensor) -> Params:
             return task.gradient({**p, **q}, weights, b)
 
         def one(vector: Params, weights: Tensor, change: Tensor) -> Params:
-            if task.abilities.forward:
+            if form is Form.REVERSE_REVERSE:
+                _, pull = pullback(lambda q: slope(q, weights), task.own(p))
+                return each(torch.add, pull(vector)[0], slope(task.own(p), change))
+            with Passing() if form is Form.THROUGH else nullcontext():
                 return jvp(slope, (task.own(p), weights), (vector, change))[1]
-            _, pull = pullback(lambda q: slope(q, weights), task.own(p))
-            return each(torch.add, pull(vector)[0], slope(task.own(p), change))
 
         return slope(task.own(p), _ones(p, b)), task.over(one)(v, w, dw)
 
-    return _by_chunks(task, "weighted_changes", products, (params, batch), stacks, chunk)
-
-
-def directional(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Float[Tensor, " batch"]]:
-    """H(Z)·v and ⟨v, g(z)⟩/|Z| for one vector: the derivative of the losses along v, and its gradient.
-
-    Neither the gradient nor any per-example gradient is formed. Needs forward mode.
-    """
-    _curved(task)
-
-    def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
-        def along(q: Params) -> tuple[Tensor, Tensor]:
-            slope = jvp(lambda r: task.losses({**p, **r}, b), (q,), (v,))[1] / len(leaves(b)[0])
-            return slope.sum(), slope
-
-        return grad(along, has_aux=True)(task.own(p))
-
-    return _run(task, "directional", products, params, batch, vector)
+    return _by_chunks(task, f"weighted_changes {form.name}", products, (params, batch), stacks, chunk)
 
 
 def weight_products(
     task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
 ) -> tuple[Params, Float[Tensor, "vectors batch"]]:
     """ḡ, and ⟨v, g(z)⟩/|Z| for every vector v of a stack."""
-    if not task.abilities.curved:  # then the weights' derivative cannot be taken through the backward pass either
+    if not task.abilities.reads:  # the weights' derivative cannot be taken through the backward pass
         gradients = example_gradients(task, params, batch)
         return each(lambda t: t.mean(0), gradients), inner(vectors, gradients) / len(leaves(batch)[0])
 
@@ -126,7 +172,7 @@ def example_products(
 
     The value of the derivative of the gradient is the gradient itself: both come from one pass.
     """
-    _curved(task)
+    form = _form(task, task.abilities.example)
     shared = is_single(vectors, params)
 
     def products(p: Params, v: Params, b: Batch) -> tuple[tuple, tuple[Params, Params]]:
@@ -134,16 +180,17 @@ def example_products(
             def slope(q: Params) -> Params:
                 return grad(lambda r: task.example_loss({**p, **r}, example))(q)
 
-            if task.abilities.forward:
+            if form is Form.REVERSE_REVERSE:
+                value, pull = pullback(slope, task.own(p))
+                return value, pull(vector)[0]
+            with Passing() if form is Form.THROUGH else nullcontext():
                 both = jvp(slope, (task.own(p),), (vector,))
-                return both[0], both[1]
-            value, pull = pullback(slope, task.own(p))
-            return value, pull(vector)[0]
+            return both[0], both[1]
 
         return (), task.over(one, (0, None) if shared else 0)(b, v)
 
     fixed, stacked = ((params, vectors), (examples,)) if shared else ((params,), (vectors, examples))
-    return _by_chunks(task, f"example_products {shared}", products, fixed, stacked, chunk)[1]
+    return _by_chunks(task, f"example_products {form.name} {shared}", products, fixed, stacked, chunk)[1]
 
 
 def outer_products(
@@ -205,6 +252,8 @@ def _outer(
     Given weights w and their change ẇ as well, that function gives C(Z; w)·v + (1/|Z|) Σ ẇ_z g(z) for C·v. Outputs may
     have any shape; only the losses are known to have one for each example.
     """
+    if not task.abilities.outer:
+        raise no_form(task.abilities.reason)
     own, size = task.own(params), len(leaves(batch)[0])
 
     def both(q: Params) -> tuple[Tensor, Any]:
@@ -242,17 +291,33 @@ def _along(task: Task, function: Callable, at: Any, vector: Any) -> Any:
     return pullback(lambda cotangent: pull(cotangent)[0], torch.zeros_like(value))[1](vector)[0]
 
 
-def _curved(task: Task) -> None:
-    if not task.abilities.curved:
-        raise UnsupportedError(
-            "PyTorch has no second derivative for the loss or a layer of this task: use another one, or TracIn() or "
-            "Replay(), which need none."
-        )
+def _form(task: Task, form: Form | None) -> Form:
+    if form is None:
+        raise no_form(task.abilities.reason)
+    return form
+
+
+def no_form(reason: str) -> UnsupportedError:
+    """The refusal of a method that needs a second derivative which no form gives."""
+    return UnsupportedError(
+        f"The derivative of this task's gradient cannot be computed: {reason}. TracIn() and Replay() need none."
+    )
 
 
 def _run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
+    given = function if exact else _written_out(function)
     # A loop over examples would be traced turn by turn, and slowly.
-    return task.tracer(name, function, *args, exact=exact) if task.abilities.vmap else function(*args)
+    return task.tracer(name, given, *args, exact=exact) if task.abilities.vmap else given(*args)
+
+
+def _written_out(function: Callable) -> Callable:
+    """The function with operations written out; not around its trace, which would be slowed down."""
+
+    def call(*args: Any) -> Any:
+        with WrittenOut():
+            return function(*args)
+
+    return call
 
 
 def _by_chunks(

@@ -20,9 +20,10 @@ class Folded(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is F.linear and args[0].ndim > 1:
-            return _linear(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        named = kwargs or {}
+        if function is F.linear and (args[0] if args else named["input"]).ndim > 1:
+            return _linear(*args, **named)
+        return function(*args, **named)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - as F.linear has it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from numbers import Real
@@ -21,8 +22,11 @@ from leaveout._util.trees import Params, sum_of
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.task import batches
 from leaveout.task.batches import Batch, Collate
-from leaveout.task.checks import module_problems, trial_problems
+from leaveout.task.checks import TRIAL, module_problems, trial_problems
 from leaveout.task.folding import Folded
+from leaveout.task.forms import Abilities
+from leaveout.task.guard.compare import compared
+from leaveout.task.rewriting import Batched, Unstopped, WrittenOut, plain_attention
 from leaveout.task.trace.tracer import Tracer
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
@@ -45,6 +49,8 @@ class Task:
         forward: ``(model, batch) -> (outputs, targets)`` for batches that are neither ``(inputs..., targets)`` nor a
             dict of the model's keyword arguments plus one of ``labels, label, targets, target, y``.
         collate: the loader's ``collate_fn``, if it had one.
+        check: compare second derivatives, on the first examples, with differences of the gradient, now and at the
+            state that is scored; a form that is wrong is not used. Under a second for a small model.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class Task:
         *,
         forward: Forward | None = None,
         collate: Collate | None = None,
+        check: bool = True,
     ) -> None:
         if batches.size(train_set) == 0:
             raise InputError("The training set is empty: give one with at least one example.")
@@ -68,16 +75,18 @@ class Task:
         self._first = next(model.parameters(), None)  # asked for at every turn, and modules are slow to search
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.chosen = self.names
+        self.check = check
+        self._at: dict[int, Abilities] = {}
         self.tracer = Tracer(images=any(isinstance(module, nn.Conv2d) for module in model.modules()))
         self.loss = loss
         self._loss = per_example(loss)
         self._bound = _Bound(model, forward or default_forward)
+        self._recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
         problems = module_problems(model)
         if not problems:
             # What the modules' types do not show, a trial on the first examples does.
-            problems, self.abilities = trial_problems(self)
-        if problems:
-            raise UnsupportedError("This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems))
+            problems, self.abilities = trial_problems(self, check)
+        _refuse(problems)
 
     @property
     def device(self) -> torch.device:
@@ -109,23 +118,50 @@ class Task:
         return task
 
     def untraced(self) -> Task:
-        """The same task, of which nothing has been traced yet."""
+        """The same task, of which nothing has been traced or compared yet."""
         task = copy.copy(self)
-        task.tracer = self.tracer.fresh()
+        task.tracer, task._at = self.tracer.fresh(), {}
+        return task
+
+    def quiet(self) -> Task:
+        """The same task, of which nothing is ever traced."""
+        task = copy.copy(self)
+        task.tracer = Tracer(never=True)
+        return task
+
+    def widened(self) -> Task:
+        """The same task in float64, as ``doubled``, of which nothing is ever traced; itself if it is in float64."""
+        return self.quiet() if self.is_wide else self._double(self.quiet())
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it computes in float64."""
+        return self._first is not None and self._first.dtype == torch.float64
+
+    def compared_at(self, key: int, params: Params) -> Task:
+        """The same task, with the forms of derivatives that are right at another state too; ``key`` names it."""
+        if not self.check:
+            return self
+        if key not in self._at:
+            batch = self.read(range(min(TRIAL, self.size)))
+            problem, abilities = compared(self, params, batch, self.abilities)
+            _refuse([f"at the run's last state, {problem}"] if problem else [])
+            self._at[key] = abilities
+        task = copy.copy(self)
+        task.abilities = self._at[key]
         return task
 
     def doubled(self) -> Task:
         """The same task computed in float64; the data set stays as it is, and is converted batch by batch."""
-        rule = self._bound.rule
+        return self._double(self.untraced())
 
-        def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-            return rule(
-                model, batches.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
-            )
-
-        loss = copy.deepcopy(self.loss).double() if isinstance(self.loss, nn.Module) else self.loss
-        model = copy.deepcopy(self.model).double()
-        return Task(model, loss, self.train_set, self.l2, forward=forward, collate=self.collate)
+    def _double(self, task: Task) -> Task:
+        task.model = copy.deepcopy(self.model).double()
+        task._first = next(task.model.parameters(), None)
+        task.loss = copy.deepcopy(self.loss).double() if isinstance(self.loss, nn.Module) else self.loss
+        task._loss = per_example(task.loss)
+        task._bound = _Bound(task.model, partial(_widely, self._bound.rule))
+        return task
 
     def own(self, params: Params) -> Params:
         """Those parameters that derivatives are taken for."""
@@ -138,7 +174,7 @@ class Task:
     def outputs(self, params: Params, batch: Batch) -> tuple[Tensor, Any]:
         """The model's outputs and the targets they are compared with."""
         # Fused attention kernels have neither forward-mode nor second derivatives.
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), plain_attention(), Batched() if self._recurrent else nullcontext():
             return functional_call(self._bound, {f"model.{name}": value for name, value in params.items()}, (batch,))
 
     def output_losses(self, outputs: Tensor, targets: Any) -> Float[Tensor, " batch"]:
@@ -185,14 +221,36 @@ class Task:
             self.losses(tracked, batch)
         return sum(held.values())
 
+    def unstopped(self) -> AbstractContextManager:
+        """Within it, derivatives are those of the values: stop-gradients, which training keeps to, stop nothing."""
+        if not self.abilities.slope:
+            raise UnsupportedError(
+                "The gradient of this task's loss is not the loss's derivative, which scores are made of: "
+                f"{self.abilities.reason}. Use Replay()."
+            )
+        return Unstopped() if self.abilities.stops else nullcontext()
+
     def over(self, function: Callable, in_dims: Any = 0) -> Callable:
         """``vmap``, or a plain loop where the model has an operation that ``vmap`` cannot batch."""
-        return vmap(function, in_dims) if self.abilities.vmap else looped(function, in_dims)
+        return side_by_side(function, in_dims) if self.abilities.vmap else looped(function, in_dims)
+
+    def over_models(self, function: Callable, in_dims: Any = 0) -> Callable:
+        """The same for many models instead of many examples."""
+        return side_by_side(function, in_dims) if self.abilities.stacks else looped(function, in_dims)
 
 
 def _is_strength(value: Any) -> bool:
     real = isinstance(value, Real)
     return real and bool(0 <= value <= sys.float_info.max)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise UnsupportedError("This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+    return rule(model, batches.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch))
 
 
 class _Bound(nn.Module):
@@ -231,7 +289,8 @@ def per_example(loss: nn.Module | Loss) -> Loss:
             f"{type(loss).__name__}(reduction={loss.reduction!r}) is not the mean over the batch's elements: "
             "train with reduction='mean', or give a callable that returns one loss per example and train on its mean."
         )
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
+    weighted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
+    if weighted and loss.reduction != "none":  # with 'none' the training loop takes the mean itself
         raise UnsupportedError(
             f"{type(loss).__name__}(weight=...) divides by the batch's summed class weights, so an example's part "
             "depends on its neighbours: give a callable with reduction='none' and train on its mean."
@@ -244,6 +303,16 @@ def per_example(loss: nn.Module | Loss) -> Loss:
 def _example_losses(single: nn.Module, outputs: Any, targets: Any) -> Tensor:
     values = single(outputs, targets)
     return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+def side_by_side(function: Callable, in_dims: Any = 0) -> Callable:
+    """``vmap``, with operations written out that it has no rule for."""
+
+    def call(*args: Any) -> Any:
+        with WrittenOut():
+            return vmap(function, in_dims)(*args)
+
+    return call
 
 
 def looped(function: Callable, in_dims: Any = 0) -> Callable:

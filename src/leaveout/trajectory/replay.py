@@ -121,6 +121,6 @@ def _way(task: Task, params: Params, batch: Batch) -> Callable[..., Params]:
     """
     convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in task.model.modules())
     alone = {name: tensor[0] for name, tensor in params.items()}
-    if not task.abilities.vmap or (convolutions and task.footprint(alone, batch) > LARGE):
+    if not task.abilities.stacks or (convolutions and task.footprint(alone, batch) > LARGE):
         return looped(task.gradient, (0, 0, None))
     return partial(stacked_gradients, task)

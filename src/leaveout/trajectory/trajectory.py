@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, pairwise
@@ -40,6 +41,17 @@ class Trajectory:
 
     def __len__(self) -> int:
         return len(self.run)
+
+    def compared(self) -> Trajectory:
+        """The same, after its derivatives have been compared at the run's last state as they were at the task's own."""
+        whole = self._whole.compared_at(self.run.fingerprint, self.final_whole()[PARAM])
+        if whole.abilities == self.task.abilities:
+            return self
+        other = copy.copy(self)
+        other._whole, other.task = whole, copy.copy(self.task)
+        other.task.abilities = whole.abilities
+        other.check = StepCheck(self.rule, other.task)
+        return other
 
     def initial(self) -> State:
         """The state before the first step."""

@@ -1,0 +1,69 @@
+"""The ways in which PyTorch can take a second derivative, and which of them are right for a task.
+
+The wanted product is that of J = ∂ḡ/∂θ, the derivative of the gradient *as training computes it*. Without
+stop-gradients J is the Hessian, and symmetric. Each way differentiates twice, in forward mode (a derivative along a
+vector) or in reverse (a gradient), and each relies on other formulas of PyTorch, some of which are wrong: the reverse
+derivative of the forward formula of ``layer_norm`` is one. So no form is used that has not been compared with
+differences of the gradient itself (``leaveout.task.guard``).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Form(Enum):
+    """How a product with J or its transpose is computed."""
+
+    REVERSE_FORWARD = "the gradient of the losses' derivative along v"
+    FORWARD_REVERSE = "the derivative of the gradient along v"
+    REVERSE_REVERSE = "the pull-back of v through the gradient"
+    THROUGH = "the derivative of the gradient along v, which stop-gradients stop once and not twice"
+    TRANSPOSED = "the pull-back of v through v ↦ THROUGH"
+
+
+class Abilities(NamedTuple):
+    """What can be done with a task's operations, and by which form; None where no form is right.
+
+    Args:
+        vmap: many examples at once; otherwise one after the other.
+        stacks: many models at once.
+        forward: derivatives of the outputs along a vector.
+        outer: products with the Gauss-Newton and Fisher matrices.
+        reads: gradients' inner products as the derivative in the examples' weights.
+        vector: Jᵀ·u of a batch for one vector.
+        vectors: Jᵀ·u of a batch for a stack of vectors.
+        changes: J(w)·v of a batch, each row with its own weights.
+        example: J·v of every example.
+        symmetric: whether J is its own transpose; stop-gradients make it another.
+        stops: whether stop-gradients must be passed over to have the derivative of the loss itself.
+        slope: whether that derivative is right.
+        reason: why a form is missing.
+    """
+
+    vmap: bool = False
+    stacks: bool = False
+    forward: bool = False
+    outer: bool = False
+    reads: bool = False
+    vector: Form | None = None
+    vectors: Form | None = None
+    changes: Form | None = None
+    example: Form | None = None
+    symmetric: bool = True
+    stops: bool = False
+    slope: bool = True
+    reason: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything can be done, by whichever form."""
+        return bool(self.vector and self.vectors and self.changes and self.example and self.outer and self.slope)
+
+
+VECTOR = (Form.REVERSE_FORWARD, Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.TRANSPOSED)
+VECTORS = (Form.REVERSE_REVERSE, Form.FORWARD_REVERSE, Form.TRANSPOSED)
+CHANGES = (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.THROUGH)
+EXAMPLE = (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.THROUGH)
+"""The forms that each kind of product can take, the quickest first."""

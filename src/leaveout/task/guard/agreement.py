@@ -1,0 +1,197 @@
+"""Each kind of derivative that the methods use, computed as they do and compared with plain autograd's answers.
+
+Every function here computes one kind on a task whose abilities say by which form, and says whether it is right at a
+point; without a point, only that it can be computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from leaveout._util.trees import Params, each
+from leaveout.task import batches
+from leaveout.task.derivatives import (
+    directional,
+    example_gradients,
+    example_products,
+    gradient,
+    hessian_products,
+    outer_products,
+    stacked_gradients,
+    weight_products,
+    weighted_changes,
+)
+from leaveout.task.guard.differences import FLOOR, inner, norm
+from leaveout.task.guard.points import Point, reads
+
+if TYPE_CHECKING:
+    from leaveout.task.task import Task
+
+
+def examples(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """Per-example gradients, and the batch's."""
+    found, whole = example_gradients(task, at, batch), gradient(task, at, batch)
+    return point is None or (point.has_examples(found) and point.has_gradient(whole))
+
+
+def models(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """Gradients and losses of two models at once, the second without the first example."""
+    size = len(batches.leaves(batch)[0])
+    stack = each(lambda t: torch.stack([t, t]), at)
+    weights = _like(at).new_ones((2, size))
+    weights[1, 0] = 0
+    found = stacked_gradients(task, stack, weights, batch)
+    task.over_models(task.query_losses, (0, None))(stack, batch)
+    if point is None:
+        return True
+    back = each(lambda f, e: f[1] + e[0] / size, found, point.examples)
+    return point.has_gradient(_row(found, 0)) and point.has_gradient(back)
+
+
+def weights(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """Inner products with the examples' gradients, as the derivative in their weights."""
+    value, found = weight_products(task, at, batch, _stack(_directions(at, point)))
+    return point is None or (
+        point.has_gradient(value) and point.has_reads(found[0], 0) and point.has_reads(found[1], 1)
+    )
+
+
+def vector(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """Jᵀ·u for one vector."""
+    value, curved, found = directional(task, at, batch, _directions(at, point)[0])
+    if point is None:
+        return True
+    right = value is None or point.has_gradient(value)
+    return right and _is_transposed(task, point, curved, 0) and point.has_reads(found)
+
+
+def vectors(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """Jᵀ·u for a stack of vectors."""
+    value, curved, found = hessian_products(task, at, batch, _stack(_directions(at, point)))
+    return point is None or (
+        point.has_gradient(value)
+        and all(_is_transposed(task, point, _row(curved, i), i) and point.has_reads(found[i], i) for i in (0, 1))
+    )
+
+
+def changes(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """J·v for a stack of vectors; for the second, the weight of the first example changes as well."""
+    size = len(batches.leaves(batch)[0])
+    ones = _like(at).new_ones((2, size))
+    added = torch.zeros_like(ones)
+    added[1, 0] = 1
+    value, found = weighted_changes(task, at, batch, (_stack(_directions(at, point)), ones, added))
+    if point is None:
+        return True
+    second = each(lambda f, e: f[1] - e[0] / size, found, point.examples)
+    return point.has_gradient(value) and point.known.agrees(_row(found, 0), 0) and point.known.agrees(second, 1)
+
+
+def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """J·v of every example, with one vector for all and with one each."""
+    size, u = len(batches.leaves(batch)[0]), _directions(at, point)[0]
+    for given in (u, each(lambda t: t.expand(size, *t.shape), u)):
+        value, curved = example_products(task, at, batch, given)
+        mean = each(lambda t: t.mean(0), curved)
+        if point is not None and not (point.has_examples(value) and point.known.agrees(mean, 0)):
+            return False
+    return True
+
+
+def outer(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """Products with the Fisher and the Gauss-Newton matrix."""
+    for fisher in (True, False):
+        value, curved, found = outer_products(task, at, batch, _stack(_directions(at, point)), fisher=fisher)
+        if point is None:
+            continue
+        wanted = _fisher(task, point) if fisher else _gauss_newton(task, point, batch)
+        if not (point.has_gradient(value) and point.has_reads(found[0], 0)):
+            return False
+        if wanted is not None:
+            scale = max(norm(wanted), FLOOR * norm(point.known.gradient))
+            missed = norm(each(torch.sub, _row(curved, 0), wanted))
+            if missed > max(1e-3, point.known.tolerance) * scale:
+                return False
+    return True
+
+
+def slope(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """The derivative of the query's loss, against differences of that loss itself."""
+    step, near, rounding = (1e-6, 1e-5, 1e-9) if task.is_wide else (1e-3, 1e-2, 1e-3)
+
+    def mean(params: Params) -> Tensor:
+        with task.unstopped():
+            return task.query_losses(params, batch).mean()
+
+    found = grad(mean)(at)
+    usual = norm(found) / sum(tensor.numel() for tensor in at.values()) ** 0.5
+    for u in _directions(at, point):
+        up, down = (float(task.query_losses(_moved(at, u, s), batch).mean()) for s in (step, -step))
+        change = (up - down) / (2 * step)
+        scale = near * max(abs(change), usual * norm(u)) + rounding * abs(up)
+        if point is not None and abs(inner(found, u) - change) > scale:
+            return False
+    return True
+
+
+def _is_transposed(task: Task, point: Point, product: Params, which: int) -> bool:
+    if task.abilities.symmetric:
+        return point.known.agrees(product, which)
+    return point.known.agrees_transposed(product, which)
+
+
+def _fisher(task: Task, point: Point) -> Params:
+    """(1/|Z|) Σ g ⟨g, u⟩ of the losses without their L2 term, whose curvature is added."""
+    u = point.known.directions[0]
+    bare = each(lambda e, p: e - task.l2 * p, point.examples, point.at)
+    share = reads(bare, u)
+    return each(lambda b, d: torch.tensordot(share, b, 1) + task.l2 * d, bare, u)
+
+
+def _gauss_newton(task: Task, point: Point, batch: Any) -> Params | None:
+    """Jᵀ A J u by differences of the outputs and of the loss's slope in them, and a plain backward pass.
+
+    None where the outputs have a kink.
+    """
+    u, step = point.known.directions[0], 1e-5 if task.is_wide else 1e-2
+    tracked = {name: tensor.detach().requires_grad_() for name, tensor in point.at.items()}
+    outputs, targets = task.outputs(tracked, batch)
+    with torch.no_grad():
+        up, down = (task.outputs(_moved(point.at, u, s), batch)[0] for s in (step, -step))
+    change = (up - down) / (2 * step)
+    if float((up + down - 2 * outputs.detach()).norm()) > 2e-3 * step * float(change.norm()):
+        return None
+
+    def steepness(at: Tensor) -> Tensor:
+        leaf = at.detach().requires_grad_()
+        return torch.autograd.grad(task.output_losses(leaf, targets).mean(), leaf)[0]
+
+    bent = (steepness(outputs + step * change) - steepness(outputs - step * change)) / (2 * step)
+    back = torch.autograd.grad(outputs, list(tracked.values()), bent, allow_unused=True)
+    pairs = zip(u.items(), back, strict=True)
+    return {name: task.l2 * d + (0 if b is None else b) for (name, d), b in pairs}
+
+
+def _directions(at: Params, point: Point | None) -> tuple[Params, Params]:
+    ones = each(torch.ones_like, at)
+    return (ones, ones) if point is None else point.known.directions
+
+
+def _moved(at: Params, direction: Params, step: float) -> Params:
+    return each(lambda p, d: p + step * d, at, direction)
+
+
+def _like(params: Params) -> Tensor:
+    return next(iter(params.values()))
+
+
+def _stack(pair: tuple[Params, Params]) -> Params:
+    return each(lambda a, b: torch.stack([a, b]), *pair)
+
+
+def _row(stack: Params, i: int) -> Params:
+    return each(lambda t: t[i], stack)

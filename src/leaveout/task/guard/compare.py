@@ -1,0 +1,139 @@
+"""Finds out which forms of second derivative are right for a task, on its first examples.
+
+PyTorch's formulas are many, and a few are wrong or missing. Every form is tried and compared with differences of the
+gradient: near the state that a task is made with (where a gate that is zero is open), and at a run's last state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from leaveout._util.trees import Params
+from leaveout.task.derivatives import example_gradients, gradient
+from leaveout.task.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Abilities, Form
+from leaveout.task.guard import agreement
+from leaveout.task.guard.culprit import culprit
+from leaveout.task.guard.points import Point, Trial, trial
+
+if TYPE_CHECKING:
+    from leaveout.task.task import Task
+
+Check: TypeAlias = Callable[["Task", Params, Any, Point | None], bool]
+
+MISSING = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
+"""What PyTorch raises where it has no rule for an operation."""
+
+
+def compared(task: Task, params: Params, batch: Any, before: Abilities | None = None) -> tuple[str | None, Abilities]:
+    """A problem that no method can handle, or what can be done with the task at this state and near it.
+
+    With ``before``, only what could be done then is tried, at the state itself first.
+    """
+    tested = trial(task, params, batch, near=before is None)
+    problem = tested.problem or _untransformed(task, params, batch)
+    if problem:
+        return problem, Abilities()
+    abilities = _Search(task, params, batch, tested).abilities(before)
+    if not (abilities.whole and abilities.symmetric):
+        at = tested.point.at if tested.point else tested.at
+        abilities = abilities._replace(reason=culprit(tested.task, at, tested.batch))
+    return None, abilities
+
+
+def tried(task: Task, params: Params, batch: Any) -> tuple[str | None, Abilities]:
+    """What can be done with the task, tried but not compared."""
+    if problem := _untransformed(task, params, batch):
+        return problem, Abilities()
+    return None, _Search(task, params, batch, Trial(task.quiet(), batch, params)).abilities(None)
+
+
+def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
+    """The problem of a model that ``torch.func`` cannot differentiate even once."""
+    quiet = task.quiet()
+    quiet.abilities = Abilities()
+    try:
+        gradient(quiet, params, batch)
+        example_gradients(quiet, params, batch)
+    except Exception as error:  # noqa: BLE001 - PyTorch and the model may raise anything; it is passed on in words
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return (
+            f"torch.func cannot take its gradient ({reason}); write the operation with PyTorch's own functions, or "
+            "give an autograd.Function a setup_context and generate_vmap_rule = True"
+        )
+    return None
+
+
+class _Search:
+    """The forms of each kind in their order of preference, tried until one is right."""
+
+    def __init__(self, task: Task, params: Params, batch: Any, tested: Trial) -> None:
+        self.task, self.batch, self.point = tested.task, tested.batch, tested.point
+        # What is right in float64 must also work in the task's own type.
+        self.own = None if self.point is not None and task.is_wide else task.quiet()
+        self.params, self.own_batch = params, batch
+        self.abilities_now = Abilities(vmap=True, stacks=True, forward=True, outer=True)
+
+    def abilities(self, before: Abilities | None) -> Abilities:
+        """What works, and is right."""
+        self._switch("vmap", agreement.examples, before)
+        self._switch("stacks", agreement.models, before)
+        self._switch("symmetric", self._symmetric, before)
+        self._switch("reads", agreement.weights, before)
+        # Without a comparison, the form that is wrong most often is not used.
+        for kind, order, check in (
+            ("vector", VECTOR if self.point else VECTOR[1:], agreement.vector),
+            ("vectors", VECTORS, agreement.vectors),
+            ("changes", CHANGES, agreement.changes),
+            ("example", EXAMPLE if self.abilities_now.symmetric else (), agreement.example),
+        ):
+            self._choose(kind, _later(order, getattr(before, kind)) if before else order, check)
+        self._try([{"forward": True}, {"forward": False}, {"outer": False}], agreement.outer)
+        self._try([{"stops": False}, {"stops": True}, {"slope": False}], agreement.slope)
+        return self.abilities_now
+
+    def _symmetric(self, _task: Task, _at: Params, _batch: Any, point: Point | None) -> bool:
+        return point is None or point.known.symmetric
+
+    def _switch(self, name: str, check: Check, before: Abilities | None) -> None:
+        if before is not None and not getattr(before, name):
+            self._set(name, False)
+        else:
+            self._set(name, True)
+            self._set(name, self._is_right(check))
+
+    def _choose(self, kind: str, order: Sequence[Form], check: Check) -> None:
+        for form in order:
+            self._set(kind, form)
+            if self._is_right(check):
+                return
+        self._set(kind, None)
+
+    def _try(self, choices: Sequence[dict[str, bool]], check: Check) -> None:
+        """The first of these settings that is right, or else the last."""
+        for choice in choices:
+            for name, value in choice.items():
+                self._set(name, value)
+            if choice is choices[-1] or self._is_right(check):
+                return
+
+    def _set(self, name: str, value: Any) -> None:
+        self.abilities_now = self.abilities_now._replace(**{name: value})
+
+    def _is_right(self, check: Check) -> bool:
+        """Whether it runs, in float64 and in the task's own type, and is right at the point."""
+        try:
+            if self.point is not None:
+                self.task.abilities = self.abilities_now
+                if not check(self.task, self.point.at, self.batch, self.point):
+                    return False
+            if self.own is not None:
+                self.own.abilities = self.abilities_now
+                check(self.own, self.params, self.own_batch, None)
+        except MISSING:
+            return False
+        return True
+
+
+def _later(order: Sequence[Form], first: Form | None) -> Sequence[Form]:
+    return [form for form in order if first is not None and order.index(form) >= order.index(first)]

@@ -1,0 +1,164 @@
+"""Finds which module makes the derivative of the gradient wrong, and why: for refusals that help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vjp
+from torch.overrides import TorchFunctionMode
+
+from leaveout._util.trees import Params
+from leaveout.task import batches
+from leaveout.task.guard.differences import Difference, difference
+from leaveout.task.rewriting import WrittenOut, is_hidden, stops
+
+if TYPE_CHECKING:
+    from leaveout.task.task import Task
+
+
+def culprit(task: Task, params: Params, batch: Any) -> str:
+    """The innermost module whose second derivative is wrong or missing, or else the loss, with the reason."""
+    calls: dict[str, tuple] = {}
+
+    def note(name: str) -> Callable:
+        def hook(_module: nn.Module, args: tuple, kwargs: dict, _out: Any) -> None:
+            calls.setdefault(name, (args, kwargs))
+
+        return hook
+
+    handles = [m.register_forward_hook(note(n), with_kwargs=True) for n, m in task.model.named_modules()]
+    try:
+        with torch.no_grad():
+            outputs, targets = task.outputs(params, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    wrong: dict[str, str] = {}
+    for name, module in task.model.named_modules():
+        if name in calls:
+            prefix = f"{name}." if name else ""
+            own = {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
+            problem = _problem(partial(_module_value, module, own, *calls[name]))
+            if problem:
+                wrong[name] = f"'{name or 'model'}' ({type(module).__name__}) {problem}"
+    inner = [name for name in wrong if not any(other != name and _within(other, name) for other in wrong)]
+    if inner:
+        return wrong[inner[0]]
+    at = {"outputs": outputs.detach()}
+    problem = _problem(lambda: (at, lambda at: task.output_losses(at["outputs"], targets).sum()))
+    return f"the loss {problem}" if problem else "PyTorch's second derivative of the model with its loss is wrong"
+
+
+def _within(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
+def _module_value(module: nn.Module, own: Params, args: tuple, kwargs: dict) -> tuple[Params, Callable]:
+    """A number made of a module's outputs, as a function of its parameters and inputs."""
+    inputs = [leaf for leaf in batches.leaves([args, kwargs]) if _is_real(leaf)]
+    at = {**{f"own.{n}": t for n, t in own.items()}, **{f"in.{i}": t.detach() for i, t in enumerate(inputs)}}
+
+    def value(point: Params) -> Tensor:
+        moving = iter(point[f"in.{i}"] for i in range(len(inputs)))
+        called = batches.map_leaves(lambda leaf: next(moving) if _is_real(leaf) else leaf, [args, kwargs])
+        made = functional_call(module, {n: point[f"own.{n}"] for n in own}, tuple(called[0]), called[1])
+        results = [leaf for leaf in batches.leaves(made) if _is_real(leaf)]
+        generator = torch.Generator().manual_seed(0)
+        mixed = [torch.randn(r.shape[-1:], generator=generator, dtype=r.dtype).to(r.device) * r for r in results]
+        return sum((one.sum() + one.square().sum() for one in mixed), torch.zeros((), dtype=torch.float64))
+
+    return at, value
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _problem(given: Callable[[], tuple[Params, Callable[[Params], Tensor]]]) -> str | None:
+    """What is wrong with the second derivative of a function, if anything is."""
+
+    def slope(point: Params) -> Params:
+        tracked = {n: t.detach().requires_grad_() for n, t in point.items()}
+        with torch.enable_grad():
+            found = torch.autograd.grad(value(tracked), list(tracked.values()), allow_unused=True)
+        return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tracked.items(), found, strict=True)}
+
+    try:
+        at, value = given()
+        known = difference(slope, at) if at else None
+    except Exception:  # noqa: BLE001 - what cannot be called alone is not the culprit that can be named
+        return None
+    if known is None:
+        return None
+    return _verdict(known, value)
+
+
+def _verdict(known: Difference, value: Callable[[Params], Tensor]) -> str | None:
+    u = known.directions[0]
+    tried = [
+        _product(lambda: jvp(grad(value), (known.at,), (u,))[1]),
+        _product(lambda: vjp(grad(value), known.at)[1](u)[0]),
+    ]
+    if known.symmetric and any(isinstance(one, dict) and known.agrees(one) for one in tried):
+        return None
+    message = next((one for one in tried if isinstance(one, str)), "")
+    tracked = {n: t.detach().requires_grad_() for n, t in known.at.items()}
+    with _Noting() as noted, torch.enable_grad():
+        made = value(tracked)
+    if own := _own_gradients(made):
+        return f"has a gradient of its own ({', '.join(own)})"
+    if noted.stops:
+        return f"stops gradients ({', '.join(sorted(noted.stops))})"
+    return (
+        f"has an operation without a second derivative in PyTorch ({message})"
+        if message
+        else (
+            "has an operation whose second derivative in PyTorch is not that of its gradient (a gradient of its own?)"
+        )
+    )
+
+
+def _own_gradients(value: Tensor) -> list[str]:
+    """The ``autograd.Function``s that a value was made by."""
+    seen: set[Any] = set()
+    names: set[str] = set()
+    waiting = [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            names.add(type(node).__name__.removesuffix("Backward"))
+        waiting += [source for source, _ in node.next_functions]
+    return sorted(names)
+
+
+def _product(function: Callable[[], Params]) -> Params | str:
+    """The product, or PyTorch's word on why there is none."""
+    try:
+        with WrittenOut():
+            return function()
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0].rstrip(".")
+
+
+class _Noting(TorchFunctionMode):
+    """Notes what stops gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stops: set[str] = set()
+
+    def __torch_function__(
+        self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if stops(function):
+            self.stops.add(".data" if function.__name__ == "__get__" else "detach")
+        elif is_hidden(function):
+            self.stops.add("no_grad")
+        return function(*args, **(kwargs or {}))

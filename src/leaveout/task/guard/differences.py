@@ -1,0 +1,106 @@
+"""Finite differences of the gradient as plain autograd computes it: what every second derivative is compared with.
+
+Nothing here uses ``torch.func``. A difference that meets a kink (a ReLU that switches within the step) shows it: the
+differences to the two sides then disagree. It is taken again, with another step or direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaveout._util.trees import Params, each
+
+STEPS = {torch.float64: (1e-5, 1e-7, 1e-6, 1e-8), torch.float32: (1e-2, 1e-3)}
+"""Step lengths to try, relative to the parameters."""
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-2}
+SIDES = {torch.float64: 1e-3, torch.float32: 1e-1}
+"""How far a product may be from a difference, and a difference to one side from that to the other."""
+
+FLOOR = 1e-2
+"""A product is compared relative to its own length, or this share of the gradient's if that is more."""
+
+
+class Difference(NamedTuple):
+    """The gradient at a point and its differences along two directions."""
+
+    at: Params
+    gradient: Params
+    directions: tuple[Params, Params]
+    changes: tuple[Params, Params]
+    tolerance: float
+
+    def agrees(self, product: Params, which: int = 0) -> bool:
+        """Whether J times a direction is the difference along it."""
+        missed = norm(each(torch.sub, product, self.changes[which]))
+        return missed <= self.tolerance * self._scale(which)
+
+    def agrees_transposed(self, product: Params, which: int = 0) -> bool:
+        """Whether it is Jᵀ times a direction: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩."""
+        other = 1 - which
+        missed = abs(inner(product, self.directions[other]) - inner(self.directions[which], self.changes[other]))
+        return missed <= self.tolerance * norm(self.directions[which]) * self._scale(other)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether J is its own transpose."""
+        return self.agrees_transposed(self.changes[0])
+
+    def _scale(self, which: int) -> float:
+        return max(norm(self.changes[which]), FLOOR * norm(self.gradient))
+
+
+def difference(slope: Callable[[Params], Params], at: Params, seed: int = 0) -> Difference | None:
+    """The differences of a gradient at a point along two random directions; None where all meet a kink."""
+    dtype = next(iter(at.values())).dtype
+    dtype = dtype if dtype in STEPS else torch.float32
+    here = slope(at)
+    if not finite(here):
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    for step in STEPS[dtype]:
+        directions = (like(at, generator), like(at, generator))
+        ends = [
+            (slope(each(lambda p, d: p + step * d, at, d)), slope(each(lambda p, d: p - step * d, at, d)))  # noqa: B023
+            for d in directions
+        ]
+        if not all(finite(end) for pair in ends for end in pair):
+            continue
+        changes = tuple(each(lambda a, b: (a - b) / (2 * step), *pair) for pair in ends)  # noqa: B023
+        sides = [each(lambda a, b, c: (a + b - 2 * c) / (2 * step), *pair, here) for pair in ends]  # noqa: B023
+        floor = FLOOR * norm(here)
+        apart = max(norm(s) / max(norm(c), floor, 1e-300) for s, c in zip(sides, changes, strict=True))
+        if apart <= SIDES[dtype]:
+            tolerance = TOLERANCE[dtype] + 4 * apart
+            return Difference(at, here, directions, changes, tolerance)  # type: ignore[arg-type]
+    return None
+
+
+def like(params: Params, generator: torch.Generator, share: float = 1.0) -> Params:
+    """Random numbers of about the parameters' size, tensor by tensor; of a tenth where they are all zero."""
+
+    def draw(tensor: Tensor) -> Tensor:
+        size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return noise.to(tensor.device) * (share * (size or 0.1))
+
+    return each(draw, params)
+
+
+def finite(params: Params) -> bool:
+    """Whether every number is one."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in params.values())
+
+
+def norm(params: Params) -> float:
+    """Euclidean norm."""
+    return inner(params, params) ** 0.5
+
+
+def inner(left: Params, right: Params) -> float:
+    """The inner product of two vectors."""
+    return float(sum((left[name] * right[name]).sum() for name in left))

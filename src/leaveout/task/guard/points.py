@@ -1,0 +1,160 @@
+"""A state on which derivatives are compared, with what plain autograd says there, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaveout._util.trees import Params, each
+from leaveout.errors import LeaveoutError
+from leaveout.task import batches
+from leaveout.task.guard.differences import Difference, difference, finite, like, norm
+
+if TYPE_CHECKING:
+    from leaveout.task.task import Task
+
+MOVED = 0.1
+"""How far the point near a state is from it, relative to the parameters."""
+
+
+class Point(NamedTuple):
+    """Plain autograd's answers at one state: differences of the gradient, and each example's own gradient."""
+
+    known: Difference
+    examples: Params
+
+    @property
+    def at(self) -> Params:
+        """The state."""
+        return self.known.at
+
+    @property
+    def size(self) -> int:
+        """How many examples there are."""
+        return len(next(iter(self.examples.values())))
+
+    def has_gradient(self, found: Params) -> bool:
+        """Whether this is the batch's gradient."""
+        return self._near(found, self.known.gradient)
+
+    def has_examples(self, found: Params) -> bool:
+        """Whether these are the examples' gradients."""
+        return self._near(found, self.examples)
+
+    def has_reads(self, found: Tensor, which: int = 0) -> bool:
+        """Whether these are a direction's inner products with the examples' gradients, divided by their number."""
+        known = reads(self.examples, self.known.directions[which])
+        scale = norm(self.known.directions[which]) * norm(self.examples) / self.size
+        return bool((found - known).norm() <= self.known.tolerance * max(float(known.norm()), 1e-3 * scale))
+
+    def _near(self, found: Params, wanted: Params) -> bool:
+        scale = max(norm(wanted), 1e-3 * norm(self.examples))
+        return norm(each(torch.sub, found, wanted)) <= self.known.tolerance * scale
+
+
+class Trial(NamedTuple):
+    """A task and a batch of it in float64, where they can be, and a point; or a problem that shows there."""
+
+    task: Task
+    batch: Any
+    at: Params
+    point: Point | None = None
+    problem: str | None = None
+
+
+def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
+    """A point near a state, where gates that are zero there are open, or else the state itself.
+
+    What is right at a point without symmetries is right at others, and the moved one has fewest; without ``near`` the
+    state itself comes first. Both are looked at for examples that depend on each other.
+    """
+    try:
+        wide, given = task.widened(), batches.map_leaves(_widened, batch)
+        with torch.no_grad():
+            wide.losses(each(_widened, params), given)
+    except LeaveoutError:
+        raise
+    except Exception:  # noqa: BLE001 - a model that insists on its own type is compared in that
+        wide, given = task.quiet(), batch
+    at = each(_widened, params) if wide.is_wide else each(torch.clone, params)
+    moved = each(torch.add, at, like(at, torch.Generator().manual_seed(0), MOVED))
+    found: Point | None = None
+    for seed, place in enumerate((moved, at) if near else (at, moved)):
+        problem = _mixing(wide, place, given)
+        if problem is None and found is None:
+            problem, found = _point(wide, place, given, seed)
+        if problem:
+            return Trial(wide, given, at, None, problem)
+    return Trial(wide, given, at, found)
+
+
+def plain(task: Task, batch: Any) -> Callable[[Params], Params]:
+    """ḡ as ``loss.backward()`` gives it."""
+
+    def slope(params: Params) -> Params:
+        tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+        with torch.enable_grad():
+            loss = task.losses(tracked, batch).mean()
+            found = torch.autograd.grad(loss, list(tracked.values()), allow_unused=True)
+        return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tracked.items(), found, strict=True)}
+
+    return slope
+
+
+def reads(examples: Params, direction: Params) -> Tensor:
+    """⟨u, g(z)⟩/|Z| for each example."""
+    size = len(next(iter(examples.values())))
+    products = [(examples[name] * direction[name]).reshape(size, -1).sum(1) for name in direction]
+    return torch.stack(products).sum(0) / size
+
+
+def _mixing(task: Task, at: Params, batch: Any) -> str | None:
+    """Whether an example has another loss alone than with others."""
+    with torch.no_grad():
+        alone, together = torch.cat([task.losses(at, one) for one in _singles(batch)]), task.losses(at, batch)
+    near = partial(torch.allclose, rtol=_rounding(task), atol=1e-2 * _rounding(task), equal_nan=True)
+    if near(alone, together):
+        return None
+    worst = int((alone - together).abs().nan_to_num().argmax())
+    return _depends(f"{alone[worst]:.6g} alone, {together[worst]:.6g} with others")
+
+
+def _point(task: Task, at: Params, batch: Any, seed: int) -> tuple[str | None, Point | None]:
+    slope = plain(task, batch)
+    whole, parts = slope(at), [plain(task, one)(at) for one in _singles(batch)]
+    examples = {name: torch.stack([part[name] for part in parts]) for name in at}
+    if not (finite(whole) and finite(examples)):
+        return None, None
+    apart = norm(each(lambda g, e: g - e.mean(0), whole, examples))
+    if apart > _rounding(task) * (1e2 * norm(whole) + norm(examples)):
+        return _depends("the mean of their gradients is not the batch's"), None
+    known = difference(slope, at, seed)
+    return None, Point(known, examples) if known else None
+
+
+def _singles(batch: Any) -> list[Any]:
+    size = len(batches.leaves(batch)[0])
+    return [batches.map_leaves(partial(_slice, i=i), batch) for i in range(size)]
+
+
+def _slice(leaf: Tensor, i: int) -> Tensor:
+    return leaf[i : i + 1]
+
+
+def _rounding(task: Task) -> float:
+    return 1e-7 if task.is_wide else 1e-3
+
+
+def _depends(how: str) -> str:
+    return (
+        f"the loss of an example depends on the other examples in its batch ({how}); normalise and compare within "
+        "single examples only, and check that outputs and targets have the same shape"
+    )
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

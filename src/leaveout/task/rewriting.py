@@ -1,0 +1,140 @@
+"""PyTorch operations computed in another way, where their own has no derivative or batching rule that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from leaveout.task.batches import leaves
+
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+class WrittenOut(TorchFunctionMode):
+    """Computes g·v/‖v‖ of ``weight_norm`` from its parts: the fused operation's second derivative is wrong."""
+
+    def __torch_function__(
+        self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch._weight_norm:
+            return _weight_norm(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    others = [d for d in range(v.ndim) if d != dim % v.ndim] if dim != -1 else list(range(v.ndim))
+    return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=True))
+
+
+class Batched(TorchFunctionMode):
+    """Starts recurrent layers from a state that varies with whatever the inputs and weights vary with.
+
+    They write into it in place, which ``vmap`` refuses for a state that all examples or models share. And they are
+    taken apart into the operations that they are made of, as ``vmap`` has no rule for the whole.
+    """
+
+    def __torch_function__(
+        self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        packed = len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+        inside = getattr(function, "__name__", "") in RECURRENT and len(args) == 9
+        if inside and (packed or any(map(_is_batched, leaves(args)))):
+            at = 2 if packed else 1  # (inputs, sizes, state, weights, ...) or (inputs, state, weights, ...)
+            args = (*args[:at], _varied(args[at], [args[0], *args[at + 1]]), *args[at + 1 :])
+            packet = getattr(torch.ops.aten, function.__name__)
+            with torch.backends.mkldnn.flags(enabled=False):  # its fused kernels cannot be taken apart
+                return (packet.data if packed else packet.input).decompose(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def _is_batched(leaf: Any) -> bool:
+    """Whether ``vmap`` carries many tensors as this one."""
+    functorch = torch._C._functorch
+    while isinstance(leaf, Tensor) and functorch.is_functorch_wrapped_tensor(leaf):
+        if functorch.is_batchedtensor(leaf):
+            return True
+        leaf = functorch.get_unwrapped(leaf)
+    return False
+
+
+def _varied(state: Any, sources: list[Tensor]) -> Any:
+    zero = sum(source.flatten()[0] for source in sources) * 0
+    return tuple(part + zero for part in state) if isinstance(state, tuple | list) else state + zero
+
+
+class Passing(WrittenOut):
+    """Makes what stops a gradient stop it once: ``detach``, ``.data`` and ``no_grad`` hide a value from the gradient
+    that training takes, but not from that gradient's own derivative in forward mode.
+    """
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if stops(function):
+            return _Stop.apply(args[0])
+        if not is_hidden(function):
+            return super().__torch_function__(function, types, args, kwargs)
+        with torch.enable_grad():
+            value = super().__torch_function__(function, types, args, kwargs)
+        return _Stop.apply(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class Unstopped(TorchFunctionMode):
+    """Takes ``detach``, ``.data`` and ``no_grad`` for nothing: derivatives are then those of the values."""
+
+    def __torch_function__(
+        self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if stops(function):
+            return args[0]
+        with torch.enable_grad():
+            return function(*args, **(kwargs or {}))
+
+
+def stops(function: Callable) -> bool:
+    """Whether it gives its tensor without its history."""
+    return function in (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+def is_hidden(function: Callable) -> bool:
+    """Whether an operation is called where no gradients are taken; not the calls that begin and end such a place."""
+    name = getattr(function, "__name__", "")
+    return not torch.is_grad_enabled() and bool(name) and not name.startswith(("_", "set_", "is_"))
+
+
+class _Stop(torch.autograd.Function):
+    """The identity, with no gradient and the derivative of the identity."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.zeros_like(gradient)
+
+    @staticmethod
+    def jvp(_ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.clone()
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Switches off the fused transformer layers of evaluation mode, which have no derivatives."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -1,0 +1,149 @@
+"""What the guard finds when a task is made, and at the state that is scored."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+from leaveout.errors import UnsupportedError
+from leaveout.sweep.curvature import Hessian
+from leaveout.task.forms import Form
+
+
+def data(n: int = 8) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, dtype=torch.float64, generator=generator)
+    return TensorDataset(x, torch.randint(2, (n,), generator=generator))
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def test_products_are_those_of_the_dense_hessian():
+    """One vector goes another way than two; both must give the matrix that plain double backward gives."""
+    model, train = normalised(), data(5)
+    task = lo.Task(model, nn.CrossEntropyLoss(), train)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    sizes = [p.numel() for p in params.values()]
+
+    def named(flat: Tensor) -> dict[str, Tensor]:
+        return {n: part.reshape(p.shape) for (n, p), part in zip(params.items(), flat.split(sizes), strict=True)}
+
+    def mean(flat: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, named(flat), (train.tensors[0],))
+        return nn.functional.cross_entropy(out, train.tensors[1])
+
+    dense = torch.autograd.functional.hessian(mean, torch.cat([p.flatten() for p in params.values()]))
+    vectors = torch.randn(2, len(dense), dtype=torch.float64)
+    for count in (1, 2):
+        stack = {n: torch.stack([named(v)[n] for v in vectors[:count]]) for n in params}
+        curved, _ = Hessian(task, params, list(train.tensors)).products(stack)
+        found = torch.cat([curved[n].flatten(1) for n in params], dim=1)
+        torch.testing.assert_close(found, vectors[:count] @ dense, rtol=1e-9, atol=1e-12)
+
+
+def test_the_quick_form_is_kept_where_it_is_right():
+    plain = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
+    assert lo.Task(plain, nn.CrossEntropyLoss(), data()).abilities.vector is Form.REVERSE_FORWARD
+    assert lo.Task(normalised(), nn.CrossEntropyLoss(), data()).abilities.vector is not Form.REVERSE_FORWARD
+    unchecked = lo.Task(plain, nn.CrossEntropyLoss(), data(), check=False).abilities
+    assert unchecked.vector is Form.FORWARD_REVERSE  # not compared, so not the one that is wrong most often
+
+
+class Gated(nn.Module):
+    """Adds the batch's mean through a gate."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.body, self.gate, self.threshold = nn.Linear(4, 2), nn.Parameter(torch.zeros(())), threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        return out + torch.relu(self.gate.abs() - self.threshold) * out.mean(0)
+
+
+def test_examples_mixed_behind_a_gate_that_is_zero():
+    with pytest.raises(UnsupportedError, match="depends on the other examples"):
+        lo.Task(Gated(0.0).double(), nn.CrossEntropyLoss(), data())
+
+
+def test_examples_mixed_at_the_last_state_only(tmp_path):
+    model, train = Gated(0.5).double(), data()
+    task = lo.Task(model, nn.CrossEntropyLoss(), train)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with lo.Recorder(tmp_path / "run", model, optimizer) as recorder:
+        for ids in torch.arange(8).split(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(train.tensors[0][ids]), train.tensors[1][ids]).backward()
+            model.gate.grad = torch.full((), -1.0, dtype=torch.float64)  # opens with the first step
+            recorder.step(ids, [t[ids] for t in train.tensors])
+            optimizer.step()
+    for method in (lo.SGDIE(), lo.TracIn(), lo.Replay()):
+        with pytest.raises(UnsupportedError, match=r"at the run's last state.*depends on the other examples"):
+            method.score(lo.open_run(tmp_path / "run"), task, train)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Sequential(nn.Embedding(9, 2, scale_grad_by_freq=True), nn.Flatten()), "scale_grad_by_freq=False"),
+        (nn.Sequential(nn.Embedding(9, 2, max_norm=1.0), nn.Flatten()), "changes its weights in the forward pass"),
+        (nn.Sequential(nn.EmbeddingBag(9, 2, max_norm=1.0)), "changes its weights in the forward pass"),
+    ],
+)
+def test_embeddings_that_depend_on_the_batch(model, words):
+    tokens = torch.randint(9, (6, 1))
+    with pytest.raises(UnsupportedError, match=words):
+        lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(tokens, tokens[:, 0] % 2))
+
+
+class With(nn.Module):
+    """A linear layer and one more parameter."""
+
+    def __init__(self, extra: Tensor) -> None:
+        super().__init__()
+        self.body, self.extra = nn.Linear(4, 2).double(), nn.Parameter(extra)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.extra.abs()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [(torch.complex128, "is complex"), (torch.float32, "of several types.*float32, float64")]
+)
+def test_parameters_of_other_types(dtype, words):
+    with pytest.raises(UnsupportedError, match=words):
+        lo.Task(With(torch.ones(2, dtype=dtype)), nn.CrossEntropyLoss(), data())
+
+
+def test_weighted_classes_without_reduction():
+    """With reduction='none' the loop takes the mean itself, so that nothing depends on the batch."""
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0], dtype=torch.float64), reduction="none")
+    task = lo.Task(nn.Linear(4, 2).double(), loss, data())
+    batch = task.read([0, 1, 2])
+    torch.testing.assert_close(task.losses(task.parameters(), batch), loss(task.model(batch[0]), batch[1]))
+
+
+class Old(torch.autograd.Function):
+    """Written for autograd alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class UsesOld(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Old.apply(x * self.weight.sum()))
+
+
+def test_what_torch_func_cannot_differentiate():
+    with pytest.raises(UnsupportedError, match=r"torch\.func cannot take its gradient.*setup_context"):
+        lo.Task(UsesOld(4, 2).double(), nn.CrossEntropyLoss(), data())
