@@ -49,6 +49,8 @@ class Task:
         forward: ``(model, batch) -> (outputs, targets)`` for batches that are neither ``(inputs..., targets)`` nor a
             dict of the model's keyword arguments plus one of ``labels, label, targets, target, y``.
         collate: the loader's ``collate_fn``, if it had one.
+        trace: repeat recurring computations from a trace of their operations, which is quicker. What cannot be traced
+            is logged (``logging.getLogger("leaveout")``, level INFO) and computed as it is.
         check: compare second derivatives, on the first examples, with differences of the gradient, now and at the
             state that is scored; a form that is wrong is not used. Under a second for a small model.
     """
@@ -62,6 +64,7 @@ class Task:
         *,
         forward: Forward | None = None,
         collate: Collate | None = None,
+        trace: bool = True,
         check: bool = True,
     ) -> None:
         if batches.size(train_set) == 0:
@@ -77,7 +80,8 @@ class Task:
         self.chosen = self.names
         self.check = check
         self._at: dict[int, Abilities] = {}
-        self.tracer = Tracer(images=any(isinstance(module, nn.Conv2d) for module in model.modules()))
+        images = any(isinstance(module, nn.Conv2d) for module in model.modules())
+        self.tracer = Tracer(images, never=not trace)
         self.loss = loss
         self._loss = per_example(loss)
         self._bound = _Bound(model, forward or default_forward)

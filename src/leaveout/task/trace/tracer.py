@@ -7,6 +7,7 @@ that is laid out anew for images (``leaveout.task.trace.layout``) only if it equ
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from leaveout._util.trees import memory
 from leaveout.task.batches import leaves, map_leaves
 from leaveout.task.trace import layout
 from leaveout.task.trace.simplify import call_directly, kind, simplify
+
+LOG = logging.getLogger("leaveout")
 
 WARM_UP = 6
 """Calls with the same shapes before a trace is worth its time."""
@@ -67,7 +70,7 @@ class Tracer:
             anew = self._images and not exact
             if self._calls[key] <= WARM_UP * (not anew) or len(self._traces) >= MOST:
                 return function(*args)
-            self._traces[key] = _traced(function, args, anew)
+            self._traces[key] = _traced(name, function, args, anew)
         trace = self._traces[key]
         return function(*args) if trace is None else trace(*args)
 
@@ -83,7 +86,7 @@ def _signature(nest: Any) -> Any:
     return type(nest), nest
 
 
-def _traced(function: Callable, args: tuple, anew: bool) -> Callable | None:
+def _traced(name: str, function: Callable, args: tuple, anew: bool) -> Callable | None:
     """The function's operations as a function of the same arguments, or None where they cannot be had."""
     expected = function(*args)
     nest = map_leaves(lambda _: 0, expected)
@@ -97,11 +100,13 @@ def _traced(function: Callable, args: tuple, anew: bool) -> Callable | None:
     inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)]
     try:
         module = make_fx(functionalize(flat))(*inputs)
-    except Exception:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
+    except Exception as error:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
+        LOG.info("%s is not traced, and slower for it: %s: %s", name, type(error).__name__, error)
         return None
     simplify(module)
     with torch.no_grad():
         if not all(torch.equal(a, b) for a, b in zip(module(*inputs), leaves(expected), strict=True)):
+            LOG.info("%s is not traced, and slower for it: its trace gives other values", name)
             return None
     module = (_laid_out(module, inputs) if anew else None) or module
     _separate(module, inputs)
