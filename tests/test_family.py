@@ -7,7 +7,7 @@ import torch
 
 import leaveout as lo
 from leaveout.sweep.free_transport import Layout, sketch
-from leaveout.sweep.schedule import occasions
+from leaveout.sweep.schedule import schedule_of
 from oracle import Oracle
 from problems import OPTIMIZERS, flat, recorded, with_least_memory
 from test_estimators import BATCHES, close
@@ -120,7 +120,7 @@ def test_cheap_transports_of_layers_are_that_of_the_restricted_model(tmp_path, l
 @pytest.mark.parametrize("options", [{"probability": 0.5, "seed": 3}, {"epochs": (1, 2)}, {"epochs": "first"}])
 def test_corrections_where_they_are_asked_for(tmp_path, optimizer, options):
     problem = recorded(tmp_path / "run", "mlp", optimizer, batches=BATCHES)
-    chosen = occasions(options.get("probability", 1.0), options.get("epochs"), options.get("seed", 0))
+    chosen = schedule_of(options.get("probability", 1.0), options.get("epochs"), options.get("seed", 0))
 
     def where(step, row):
         return bool(chosen.chosen(problem.run.record(step), torch.tensor(row[:1]))[0])

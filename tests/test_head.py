@@ -27,9 +27,9 @@ def test_a_head_has_the_steps_that_were_asked_for_and_the_scores_of_a_run_that_e
         for name, tensor in params.items():
             assert torch.allclose(trajectory.final()[slot][name], tensor, rtol=1e-12, atol=1e-14)
     indices = list(range(steps))
-    assert [moment.record.index for moment in trajectory.forward()] == indices
-    assert [moment.record.index for moment in trajectory.backward()] == indices[::-1]
-    assert trajectory.moment(steps - 1).record.index == steps - 1
+    assert [step.record.index for step in trajectory.forward()] == indices
+    assert [step.record.index for step in trajectory.backward()] == indices[::-1]
+    assert trajectory.recorded_step(steps - 1).record.index == steps - 1
     for method in METHODS:
         values, truth = (method.score(run, task, query).values for run in (head, expected))
         assert (values - truth).abs().max() <= 1e-10 * truth.abs().max()

@@ -65,8 +65,8 @@ def clipped(step: int, model: nn.Module, norm: float = 0.05) -> None:
 def test_the_gradient_that_was_used_is_read_off_the_state(optimizer: str, tmp_path: Path) -> None:
     run, task, gradients = trained(tmp_path / "run", optimizer)
     for index in (0, 1, 7, 19):
-        moment = Trajectory(run, task).moment(index)
-        used = consumed_gradient(run.rule, moment.before, moment.after, moment.record.hypers)
+        step = Trajectory(run, task).recorded_step(index)
+        used = consumed_gradient(run.rule, step.before, step.after, step.record.hypers)
         for name, expected in gradients[index].items():
             assert (used[name] - expected).norm() <= 1e-10 * expected.norm()
 
@@ -121,17 +121,17 @@ def test_parameters_changed_beside_the_optimizer_are_told_from_another_gradient(
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
 def test_the_distance_is_the_whole_one_and_not_along_the_query(optimizer: str, tmp_path: Path) -> None:
     run, task, _ = trained(tmp_path / "run", optimizer, unseen=6, dtype=torch.float32)
-    moment = Trajectory(run, task).moment(len(run) - 1)
-    x, y = moment.batch
+    step = Trajectory(run, task).recorded_step(len(run) - 1)
+    x, y = step.batch
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-    model.load_state_dict(moment.before["param"])
+    model.load_state_dict(step.before["param"])
     made = OPTIMIZERS[optimizer](model)
     for name, param in model.named_parameters():
         if optimizer == "momentum":
-            made.state[param]["momentum_buffer"] = moment.before["momentum_buffer"][name].clone()
+            made.state[param]["momentum_buffer"] = step.before["momentum_buffer"][name].clone()
     nn.functional.mse_loss(model(x), y).backward()
     made.step()
-    after, before = (torch.cat([t.flatten() for t in s["param"].values()]) for s in (moment.after, moment.before))
+    after, before = (torch.cat([t.flatten() for t in s["param"].values()]) for s in (step.after, step.before))
     expected = float((nn.utils.parameters_to_vector(model.parameters()) - after).norm() / (after - before).norm())
     with pytest.raises(lo.MismatchError, match="Step 19 does not follow") as refusal:
         lo.SGDIE().score(run, task, task.train_set)
@@ -144,20 +144,20 @@ def test_a_step_that_only_the_query_does_not_see_is_found(tmp_path: Path) -> Non
     """The last step moved the parameters across the query's gradient: no projection on it shows that."""
     run, task, _ = trained(tmp_path / "run", "sgd")
     trajectory = Trajectory(run, task)
-    moment = trajectory.moment(len(run) - 1)
-    vector = {"param": {name: torch.zeros_like(t)[None] for name, t in moment.after["param"].items()}}
+    step = trajectory.recorded_step(len(run) - 1)
+    vector = {"param": {name: torch.zeros_like(t)[None] for name, t in step.after["param"].items()}}
     vector["param"]["0.weight"][0, 0, 0] = 1.0
-    moment.after["param"]["2.bias"].add_(1.0)
+    step.after["param"]["2.bias"].add_(1.0)
     carried = {"param": {name: t * (1 - 0.1 * 0.01) for name, t in vector["param"].items()}}
-    batch = moment.batch
+    batch = step.batch
     grad = torch.func.grad(
         lambda p: nn.functional.mse_loss(torch.func.functional_call(task.model, p, batch[0]), batch[1])
     )
-    slope = -0.1 * float(grad(moment.params)["0.weight"][0, 0])
+    slope = -0.1 * float(grad(step.params)["0.weight"][0, 0])
     check = StepCheck(run.rule, task)
-    check.along(moment, vector, carried, slope)  # what it cannot see, the whole check sees
+    check.along(step, vector, carried, slope)  # what it cannot see, the whole check sees
     with pytest.raises(lo.MismatchError, match="Step 19 does not follow"):
-        check.step(moment, run.rule.step(moment.before, grad(moment.params), moment.record.hypers))
+        check.step(step, run.rule.step(step.before, grad(step.params), step.record.hypers))
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])

@@ -11,7 +11,7 @@ import leaveout as lo
 from leaveout._util.trees import each, norm
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.trajectory.left_out import members_of
+from leaveout.trajectory.left_out import leave_out
 from leaveout.trajectory.replay import counterfactuals
 from leaveout.trajectory.trajectory import Trajectory
 from problems import MODELS, OPTIMIZERS, data_for
@@ -52,9 +52,9 @@ def test_states_between_kept_ones_are_computed_again(tmp_path, keep, optimizer):
             for name in whole.rule.groups:
                 assert torch.allclose(a.before[slot][name], b.before[slot][name], rtol=1e-12, atol=1e-14)
                 assert torch.allclose(a.after[slot][name], b.after[slot][name], rtol=1e-12, atol=1e-14)
-    backward = [moment.record.index for moment in Trajectory(run, task).backward()]
+    backward = [step.record.index for step in Trajectory(run, task).backward()]
     assert backward == list(reversed(range(len(run))))
-    middle = Trajectory(run, task).moment(5)
+    middle = Trajectory(run, task).recorded_step(5)
     assert torch.allclose(middle.before["param"]["0.weight"], whole.state(5)["param"]["0.weight"], rtol=1e-12)
     query = data_for("mlp", 3, 1)
     for method in METHODS:
@@ -82,7 +82,7 @@ def test_a_state_that_the_recorded_batches_do_not_lead_to_is_named(tmp_path):
 def test_interpolated_states_lie_on_a_line_and_come_close(tmp_path):
     whole, task = kept(tmp_path / "all", "all")
     run, _ = kept(tmp_path / "some", 3)
-    states = [moment.before["param"]["0.weight"] for moment in Trajectory(run.interpolated(), task).forward()]
+    states = [step.before["param"]["0.weight"] for step in Trajectory(run.interpolated(), task).forward()]
     expected = whole.state(3)["param"]["0.weight"] * 2 / 3 + whole.state(6)["param"]["0.weight"] / 3
     assert torch.allclose(states[4], expected, rtol=1e-12)
     query = data_for("mlp", 3, 1)
@@ -158,7 +158,7 @@ def test_a_replay_that_left_its_way_still_notices_a_step_that_does_not_follow(tm
 
     moved._batch = batch
     with pytest.warns(lo.LeaveoutWarning), pytest.raises(lo.MismatchError, match="Step 110 does not follow"):
-        counterfactuals(moved, members_of(task.size, (0,)), 0.0, Resources(progress=False), Cost())
+        counterfactuals(moved, leave_out(task.size, (0,)), 0.0, Resources(progress=False), Cost())
 
 
 def test_a_unit_that_rounding_switched_on_is_no_mismatch(tmp_path):
@@ -176,7 +176,7 @@ def test_a_unit_that_rounding_switched_on_is_no_mismatch(tmp_path):
         return Trajectory(lo.open_run(tmp_path / str(weight)), task)
 
     off, on, smooth = made((1.0, -1.0)), made((1.0, -1.0 + 2e-7)), made((0.9, -1.0))
-    step, other, plain = off.moment(0), on.moment(0), smooth.moment(0)
+    step, other, plain = off.recorded_step(0), on.recorded_step(0), smooth.recorded_step(0)
     jump = each(torch.sub, other.after["param"], step.after["param"])
     assert norm(jump) > 0.01 * norm(each(torch.sub, step.after["param"], step.before["param"]))
     off.check.step(step, other.after)

@@ -7,7 +7,7 @@ import torch
 
 import leaveout as lo
 from leaveout.optim import Rule
-from leaveout.sweep.free_transport import Coasting, Layout, sketch
+from leaveout.sweep.free_transport import Layout, LazyVectors, sketch
 from problems import MODELS, OPTIMIZERS, recorded, with_least_memory
 from test_estimators import BATCHES, close
 
@@ -150,10 +150,10 @@ def test_sketches_keep_inner_products_on_average():
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_coasting_equals_moving_every_row_every_step(disk):
+def test_lazy_vectors_equal_moving_every_row_every_step(disk):
     generator = torch.Generator().manual_seed(0)
     group = torch.tensor([0, 0, 1, 1, 1])
-    rows = Coasting(7, 2, group, torch.zeros((), dtype=torch.float64), disk=disk)
+    rows = LazyVectors(7, 2, group, torch.zeros((), dtype=torch.float64), disk=disk)
     slow = torch.zeros(7, 2, 5, dtype=torch.float64)
     for step in range(600):
         chosen = torch.randperm(7, generator=generator)[:2]

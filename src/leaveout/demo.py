@@ -12,7 +12,7 @@ from leaveout.evaluate.cleanse import Curve, cleanse
 from leaveout.evaluate.verify import Check, verify
 from leaveout.reporting import report
 from leaveout.reporting.show import built_in
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 
@@ -51,17 +51,17 @@ def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Re
     run, subject = run_config(plan, out, resources)
     task, query, digits = subject.task, subject.query, subject.data
     assert digits is not None  # noqa: S101 - a config names its data
-    scores, checks, beside = {}, {}, Beside(out)
+    scores, checks, paths = {}, {}, RunPaths(out)
     for estimator in (SGDIE(readout="exact"), ACC("exact", readout="exact")):
         found = estimator.score(run, task, query, queries="each", resources=resources)
         scores[found.method] = found
-        file = found.save(beside.scores(found.method, "each"))
+        file = found.save(paths.scores(found.method, "each"))
         checks[found.method] = verify(found, run, task, query, replays=replays, resources=resources)
-        checks[found.method].save(beside.check(file))
+        checks[found.method].save(paths.check(file))
     curve = cleanse(found, run, task, digits.test, [m for m in REMOVED if m < examples], resources=resources)
-    curve.save(beside.cleanse)
+    curve.save(paths.cleanse)
     page = report(
-        beside.report,
+        paths.report,
         run,
         found,
         checks[found.method],

@@ -19,7 +19,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError, closest
 from leaveout.optim import optimizers
 from leaveout.run.manifest import MANIFEST, cut_short
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.run.train import train
 from leaveout.run.writer import claim
@@ -194,7 +194,7 @@ def _leave(config: Config, out: Path) -> bool:
 
     As the directory's one writer: of two trainings at once, the second finds the config of the first.
     """
-    file = Beside(out).config
+    file = RunPaths(out).config
     lock = claim(out, resume=True)
     try:
         begun = cut_short(out) and file.exists()

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from leaveout.errors import RunError, closest
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 
 if TYPE_CHECKING:
     from leaveout.compute.engines import Engine
@@ -49,7 +49,7 @@ def opened(path: Path, *, partial: bool = False) -> Run:
         near = [str(folder) for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
         if suggestion := closest(str(path), near):
             raise RunError(f"{path} holds no run{suggestion}.")
-    if not partial and Beside(path).config.exists() and cut_short(path):
+    if not partial and RunPaths(path).config.exists() and cut_short(path):
         raise RunError(
             f"The run in {path} was cut short: give the leaveout train command that began it again, and it goes on."
         )

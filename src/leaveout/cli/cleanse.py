@@ -26,7 +26,7 @@ from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
 from leaveout.evaluate.cleanse import cleanse as lo_cleanse
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 from leaveout.scores import MEAN, Scores
 
 SHARES = (0.02, 0.05, 0.1)
@@ -62,10 +62,10 @@ def cleanse(
 
     An own task function returns (task, query set, test set) for this. The curve goes to runs/x/cleanse.json.
     """
-    recorded, beside = opened(run), Beside(run, results)
-    out = beside.cleanse
+    recorded, paths = opened(run), RunPaths(run, results)
+    out = paths.cleanse
     _check_free(out, again)
-    files = chosen(recorded, beside, method)
+    files = chosen(recorded, paths, method)
     scores = [Scores.load(file) for file in files]
     if method is None:
         scores = _rankings(scores, run)

@@ -19,7 +19,7 @@ from leaveout.evaluate.verify import Check
 from leaveout.reporting import Show
 from leaveout.reporting import report as lo_report
 from leaveout.reporting.show import built_in, show_of
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 from leaveout.scores import Scores
 
 
@@ -48,18 +48,18 @@ def report(
     Checks and the cleansing curve beside the run are part of it. Scores with a column for each query (leaveout score
     --queries each) let one look at single queries.
     """
-    recorded, beside = opened(run), Beside(run, results)
-    target = out or beside.report
+    recorded, paths = opened(run), RunPaths(run, results)
+    target = out or paths.report
     check_writable(target)
     if target.exists() and not again:
         raise InputError(f"{target} exists already: give --again to replace it, or another name with --out.")
-    files = chosen(recorded, beside, [method] if method else None)
-    checked = [file for file in files if beside.check(file).exists()]
+    files = chosen(recorded, paths, [method] if method else None)
+    checked = [file for file in files if paths.check(file).exists()]
     file = max(checked or files, key=lambda one: one.stat().st_mtime)
     scores = Scores.load(file)
-    check = Check.load(beside.check(file)) if file in checked else None
-    curve = Curve.load(beside.cleanse) if beside.cleanse.exists() else None
-    known = subject_of(run, task) if task or beside.config.exists() else None
+    check = Check.load(paths.check(file)) if file in checked else None
+    curve = Curve.load(paths.cleanse) if paths.cleanse.exists() else None
+    known = subject_of(run, task) if task or paths.config.exists() else None
     shown = show_of(named(show, "--show")) if show else built_in(known.data) if known and known.data else Show()
     with resumable("Nothing was written."):
         page = lo_report(

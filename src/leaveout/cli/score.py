@@ -31,7 +31,7 @@ from leaveout.errors import InputError
 from leaveout.estimators import Estimator
 from leaveout.estimators.base import Request
 from leaveout.estimators.several import one_by_one
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 
@@ -74,10 +74,10 @@ def score(
     recorded = opened(run)
     subject = subject_of(run, task)
     variant = ("each" if queries == "each" else "") + (f" by {groups.stem}" if groups else "")
-    told, beside = [], Beside(run, results)
-    targets = [beside.scores(estimator.resolved(recorded).name, variant) for estimator in estimators]
+    told, paths = [], RunPaths(run, results)
+    targets = [paths.scores(estimator.resolved(recorded).name, variant) for estimator in estimators]
     with working(recorded, ("score", estimators, queries, by), targets, memory, processes, ray) as resources:
-        for scores, file, new in _scored(recorded, beside, subject, estimators, queries, by, variant, resources, again):
+        for scores, file, new in _scored(recorded, paths, subject, estimators, queries, by, variant, resources, again):
             told.append(_facts(scores, file, top, new))
             if not as_json:
                 _show(scores, file, top, new, subject.flipped)
@@ -89,7 +89,7 @@ def score(
 
 def _scored(
     run: Run,
-    beside: Beside,
+    paths: RunPaths,
     subject: Subject,
     estimators: list[Estimator],
     queries: str,
@@ -103,7 +103,7 @@ def _scored(
     given = (run, subject.task, subject.query)
     for estimator in dict.fromkeys(estimators):
         name = estimator.resolved(run).name
-        file = beside.scores(name, variant)
+        file = paths.scores(name, variant)
         if again or not file.exists():
             continue
         scores = Scores.load(file)
@@ -115,18 +115,18 @@ def _scored(
         yield scores, file, False
     asked = list(dict.fromkeys(estimators))
     for _, scores in one_by_one(asked, *given, queries=queries, groups=groups, resources=resources, there=there):
-        file = beside.scores(scores.method, variant)
+        file = paths.scores(scores.method, variant)
         yield scores, scores.save(file, overwrite=again), True
 
 
 def _difference(scores: Scores, method: str, asked: Request) -> str | None:
     """What tells scores from those that are asked for; what an older file does not say is not held against it."""
-    run, query, groups = asked.trajectory.run, asked.query, asked.members.named()
+    run, query, groups = asked.trajectory.run, asked.query, asked.left_out.named()
     if scores.run_fingerprint not in (None, run.fingerprint):
         return "another run"
     if scores.method != method:
         return f"another method, {scores.method}"
-    if (scores.train_ids, scores.query_ids) != (asked.members.names, query.ids):
+    if (scores.train_ids, scores.query_ids) != (asked.left_out.names, query.ids):
         return "other examples or queries"
     if scores.query_fingerprint not in (None, query.fingerprint()):
         return "other examples or queries"

@@ -17,7 +17,7 @@ from leaveout.errors import LeaveoutError
 from leaveout.evaluate.cleanse import Curve
 from leaveout.evaluate.verify import Check
 from leaveout.run.manifest import INITIAL, MANIFEST
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run, check_run
 from leaveout.scores import Scores
 
@@ -40,10 +40,10 @@ def show(
     damage = check_run(run) if check else []
     recorded = None if damage else opened(run, partial=True)
     told = {} if recorded is None else _facts(recorded)
-    beside = _beside(Beside(run, results), recorded)
+    lists = _results(RunPaths(run, results), recorded)
     if check:
-        damage += [found["problem"] for part in beside.values() for found in part if "problem" in found]
-    told |= beside if told else {}
+        damage += [found["problem"] for part in lists.values() for found in part if "problem" in found]
+    told |= lists if told else {}
     if as_json:
         print_json({"run": str(run), **told, **({"damage": damage} if check else {})})
     else:
@@ -81,15 +81,15 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _beside(beside: Beside, run: Run | None) -> dict[str, list[dict[str, Any]]]:
+def _results(paths: RunPaths, run: Run | None) -> dict[str, list[dict[str, Any]]]:
     """The results that lie beside a run, each with what it holds or with its problem: also that it is of another run.
 
     A damaged run, None, is not compared with.
     """
     return {
-        "scores": [_result(file, run, Scores.load, _scores) for file in beside.scored()],
-        "checks": [_result(file, run, partial(_check, beside), _sentence) for file in beside.checked()],
-        "curves": [_result(file, run, Curve.load, _sentence) for file in [beside.cleanse] if file.exists()],
+        "scores": [_result(file, run, Scores.load, _scores) for file in paths.scored()],
+        "checks": [_result(file, run, partial(_check, paths), _sentence) for file in paths.checked()],
+        "curves": [_result(file, run, Curve.load, _sentence) for file in [paths.cleanse] if file.exists()],
     }
 
 
@@ -110,10 +110,10 @@ def _scores(scores: Scores) -> dict[str, Any]:
     return {"method": scores.method, "rows": len(scores.train_ids), "queries": len(scores.query_ids)}
 
 
-def _check(beside: Beside, file: Path) -> Check:
+def _check(paths: RunPaths, file: Path) -> Check:
     """A check, compared with the scores of its name."""
     check = Check.load(file)
-    for scores in beside.scored():
+    for scores in paths.scored():
         if scores.stem == file.stem:
             check.check_same_scores(Scores.load(scores))
     return check

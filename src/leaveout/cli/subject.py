@@ -14,7 +14,7 @@ from leaveout.builtin import config
 from leaveout.builtin.config import Subject
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.run.manifest import check_config
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 from leaveout.task.task import Task
 
 TaskOption = Annotated[
@@ -31,7 +31,7 @@ def subject_of(run: Path, where: str | None) -> Subject:
     """The task and the queries of a run: the user's own, or those of the config beside it."""
     if where is not None:
         return subject(where)
-    file = Beside(run).config
+    file = RunPaths(run).config
     if not file.exists():
         raise InputError(
             f"{run} was not made by leaveout train (it has no {file.name}): say what was trained with "

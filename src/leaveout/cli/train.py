@@ -16,7 +16,7 @@ from leaveout.builtin.config import Config
 from leaveout.cli.app import AsJson, console, print_json, print_next, resumable
 from leaveout.cli.commands import app
 from leaveout.estimators.readout import Query
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 
 
 @app.command()
@@ -70,7 +70,7 @@ def train(
     loss = float(query.losses({name: tensor[None] for name, tensor in params.items()}).mean())
     told = {"run": str(run.path), "steps": len(run), "states_kept": len(run.kept), "validation_loss": loss}
     if as_json:
-        print_json({**told, "config": str(Beside(run.path).config)})
+        print_json({**told, "config": str(RunPaths(run.path).config)})
         return
     told_so = f"{len(run)} steps are recorded in {run.path}; validation loss {loss:.4g}."
     console.print(told_so, highlight=False, markup=False)

@@ -28,7 +28,7 @@ from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.evaluate.verify import MINIMUM, Check
 from leaveout.evaluate.verify import chosen as sample
 from leaveout.evaluate.verify import verify as lo_verify
-from leaveout.run.paths import Beside, slug
+from leaveout.run.paths import RunPaths, slug
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 
@@ -57,14 +57,14 @@ def verify(
 
     Half of the replays go to the most extreme examples, half to a random sample. Checks go to runs/x/checks.
     """
-    recorded, beside = opened(run), Beside(run, results)
-    files = chosen(recorded, beside, method)
+    recorded, paths = opened(run), RunPaths(run, results)
+    files = chosen(recorded, paths, method)
     subject = subject_of(run, task)
     told, few = [], []
-    targets = [beside.check(file) for file in files]
+    targets = [paths.check(file) for file in files]
     with working(recorded, ("verify", files, replays, seed), targets, memory, processes, ray) as resources:
         for file in files:
-            scores, out = Scores.load(file), beside.check(file)
+            scores, out = Scores.load(file), paths.check(file)
             if method is None and len(scores.train_ids) < 2 * MINIMUM:
                 few.append({"file": str(file), "method": scores.method, "rows": len(scores.train_ids)})
                 continue  # asked for by name, they are refused
@@ -104,9 +104,9 @@ def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:
     return check
 
 
-def chosen(run: Run, beside: Beside, methods: list[str] | None) -> list[Path]:
+def chosen(run: Run, paths: RunPaths, methods: list[str] | None) -> list[Path]:
     """The files of these methods' scores beside a run, or all of them; named by the method or by the file."""
-    scored = {file.stem: file for file in beside.scored()}
+    scored = {file.stem: file for file in paths.scored()}
     if not scored:
         raise InputError(f"{run.path} has no scores yet: run leaveout score {run.path} first.")
     if methods is None:

@@ -38,11 +38,11 @@ def completed(
     keys: Sequence[str],
     what: str,
 ) -> list[Shard]:
-    """``function((item, mark))`` for every item; those that are kept under their keys are read instead.
+    """``function((item, checkpoint))`` for every item; those that are kept under their keys are read instead.
 
     Args:
         resources: the engine, and where shards are kept.
-        function: gives an item's shard; may note in a file ``mark`` how far it is.
+        function: gives an item's shard; may note in a file ``checkpoint`` how far it is.
         items: the parts of the work.
         keys: a word for each item, with everything that its shard depends on.
         what: a word for the progress bar.
@@ -50,8 +50,8 @@ def completed(
     files = _files(resources, keys)
     found = {place: shard for place, file in enumerate(files) if (shard := _read(file)) is not None}
     missing = [place for place in range(len(items)) if place not in found]
-    marks = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
-    todo = [(items[place], marks[place]) for place in missing]
+    checkpoints = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
+    todo = [(items[place], checkpoints[place]) for place in missing]
     # In this process, a shard shows a bar of its own.
     done = resources.map(function, todo, what) if resources.elsewhere else enumerate(map(function, todo))
     for number, shard in done:
@@ -59,8 +59,8 @@ def completed(
         found[place] = shard
         if files:
             _write(files[place], shard)
-        if mark := marks[place]:
-            mark.unlink(missing_ok=True)
+        if checkpoint := checkpoints[place]:
+            checkpoint.unlink(missing_ok=True)
     return [found[place] for place in range(len(items))]
 
 

@@ -68,7 +68,7 @@ class Resources:
             where shards go to other processes or are kept. Shards of the same size give the same scores to the last
             bit, others the same but for rounding. No shard is larger than the budget, or with ``"auto"`` than 500 MB:
             what is free at the moment does not change the shards.
-        mark: the file in which a sweep notes how far it is; told to each shard that is kept.
+        checkpoint: the file in which a sweep notes how far it is; told to each shard that is kept.
     """
 
     memory: str | int = "auto"
@@ -76,7 +76,7 @@ class Resources:
     engine: str | Engine = "local"
     work: str | Path | None = None
     shard: int | None = None
-    mark: Path | None = None
+    checkpoint: Path | None = None
 
     def __post_init__(self) -> None:
         if self.memory != "auto":
@@ -146,9 +146,9 @@ class Resources:
         quiet = False if self.elsewhere else self.progress
         return replace(self, progress=quiet, engine=Local(), work=None, shard=None)
 
-    def marked(self, file: Path | None) -> Resources:
+    def with_checkpoint(self, file: Path | None) -> Resources:
         """The same with a place for notes."""
-        return replace(self, mark=file)
+        return replace(self, checkpoint=file)
 
     def map(self, function: Callable[[T], R], items: Sequence[T], what: str) -> Iterator[tuple[int, R]]:
         """(position, result) of every item as it is done, by the engine, with one bar for the work of all workers."""

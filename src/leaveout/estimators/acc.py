@@ -12,7 +12,7 @@ from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.choice import Choice
 from leaveout.run.reader import Run
 from leaveout.sweep.curvature import Hessian
-from leaveout.sweep.schedule import occasions
+from leaveout.sweep.schedule import schedule_of
 from leaveout.sweep.transports import Subspace
 
 
@@ -89,7 +89,7 @@ class ACC(Estimator):
 
     def choice(self) -> Choice:
         """The Hessian, and the corrected gradient."""
-        where = occasions(self.probability, self.epochs, self.seed)
+        where = schedule_of(self.probability, self.epochs, self.seed)
         return Choice(Hessian, self.readout, self.direction, self.transport, self.sketch, where)
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:

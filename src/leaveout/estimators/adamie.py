@@ -54,7 +54,7 @@ class AdamIE(Estimator):
         return request.rows(self._of_rows, 20 * budget.param_bytes(request.trajectory), "checkpoints")
 
     def _of_rows(self, request: Request) -> tuple[Float[Tensor, "rows queries"], None]:
-        task, part = request.trajectory.task, request.members
+        task, part = request.trajectory.task, request.left_out
         layout = Layout(request.trajectory.rule, request.trajectory.initial()[PARAM])
         examples = task.read(part.examples.tolist())
         batches = -(-len(part) // len(request.trajectory.run.record(0).ids))
@@ -85,7 +85,7 @@ class AdamIE(Estimator):
             raise UnsupportedError(
                 f"Adam-IE needs Adam's moments, which a run of {kind} does not have: use SGDIE() or ACC()."
             )
-        if bool((request.members.lengths > 1).any()):
+        if bool((request.left_out.lengths > 1).any()):
             raise InputError("Cosines do not add up, so Adam-IE has no scores of groups: use SGDIE, ACC or Replay.")
         if request.displacements:
             raise InputError("Adam-IE has no displacements, only cosines: use SGDIE or ACC.")

@@ -28,7 +28,7 @@ from leaveout.scores import UNIT, Scores
 from leaveout.sweep import budget
 from leaveout.task.task import Task
 from leaveout.trajectory.identity import identity
-from leaveout.trajectory.left_out import Groups, Members, members_of
+from leaveout.trajectory.left_out import Groups, LeftOut, leave_out
 from leaveout.trajectory.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Request:
     """One call of ``score``, checked."""
 
     trajectory: Trajectory
-    members: Members
+    left_out: LeftOut
     query: Query
     resources: Resources
     cost: Cost
@@ -72,7 +72,7 @@ class Request:
     ) -> tuple[Tensor, Params | None]:
         """Scores and displacements of all rows, by shards of them; ``function`` has those of a request's rows."""
         budget.check(self.resources, self.trajectory, bytes_each, "one row")
-        parts = list(self.members.chunks(self.resources.shard_size(2 * bytes_each, len(self.members))))
+        parts = list(self.left_out.chunks(self.resources.shard_size(2 * bytes_each, len(self.left_out))))
         done = self.shards(partial(_rows, function), parts, [part.identity() for part in parts], what)
         values = torch.cat([one["values"] for one in done])
         return values, _moved(done) if self.displacements else None
@@ -96,7 +96,7 @@ class Request:
         if alone and not self.resources.whole:
             size = 1
         parts = [(start, min(start + size, count)) for start in range(0, count, size)]
-        words = [f"{self.members.identity()} vectors {number} of {size}" for number in range(len(parts))]
+        words = [f"{self.left_out.identity()} vectors {number} of {size}" for number in range(len(parts))]
         done = self.shards(partial(_columns, function, readout), parts, words, "sweeping")
         return {name: torch.cat([one.pop(name) for one in done], dim=1) for name in list(done[0])}
 
@@ -105,19 +105,19 @@ class Request:
         if not bool(torch.isfinite(values).all()):
             row = int((~torch.isfinite(values)).nonzero()[0, 0])
             raise MismatchError(
-                f"The score of {self.members.names[row]!r} is not finite: the recurrence overflowed; train with a "
+                f"The score of {self.left_out.names[row]!r} is not finite: the recurrence overflowed; train with a "
                 "smaller learning rate, or score an earlier part of the run."
             )
         fingerprint = self.query.fingerprint()
         return Scores(
             values,
-            self.members.names,
+            self.left_out.names,
             self.query.ids,
             method,
             self.cost,
             moved,
             query_fingerprint=fingerprint,
-            groups=self.members.named(),
+            groups=self.left_out.named(),
             run_fingerprint=self.trajectory.run.fingerprint,
         )
 
@@ -204,12 +204,12 @@ class Estimator(ABC):
             resources: memory budget and progress.
         """
         resources, chosen = resources or Resources(), self.resolved(run)
-        everyone = members_of(task.size, ids)
+        everyone = leave_out(task.size, ids)
         bytes_each = 2 * budget.backward_bytes(Trajectory(run, task, self.layers))
         values, cost = [], Cost()
         for part in everyone.chunks(resources.part(bytes_each, len(everyone))):
             own = Subset(task.train_set, part.examples.tolist())
-            request = replace(chosen.request(run, task, own, queries="each", resources=resources), members=part)
+            request = replace(chosen.request(run, task, own, queries="each", resources=resources), left_out=part)
             with request.cost.metered(), kept_memory():
                 values.append(chosen._values(request)[0].diagonal())
             cost = cost + request.cost
@@ -254,7 +254,7 @@ class Estimator(ABC):
         asked.check()
         return Request(
             trajectory,
-            self._members(task, ids, groups),
+            self._left_out(task, ids, groups),
             asked,
             resources,
             cost,
@@ -262,8 +262,8 @@ class Estimator(ABC):
             repr(self),
         )
 
-    def _members(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> Members:
-        return members_of(task.size, ids, groups)
+    def _left_out(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> LeftOut:
+        return leave_out(task.size, ids, groups)
 
     def _exact(self, _values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
         """Which rows are exact replays; None: all of them are estimates."""
@@ -275,8 +275,8 @@ class Estimator(ABC):
 
 
 def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], given: tuple[T, Path | None]) -> Shard:
-    item, mark = given
-    own = replace(request, cost=Cost(), resources=request.resources.marked(mark))
+    item, checkpoint = given
+    own = replace(request, cost=Cost(), resources=request.resources.with_checkpoint(checkpoint))
     shard = Shard(function(own, item), own.cost)
     if own.resources.memory != "auto":  # a heap in pieces grows from shard to shard
         returned()
@@ -294,9 +294,9 @@ def _alone(
 
 
 def _rows(
-    function: Callable[[Request], tuple[Tensor, Params | None]], request: Request, part: Members
+    function: Callable[[Request], tuple[Tensor, Params | None]], request: Request, part: LeftOut
 ) -> dict[str, Tensor]:
-    values, moved = function(replace(request, members=part))
+    values, moved = function(replace(request, left_out=part))
     return {"values": values, **{f"moved/{name}": tensor for name, tensor in (moved or {}).items()}}
 
 

@@ -63,19 +63,19 @@ def checkpoints(request: Request) -> Iterator[Checkpoint]:
         adam = {key: {name: hypers[group][key] for name, group in groups} for key in ADAM if key in hypers[0]}
         return Checkpoint(params, state, query, size, mean(rates), mean(shares), adam)
 
-    for moment in request.resources.track(trajectory.forward(), len(trajectory), "checkpoints"):
-        if last is not None and moment.record.epoch != last:
-            yield ended(moment.params, moment.before)
+    for recorded in request.resources.track(trajectory.forward(), len(trajectory), "checkpoints"):
+        if last is not None and recorded.record.epoch != last:
+            yield ended(recorded.params, recorded.before)
             rates, shares = [], []
-        last, hypers = moment.record.epoch, list(moment.record.hypers)
+        last, hypers = recorded.record.epoch, list(recorded.record.hypers)
         rates.append([hyper["lr"] for hyper in hypers])
-        shares.append([hyper["lr"] / len(moment.record.ids) for hyper in hypers])
+        shares.append([hyper["lr"] / len(recorded.record.ids) for hyper in hypers])
     yield ended(trajectory.final_whole()[PARAM], trajectory.final())
 
 
 def example_blocks(request: Request) -> Iterator[tuple[Int[Tensor, " block"], Batch]]:
     """All examples that some row leaves out, a batch of the run's size at a time."""
     task, size = request.trajectory.task, len(request.trajectory.run.record(0).ids)
-    everyone = request.members.examples.unique()
+    everyone = request.left_out.examples.unique()
     for ids in everyone.split(size):
         yield ids, task.read(ids.tolist())

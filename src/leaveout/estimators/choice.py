@@ -18,7 +18,7 @@ from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.fast_acc import Correction, Products
 from leaveout.sweep.free_transport import Layout, sketch
 from leaveout.sweep.jump import jump_products
-from leaveout.sweep.schedule import Occasions
+from leaveout.sweep.schedule import Schedule
 from leaveout.sweep.sweep import ALWAYS, Sweep
 from leaveout.sweep.transports import Subspace
 
@@ -35,7 +35,7 @@ class Choice:
         direction: ``"forward"``, ``"backward"``, or the cheaper one.
         transport: how the displacement travels that the gradient is corrected with; None: the plain gradient is read.
         sketch: the width of the random projection that remainders are kept in, if any.
-        occasions: where the correction is applied.
+        schedule: where the correction is applied.
         project: the width of the random projection that gradients go through, if any.
     """
 
@@ -44,7 +44,7 @@ class Choice:
     direction: str = "auto"
     transport: str | Subspace | None = None
     sketch: int | None = None
-    occasions: Occasions = ALWAYS
+    schedule: Schedule = ALWAYS
     project: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Choice:
 
     def values(self, request: Request) -> tuple[Tensor, Params | None]:
         """The scores, and the displacements if they were asked for."""
-        self.occasions.check(request.trajectory.run)
+        self.schedule.check(request.trajectory.run)
         if self.transport in (None, "exact"):
             return self._swept(request)
         return self.read(request, self.products(request).corrected), None
@@ -104,7 +104,7 @@ class Choice:
             request.cost,
             self.kind,
             corrected,
-            self.occasions,
+            self.schedule,
             self._path(request),
         )
         if self.direction == "forward" or request.displacements or not isinstance(readout, Projected):
@@ -112,7 +112,7 @@ class Choice:
                 raise InputError("Displacements and the exact readout go forward: leave direction at 'auto'.")
             return _forward(request, readout, sweep)
         # Backward takes a vector a query, forward one a row; the corrected step has one a row either way.
-        if self.direction == "auto" and (corrected or readout.count(request.query) > len(request.members)):
+        if self.direction == "auto" and (corrected or readout.count(request.query) > len(request.left_out)):
             return _forward(request, readout, sweep)
         products = request.columns(partial(_pulled, sweep), readout)["products"]
         return readout.of_products(request.query, products), None
@@ -128,14 +128,14 @@ class Choice:
 
 
 def _jumps(choice: Choice, request: Request, vectors: Params) -> dict[str, Tensor]:
-    sweep = Sweep(request.trajectory, request.resources, request.cost, choice.kind, occasions=choice.occasions)
-    found = jump_products(sweep, request.members, vectors, together=request.members.named() is None)
+    sweep = Sweep(request.trajectory, request.resources, request.cost, choice.kind, schedule=choice.schedule)
+    found = jump_products(sweep, request.left_out, vectors, together=request.left_out.named() is None)
     return {"plain": found.plain, "corrected": found.corrected}
 
 
 def _products(choice: Choice, backward: bool, request: Request, vectors: Params) -> dict[str, Tensor]:
     correction = Correction(
-        request.trajectory, request.members, request.resources, request.cost, choice.kind, choice.occasions
+        request.trajectory, request.left_out, request.resources, request.cost, choice.kind, choice.schedule
     )
     if backward:
         found = correction.remainders(vectors, choice.sketch)
@@ -150,10 +150,10 @@ def _forward(request: Request, readout: Readout, sweep: Sweep) -> tuple[Tensor, 
 
 
 def _pushed(readout: Readout, sweep: Sweep, request: Request) -> tuple[Tensor, Params | None]:
-    moved = replace(sweep, resources=request.resources, cost=request.cost).displacements(request.members)[PARAM]
+    moved = replace(sweep, resources=request.resources, cost=request.cost).displacements(request.left_out)[PARAM]
     return readout.of_displacements(request.query, moved), moved if request.displacements else None
 
 
 def _pulled(sweep: Sweep, request: Request, vectors: Params) -> dict[str, Tensor]:
     sweep = replace(sweep, resources=request.resources, cost=request.cost)
-    return {"products": sweep.inner_products(request.members, vectors)}
+    return {"products": sweep.inner_products(request.left_out, vectors)}

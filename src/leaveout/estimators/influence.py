@@ -20,7 +20,7 @@ from leaveout.sweep import budget
 from leaveout.sweep.curvature import check_symmetric
 from leaveout.sweep.free_transport import Layout
 from leaveout.task.derivatives import example_gradients, hessian_products, weight_products
-from leaveout.trajectory.left_out import Members
+from leaveout.trajectory.left_out import LeftOut
 
 HELD = 14
 """Vectors that a solver holds for one right-hand side."""
@@ -97,7 +97,7 @@ def _solved(method: InfluenceFunction, request: Request, vectors: Params) -> dic
 
 def _moved(method: InfluenceFunction, request: Request) -> tuple[Tensor, Params | None]:
     minimum = _Minimum(request, method)
-    moved = minimum.solve(minimum.gradients(request.members))
+    moved = minimum.solve(minimum.gradients(request.left_out))
     values = readout_of(method.readout).of_displacements(request.query, moved)
     return values, moved if request.displacements else None
 
@@ -139,24 +139,24 @@ class _Minimum:
 
     def products(self, vectors: Params) -> Float[Tensor, "rows vectors"]:
         """⟨v, g(z)⟩/n for every row and vector."""
-        members = self.request.members
-        total = next(iter(vectors.values())).new_zeros((len(members), len(next(iter(vectors.values())))))
+        left_out = self.request.left_out
+        total = next(iter(vectors.values())).new_zeros((len(left_out), len(next(iter(vectors.values())))))
         chunk = self.request.resources.chunk(self.chunk, total.shape[1])
         for ids, block in example_blocks(self.request):
             self.request.cost.gradients += 1
             reads = weight_products(self.task, self.params, block, vectors, chunk)[1]
-            row, position = members.pairs(ids)
+            row, position = left_out.pairs(ids)
             total.index_add_(0, row, reads[:, position].T, alpha=len(ids) / self.task.size)
         return total
 
-    def gradients(self, members: Members) -> Params:
+    def gradients(self, left_out: LeftOut) -> Params:
         """(1/n) Σ g(z) over each row's examples."""
-        owner = torch.arange(len(members)).repeat_interleave(members.lengths)
-        total = each(lambda t: t.new_zeros((len(members), *t.shape)), self.task.own(self.params))
-        for ids, rows in zip(members.examples.split(self.batch_size), owner.split(self.batch_size), strict=True):
+        owner = torch.arange(len(left_out)).repeat_interleave(left_out.lengths)
+        total = each(lambda t: t.new_zeros((len(left_out), *t.shape)), self.task.own(self.params))
+        for ids, rows in zip(left_out.examples.split(self.batch_size), owner.split(self.batch_size), strict=True):
             self.request.cost.gradients += 1
             found = example_gradients(self.task, self.params, self.task.read(ids.tolist()))
-            total = each(torch.add, total, gather_sums(found, rows, len(members)))
+            total = each(torch.add, total, gather_sums(found, rows, len(left_out)))
         return each(lambda t: t / self.task.size, total)
 
     def _whole(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:

@@ -20,7 +20,7 @@ from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget
 from leaveout.task.task import Task
-from leaveout.trajectory.left_out import Groups, Members, members_of
+from leaveout.trajectory.left_out import Groups, LeftOut, leave_out
 from leaveout.trajectory.replay import counterfactuals
 
 
@@ -43,10 +43,10 @@ class Replay(Estimator):
         """The method's name."""
         return titled("Replay", {"weight": f"weight {self.weight:g}" if self.weight else None})
 
-    def _members(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> Members:
+    def _left_out(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> LeftOut:
         if self.ids is not None and (ids is not None or groups is not None):
             raise InputError("Replay(ids=...) was given, and ids= or groups= as well: give one of them.")
-        return members_of(task.size, tuple(self.ids) if ids is None and self.ids is not None else ids, groups)
+        return leave_out(task.size, tuple(self.ids) if ids is None and self.ids is not None else ids, groups)
 
     def _exact(self, values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
         return torch.ones(len(values), dtype=torch.bool) if self.weight == 0 else None
@@ -58,7 +58,7 @@ class Replay(Estimator):
 
 
 def _replayed(weight: float, request: Request) -> tuple[Tensor, Params | None]:
-    params = counterfactuals(request.trajectory, request.members, weight, request.resources, request.cost)
+    params = counterfactuals(request.trajectory, request.left_out, weight, request.resources, request.cost)
     losses = request.query.losses(params)
     # Compared with the undisturbed model of the same stack, so that rounding cancels.
     values = request.query.reduce(losses[:-1] - losses[-1:])

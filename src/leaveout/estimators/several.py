@@ -72,7 +72,7 @@ def one_by_one(
             request = chosen.request(run, task, query, **asked)
             with request.cost.metered(), kept_memory():
                 choice = chosen.choice()
-                choice.occasions.check(run)
+                choice.schedule.check(run)
                 products = choice.products(request)
                 corrected = choice.read(request, products.corrected)
                 plain = choice.read(request, products.plain)

@@ -24,7 +24,7 @@ from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep.sweep import Sweep
 from leaveout.task.task import Task
-from leaveout.trajectory.left_out import Groups, members_of
+from leaveout.trajectory.left_out import Groups, leave_out
 from leaveout.trajectory.trajectory import Trajectory
 
 MOST = 40
@@ -77,15 +77,15 @@ def timeline(
     asked = Query(
         trajectory.task, trajectory.final()[PARAM], query, single=False, resources=(resources or Resources()).inside()
     )
-    members = members_of(task.size, ids, groups)
+    left_out = leave_out(task.size, ids, groups)
     names, column = spans([run.record(i).epoch for i in range(len(run))])
     vectors = Linear().vectors(asked)
-    values = next(iter(vectors.values())).new_zeros((len(members), len(names)))
+    values = next(iter(vectors.values())).new_zeros((len(left_out), len(names)))
     with kept_memory():
-        for moment, pulled in Sweep(trajectory, resources or Resources(), Cost()).pulled(vectors):
-            row, position = members.pairs(moment.record.ids)
-            values[:, column[moment.record.index]].index_add_(0, row, pulled.weights[0, position], alpha=-1)
-    return Timeline(values.cpu(), members.names, names, asked.fingerprint())
+        for recorded, pulled in Sweep(trajectory, resources or Resources(), Cost()).pulled(vectors):
+            row, position = left_out.pairs(recorded.record.ids)
+            values[:, column[recorded.record.index]].index_add_(0, row, pulled.weights[0, position], alpha=-1)
+    return Timeline(values.cpu(), left_out.names, names, asked.fingerprint())
 
 
 def spans(epochs: Sequence[int], most: int = MOST) -> tuple[tuple[str, ...], list[int]]:

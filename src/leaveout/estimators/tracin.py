@@ -85,7 +85,7 @@ class TracIn(Estimator):
         """Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩."""
         task, count = request.trajectory.task, len(request.query.ids)
         like = next(iter(request.trajectory.final()[PARAM].values()))
-        total = like.new_zeros((len(request.members), count))
+        total = like.new_zeros((len(request.left_out), count))
         chunk = budget.chunk(request.resources, request.trajectory, count)
         for checkpoint in checkpoints(request):
             for start, vectors in checkpoint.vectors():
@@ -94,7 +94,7 @@ class TracIn(Estimator):
                 columns = total[:, start : start + height(vectors)]
                 for ids, block in example_blocks(request):
                     reads = weight_products(task, checkpoint.params, block, vectors, chunk)[1] * len(ids)
-                    row, position = request.members.pairs(ids)
+                    row, position = request.left_out.pairs(ids)
                     columns.index_add_(0, row, reads[:, position].T)
                     request.cost.gradients += 1
         return total
@@ -106,11 +106,11 @@ class TracIn(Estimator):
 
 def _inner_products(request: Request, vectors: Params) -> dict[str, Tensor]:
     trajectory = request.trajectory
-    total = next(iter(vectors.values())).new_zeros((len(request.members), height(vectors)))
+    total = next(iter(vectors.values())).new_zeros((len(request.left_out), height(vectors)))
     chunk = budget.chunk(request.resources, trajectory, height(vectors))
-    for moment in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
-        row, position = request.members.pairs(moment.record.ids)
-        reads = weight_products(trajectory.task, moment.params, moment.batch, vectors, chunk)[1]
-        total.index_add_(0, row, reads[:, position].T, alpha=len(moment.record.ids))
+    for recorded in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
+        row, position = request.left_out.pairs(recorded.record.ids)
+        reads = weight_products(trajectory.task, recorded.params, recorded.batch, vectors, chunk)[1]
+        total.index_add_(0, row, reads[:, position].T, alpha=len(recorded.record.ids))
         request.cost.gradients += 1
     return {"products": total}

@@ -30,7 +30,7 @@ from leaveout.sweep import budget
 from leaveout.task.batches import Batch
 from leaveout.task.task import Task
 from leaveout.trajectory.identity import identity
-from leaveout.trajectory.left_out import Members, rows_of
+from leaveout.trajectory.left_out import LeftOut, rows_of
 from leaveout.trajectory.replay import counterfactuals, shuffled
 from leaveout.trajectory.trajectory import Trajectory
 
@@ -245,7 +245,7 @@ class Again:
     resources: Resources
     order: int | None
 
-    def __call__(self, given: tuple[Members, Path | None]) -> Shard:
+    def __call__(self, given: tuple[LeftOut, Path | None]) -> Shard:
         """What the models measure: a row for each of the members' rows, and one with every example."""
         cost = Cost()
         if self.order is None:
@@ -263,8 +263,8 @@ class Again:
 def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cost) -> list[dict[str, Any]]:
     """Trains once for each choice, and once with everything; side by side as memory and the engine allow."""
     resources.check(2 * budget.replay_bytes(again.trajectory), "one training beside that with every example")
-    members = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
-    parts = list(members.chunks(resources.shard_size(budget.replay_bytes(again.trajectory), len(members))))
+    left_out = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
+    parts = list(left_out.chunks(resources.shard_size(budget.replay_bytes(again.trajectory), len(left_out))))
     known = "" if resources.work is None else again.identity()
     keys = [] if resources.work is None else [f"{known} {part.identity()}" for part in parts]
     done = completed(resources, again, parts, keys, "training again")

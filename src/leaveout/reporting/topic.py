@@ -17,7 +17,7 @@ from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
 from leaveout.task import batches
 from leaveout.task.task import Task
-from leaveout.trajectory.left_out import Groups, members_of
+from leaveout.trajectory.left_out import Groups, leave_out
 from leaveout.trajectory.trajectory import Trajectory
 
 
@@ -97,6 +97,6 @@ class Topic:
 
 def membership(size: int, groups: Groups) -> dict[str, list[int]]:
     """The examples of each group, checked."""
-    members = members_of(size, groups=groups)
-    parts = members.examples.split(members.lengths.tolist())
-    return {str(name): part.tolist() for name, part in zip(members.names, parts, strict=True)}
+    left_out = leave_out(size, groups=groups)
+    parts = left_out.examples.split(left_out.lengths.tolist())
+    return {str(name): part.tolist() for name, part in zip(left_out.names, parts, strict=True)}

@@ -30,12 +30,12 @@ def slug(method: str) -> str:
 
 
 @dataclass(frozen=True)
-class Beside:
+class RunPaths:
     """The paths beside one run; nothing is read or made here.
 
     A run may come from a stranger: folders that are links out of it are refused.
 
-    >>> Beside(Path("runs/x")).scores("SGD-IE").as_posix()
+    >>> RunPaths(Path("runs/x")).scores("SGD-IE").as_posix()
     'runs/x/scores/sgd-ie.safetensors'
     """
 

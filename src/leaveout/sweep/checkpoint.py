@@ -25,7 +25,7 @@ SHARE = 20
 
 
 @dataclass(frozen=True)
-class Noted:
+class SavedSweep:
     """A sweep under way: the steps before ``step`` are left to do, with these vectors, and what was gathered so far."""
 
     step: int
@@ -33,14 +33,14 @@ class Noted:
     gathered: dict[str, Tensor]
 
 
-class Mark:
+class SweepCheckpoint:
     """Where one sweep notes how far it is; without a file it notes nothing."""
 
     def __init__(self, file: Path | None, cost: Cost, device: torch.device) -> None:
         self._file, self._cost, self._device = file, cost, device
         self._next = time.monotonic() + EVERY
 
-    def noted(self) -> Noted | None:
+    def saved(self) -> SavedSweep | None:
         """What an earlier process noted of the same sweep, if it did; what that cost is counted."""
         if self._file is None:
             return None
@@ -58,7 +58,7 @@ class Mark:
             _, slot, name = key.split("/", 2)
             vectors.setdefault(slot, {})[name] = tensors.pop(key)
         order = told["order"]  # safetensors sorts names, and torch.func compares their order
-        return Noted(told["step"], {slot: {n: vectors[slot][n] for n in order[slot]} for slot in order}, tensors)
+        return SavedSweep(told["step"], {slot: {n: vectors[slot][n] for n in order[slot]} for slot in order}, tensors)
 
     def note(self, step: int, vectors: State, gathered: Callable[[], dict[str, Tensor]]) -> None:
         """The steps from ``step`` on are done; written down if it is time."""

@@ -26,17 +26,17 @@ from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import UnsupportedError
 from leaveout.sweep import budget
-from leaveout.sweep.checkpoint import Mark
+from leaveout.sweep.checkpoint import SweepCheckpoint
 from leaveout.sweep.curvature import Curvature, Hessian, check_symmetric
 from leaveout.sweep.free_transport import Layout, RowFile, drift, sketch
-from leaveout.sweep.schedule import Occasions
+from leaveout.sweep.schedule import Schedule
 from leaveout.sweep.stability import Growth
 from leaveout.sweep.subspace import top_directions
 from leaveout.sweep.sweep import ALWAYS, Sweep
-from leaveout.sweep.transports import Carrier, Free, Subspace, SubspaceCarrier, place, turns
+from leaveout.sweep.transports import Free, Subspace, SubspaceTransport, Transport, place, turns
 from leaveout.task.batches import leaves, map_leaves
-from leaveout.trajectory.left_out import Members
-from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.left_out import LeftOut
+from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.trajectory import Trajectory
 
 MOST_PAIRS = 2**40
@@ -57,11 +57,11 @@ class Correction:
     """A run, who is left out of it, and what may be used."""
 
     trajectory: Trajectory
-    members: Members
+    left_out: LeftOut
     resources: Resources
     cost: Cost
     kind: type[Curvature] = Hessian
-    occasions: Occasions = ALWAYS
+    schedule: Schedule = ALWAYS
 
     def __post_init__(self) -> None:
         if not self.trajectory.rule.linear:
@@ -82,35 +82,35 @@ class Correction:
         layout = Layout(rule, final[PARAM])
         like = next(iter(final[PARAM].values()))
         project = sketch(layout, width, like) if width else None
-        held = place(len(self.members), rule, layout.group if project is None else project.group, like, self.resources)
+        held = place(len(self.left_out), rule, layout.group if project is None else project.group, like, self.resources)
         # What is in a file already is not copied to another: such a sweep begins anew.
-        mark = Mark(None if held.disk else self.resources.mark, self.cost, like.device)
-        noted = mark.noted()
-        vectors = noted.vectors if noted else embed(query, final)
-        plain = noted.gathered["plain"] if noted else like.new_zeros(len(self.members))
-        extra = noted.gathered["extra"] if noted else torch.zeros_like(plain)
-        waiting = noted is not None  # nothing is noted before the first correction
-        if noted:
-            held.unpack(noted.gathered)
+        checkpoint = SweepCheckpoint(None if held.disk else self.resources.checkpoint, self.cost, like.device)
+        saved = checkpoint.saved()
+        vectors = saved.vectors if saved else embed(query, final)
+        plain = saved.gathered["plain"] if saved else like.new_zeros(len(self.left_out))
+        extra = saved.gathered["extra"] if saved else torch.zeros_like(plain)
+        waiting = saved is not None  # nothing is noted before the first correction
+        if saved:
+            held.unpack(saved.gathered)
         growth = Growth(task)
-        moments = self.trajectory.backward(noted.step if noted else None)
-        for moment in self.resources.track(moments, len(self.trajectory), "backward"):
-            size = len(moment.record.ids)
-            row, position = self.members.pairs(moment.record.ids)
-            step = drift(rule, moment.record.hypers, task.l2, like)
-            keep = self.occasions.kept(moment.record, self.members, row)
+        recorded_steps = self.trajectory.backward(saved.step if saved else None)
+        for recorded in self.resources.track(recorded_steps, len(self.trajectory), "backward"):
+            size = len(recorded.record.ids)
+            row, position = self.left_out.pairs(recorded.record.ids)
+            step = drift(rule, recorded.record.hypers, task.l2, like)
+            keep = self.schedule.kept(recorded.record, self.left_out, row)
             waiting |= keep is None or bool(keep.any())
             if not waiting:  # nothing has been corrected yet, nor is it here: SGD-IE's own step
-                pulled = sweep.pull(moment, vectors)
+                pulled = sweep.pull(recorded, vectors)
                 vectors = pulled.state
                 plain.index_add_(0, row, pulled.weights[0, position], alpha=-1)
                 held.advance(step.carry.mT)
                 continue
-            at = expand(moment.before, 1)
-            state, along = rule.cotangent((at, at[PARAM]), vectors, moment.record.hypers)
+            at = expand(recorded.before, 1)
+            state, along = rule.cotangent((at, at[PARAM]), vectors, recorded.record.hypers)
             self.cost.gradients += 1
             self.cost.hvps += 1
-            own = _Own(self.kind(task, moment.params, moment.batch), layout, each(lambda t: t[0], along))
+            own = _Own(self.kind(task, recorded.params, recorded.batch), layout, each(lambda t: t[0], along))
             gradient, mean = like.new_zeros((1, layout.width)), like.new_zeros((1, layout.width))
             read = like.new_zeros(size)
             examples = turns(size, self._pairs)
@@ -123,9 +123,9 @@ class Correction:
                 for pairs in _pairs(position, part, size, self._pairs):
                     chosen = _chosen(flat, position[pairs] - part.start)
                     extra.index_add_(0, row[pairs], held.read(row[pairs], step.enter, chosen), alpha=-1 / size)
-            self._check(moment, layout.unflatten(gradient))
+            self._check(recorded, layout.unflatten(gradient))
             vectors = {**state, PARAM: each(torch.add, state[PARAM], layout.unflatten(mean))}
-            growth.note(moment, vectors)
+            growth.note(recorded, vectors)
             plain.index_add_(0, row, read[position], alpha=-1 / size)
             held.advance(step.carry.mT)
             for part in examples:
@@ -135,11 +135,11 @@ class Correction:
                     chosen = _chosen(bent, position[pairs] - part.start)
                     taken = chosen if keep is None else chosen * keep[pairs][:, None].to(chosen)
                     held.add(row[pairs], taken[:, None], alpha=-1 / size)
-            mark.note(moment.record.index, vectors, lambda: {"plain": plain, "extra": extra, **held.packed()})
+            checkpoint.note(recorded.record.index, vectors, lambda: {"plain": plain, "extra": extra, **held.packed()})
         growth.tell()
         return Products(plain[:, None], (plain + extra)[:, None])
 
-    def corrected_gradient(self, queries: Params, transport: Subspace | None = None) -> Products:
+    def corrected_gradient(self, queries: Params, subspace: Subspace | None = None) -> Products:
         """Both scores for every query vector: as many at a time as the budget holds.
 
         A vector a step is kept for each: in memory, or in a temporary file where that saves sweeps.
@@ -149,49 +149,49 @@ class Correction:
         kept = self.resources.divided(2).chunk(2 * width, count)
         disk = kept * 4 < carried or self.resources.divided(2).bytes < 2 * width
         chunk = min(carried, max(1, FILE_BYTES // width) if disk else kept)
-        return _side_by_side([self._corrected_gradient(part, transport, disk) for part in split(queries, chunk)])
+        return _side_by_side([self._corrected_gradient(part, subspace, disk) for part in split(queries, chunk)])
 
-    def _corrected_gradient(self, queries: Params, transport: Subspace | None, disk: bool) -> Products:
+    def _corrected_gradient(self, queries: Params, subspace: Subspace | None, disk: bool) -> Products:
         sweep = Sweep(self.trajectory, self.resources.divided(2), self.cost, self.kind)
         layout = Layout(self.trajectory.rule, each(lambda t: t[0], queries))
         like = next(iter(queries.values()))
-        plain = like.new_zeros((len(self.members), height(queries)))
+        plain = like.new_zeros((len(self.left_out), height(queries)))
         shape = (len(self.trajectory), height(queries), layout.width)
         reached: Tensor | RowFile = RowFile(shape, like) if disk else like.new_empty(shape)
-        for moment, pulled in sweep.pulled(queries):
-            row, position = self.members.pairs(moment.record.ids)
+        for recorded, pulled in sweep.pulled(queries):
+            row, position = self.left_out.pairs(recorded.record.ids)
             plain.index_add_(0, row, pulled.weights[:, position].T, alpha=-1)
-            reached[torch.tensor([moment.record.index])] = layout.flatten(pulled.gradient)[None]
+            reached[torch.tensor([recorded.record.index])] = layout.flatten(pulled.gradient)[None]
         extra = torch.zeros_like(plain)
-        carrier, stop = self._carrier(layout, transport, like), self._stop()
-        for moment in self.resources.track(self.trajectory.forward(), len(self.trajectory), "forward"):
-            if moment.record.index >= stop:
+        transport, stop = self._transport(layout, subspace, like), self._stop()
+        for recorded in self.resources.track(self.trajectory.forward(), len(self.trajectory), "forward"):
+            if recorded.record.index >= stop:
                 break
-            row, position = self.members.pairs(moment.record.ids)
+            row, position = self.left_out.pairs(recorded.record.ids)
             if not len(row):
-                carrier.advance(moment)
+                transport.advance(recorded)
                 continue
-            keep = self.occasions.kept(moment.record, self.members, row)
+            keep = self.schedule.kept(recorded.record, self.left_out, row)
             self.cost.gradients += 1
-            self.cost.hvps += carrier.products(keep)
-            along = reached[torch.tensor([moment.record.index])][0].T
-            size = self._pairs if transport is None else max(1, self._pairs // 3)
-            for part, curved in carrier.step(moment, row, position, size, keep):
-                extra.index_add_(0, part, curved @ along, alpha=-1 / len(moment.record.ids))
+            self.cost.hvps += transport.products(keep)
+            along = reached[torch.tensor([recorded.record.index])][0].T
+            size = self._pairs if subspace is None else max(1, self._pairs // 3)
+            for part, curved in transport.step(recorded, row, position, size, keep):
+                extra.index_add_(0, part, curved @ along, alpha=-1 / len(recorded.record.ids))
         return Products(plain, plain + extra)
 
-    def _carrier(self, layout: Layout, transport: Subspace | None, like: Tensor) -> Carrier:
-        free = Free(self.trajectory, layout, self.kind, len(self.members), self.resources, like)
-        if transport is None:
+    def _transport(self, layout: Layout, subspace: Subspace | None, like: Tensor) -> Transport:
+        free = Free(self.trajectory, layout, self.kind, len(self.left_out), self.resources, like)
+        if subspace is None:
             return free
-        rank = min(transport.rank, layout.width)
+        rank = min(subspace.rank, layout.width)
         basis = top_directions(self.trajectory, layout, self.kind, rank, self.resources, self.cost)
-        return SubspaceCarrier(self.trajectory, layout, free, basis)
+        return SubspaceTransport(self.trajectory, layout, free, basis)
 
     def _stop(self) -> int:
         """The step after the last one that is corrected."""
-        stop = 0 if self.occasions.probability == 0 else len(self.trajectory)
-        while stop and not self.occasions.within(self.trajectory.run.record(stop - 1).epoch):
+        stop = 0 if self.schedule.probability == 0 else len(self.trajectory)
+        while stop and not self.schedule.within(self.trajectory.run.record(stop - 1).epoch):
             stop -= 1
         return stop
 
@@ -200,9 +200,9 @@ class Correction:
         """Pairs of rows and examples that are looked at together."""
         return self.resources.divided(4).chunk(budget.pair_bytes(self.trajectory), MOST_PAIRS)
 
-    def _check(self, moment: Moment, gradient: Params) -> None:
-        after = self.trajectory.rule.step(moment.before, each(lambda t: t[0], gradient), moment.record.hypers)
-        self.trajectory.check.step(moment, after)
+    def _check(self, recorded: RecordedStep, gradient: Params) -> None:
+        after = self.trajectory.rule.step(recorded.before, each(lambda t: t[0], gradient), recorded.record.hypers)
+        self.trajectory.check.step(recorded, after)
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,8 @@ def _no_room() -> Iterator[None]:
         ) from None
 
 
-class Coasting:
-    """A vector of the state's slots for every row, on the move.
+class LazyVectors:
+    """A vector of the state's slots for every row, moved only when it is looked at: until then it coasts.
 
     ``now(rows)`` gives chosen rows as they are at the present step, ``put`` replaces them, ``advance`` lets one step
     pass for all. Rows are zero until they are put. On disk, they are in a file that goes when they do.

@@ -16,47 +16,47 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from leaveout._util.trees import Params, State, embed, height, inner, nbytes, sum_of
-from leaveout.sweep.checkpoint import Mark
+from leaveout.sweep.checkpoint import SweepCheckpoint
 from leaveout.sweep.fast_acc import Products
 from leaveout.sweep.linear_step import LinearStep, Pairs
 from leaveout.sweep.sweep import Sweep
-from leaveout.trajectory.left_out import Members
+from leaveout.trajectory.left_out import LeftOut
 
 ROW = 8
 """How many vectors of the state's size one left-out row takes while its jump is read."""
 
 
-def jump_products(sweep: Sweep, members: Members, queries: Params, *, together: bool = True) -> Products:
+def jump_products(sweep: Sweep, left_out: LeftOut, queries: Params, *, together: bool = True) -> Products:
     """SGD-IE's inner products and those of the jumps, for every row and query vector, from one backward sweep.
 
     Args:
         sweep: the run, the curvature that carries the query vectors, and which occurrences are corrected.
-        members: the rows, single examples or groups.
+        left_out: the rows, single examples or groups.
         queries: the query vectors at the end of the run.
         together: a row's examples leave a batch in one jump; otherwise the jumps of its single examples are added.
     """
-    mark = Mark(sweep.resources.mark, sweep.cost, sweep.trajectory.task.device)
-    noted = mark.noted()
+    checkpoint = SweepCheckpoint(sweep.resources.checkpoint, sweep.cost, sweep.trajectory.task.device)
+    saved = checkpoint.saved()
     like = next(iter(queries.values()))
-    fresh = {name: like.new_zeros((len(members), height(queries))) for name in ("plain", "extra")}
-    sums = {name: noted.gathered[name] for name in fresh} if noted else fresh
-    chunk = sweep.resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(members)))
+    fresh = {name: like.new_zeros((len(left_out), height(queries))) for name in ("plain", "extra")}
+    sums = {name: saved.gathered[name] for name in fresh} if saved else fresh
+    chunk = sweep.resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(left_out)))
     still = embed(queries, sweep.trajectory.final())
-    for moment, pulled in sweep.pulled(queries, noted):
-        pairs = members.pairs(moment.record.ids)
+    for recorded, pulled in sweep.pulled(queries, saved):
+        pairs = left_out.pairs(recorded.record.ids)
         row, position = pairs
         read = -pulled.weights[:, position].T
         sums["plain"].index_add_(0, row, read)
-        keep = sweep.occasions.kept(moment.record, members, row)
+        keep = sweep.schedule.kept(recorded.record, left_out, row)
         if keep is not None:
             pairs, read = (row[keep], position[keep]), read[keep]
         if len(pairs[0]):
             if together:
                 _add_jumps(sums["extra"], pairs, pulled.step, pulled.arriving, chunk)
             else:
-                _add_single_jumps(sums["extra"], pairs, moment.record.ids, pulled.step, pulled.arriving, chunk)
+                _add_single_jumps(sums["extra"], pairs, recorded.record.ids, pulled.step, pulled.arriving, chunk)
             sums["extra"].index_add_(0, pairs[0], read, alpha=-1)
-        mark.note(moment.record.index, pulled.state if sweep.curved else still, lambda: sums)
+        checkpoint.note(recorded.record.index, pulled.state if sweep.curved else still, lambda: sums)
     return Products(sums["plain"], sums["plain"] + sums["extra"])
 
 

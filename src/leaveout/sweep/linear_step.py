@@ -31,7 +31,7 @@ from leaveout._util.trees import (
 from leaveout.optim import Rule
 from leaveout.sweep.curvature import Curvature
 from leaveout.task.task import take
-from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.recorded_step import RecordedStep
 
 Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
 """(row, position in the batch): the row leaves out the example at that position."""
@@ -63,11 +63,11 @@ class LinearStep:
     """
 
     def __init__(
-        self, rule: Rule, moment: Moment, curvature: Curvature, path: Callable[[Params], Params] | None = None
+        self, rule: Rule, recorded: RecordedStep, curvature: Curvature, path: Callable[[Params], Params] | None = None
     ) -> None:
-        self._rule, self._moment, self._map = rule, moment, curvature
+        self._rule, self._recorded, self._map = rule, recorded, curvature
         self._path = path or (lambda params: params)
-        self._hypers = moment.record.hypers
+        self._hypers = recorded.record.hypers
 
     @property
     def has_gradient(self) -> bool:
@@ -77,7 +77,7 @@ class LinearStep:
     @cached_property
     def after(self) -> State:
         """The step computed again."""
-        return self._rule.step(self._moment.before, self._map.gradient, self._hypers)
+        return self._rule.step(self._recorded.before, self._map.gradient, self._hypers)
 
     def pull(self, vectors: State) -> Pulled:
         """∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight."""
@@ -96,7 +96,7 @@ class LinearStep:
         """γ alone, for ``count`` rows."""
         affected, gradient = self._left_out(pairs)
         missing = gather_sums(each(torch.neg, gradient), affected, count)
-        return self._tangent(zeros(self._moment.before, count), missing)
+        return self._tangent(zeros(self._recorded.before, count), missing)
 
     def push_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> State:
         """∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state.
@@ -147,14 +147,14 @@ class LinearStep:
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
         """One where a row leaves out an example of the batch, zero elsewhere."""
         like = next(iter(vectors[PARAM].values()))
-        marked = like.new_zeros((len(like), len(self._moment.record.ids)))
+        marked = like.new_zeros((len(like), len(self._recorded.record.ids)))
         marked[pairs] = 1
         return marked
 
     def _at(self, count: int) -> tuple[State, Params]:
         # A linear step has the same derivative everywhere, so that any gradient serves where none is at hand.
-        gradient = self._moment.before[PARAM] if self._rule.linear else self._map.gradient
-        return expand(self._moment.before, count), expand({PARAM: gradient}, count)[PARAM]
+        gradient = self._recorded.before[PARAM] if self._rule.linear else self._map.gradient
+        return expand(self._recorded.before, count), expand({PARAM: gradient}, count)[PARAM]
 
     def _tangent(self, state: State, gradient: Params) -> State:
         if self._rule.linear:  # it is its own derivative
@@ -177,23 +177,23 @@ class LinearStep:
         if not len(affected):
             return affected, self._nothing()
         _, position = self._padded(pairs)
-        gradients = self._map.gradients(take(self._moment.batch, position))
+        gradients = self._map.gradients(take(self._recorded.batch, position))
         return affected, self._path(self._mean(gradients, local, len(affected)))
 
     def _nothing(self) -> Params:
-        params = self._moment.before[PARAM]
+        params = self._recorded.before[PARAM]
         return {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
 
     def _padded(self, pairs: Pairs) -> tuple[Int[Tensor, " padded"], Int[Tensor, " padded"]]:
         """The pairs, the last one repeated up to one of a few lengths: few shapes to trace."""
         row, position = pairs
-        quantum = max(1, len(self._moment.record.ids) // 8)
-        more = -len(row) % quantum if len(row) != len(self._moment.record.ids) else 0
+        quantum = max(1, len(self._recorded.record.ids) // 8)
+        more = -len(row) % quantum if len(row) != len(self._recorded.record.ids) else 0
         return torch.cat([row, row[-1:].expand(more)]), torch.cat([position, position[-1:].expand(more)])
 
     def _mean(self, terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
         """(1/|Z|) times the sum of each row's terms; those beyond the pairs are padding."""
-        size = len(self._moment.record.ids)
+        size = len(self._recorded.record.ids)
         if count == len(local):  # one example a row: only their order may differ
             index = torch.empty_like(local).scatter_(0, local, torch.arange(count, device=local.device))
             return each(lambda tensor: tensor[index].div_(size), terms)

@@ -12,19 +12,19 @@ from torch import Tensor
 from leaveout._util.hashing import mixed
 from leaveout.errors import InputError
 from leaveout.run.reader import Record, Run
-from leaveout.trajectory.left_out import Members
+from leaveout.trajectory.left_out import LeftOut
 
 FIRST = (1, 2)
 """At its first occurrence an example has not been missed yet; the first that can be corrected is in the next epoch."""
 
 
 @dataclass(frozen=True)
-class Occasions:
+class Schedule:
     """Each occurrence is corrected with a probability, within chosen epochs.
 
     Whether it is depends on the seed, the step and the row alone: not on the order in which rows or steps are taken.
 
-    >>> Occasions(0.5).chosen(Record(3, 0, torch.arange(4), [], []), torch.arange(8)).tolist()
+    >>> Schedule(0.5).chosen(Record(3, 0, torch.arange(4), [], []), torch.arange(8)).tolist()
     [True, True, False, True, True, False, False, True]
     """
 
@@ -37,9 +37,9 @@ class Occasions:
         """Whether every occurrence is corrected."""
         return self.probability == 1 and self.epochs is None
 
-    def kept(self, record: Record, members: Members, row: Int[Tensor, " pairs"]) -> Bool[Tensor, " pairs"] | None:
+    def kept(self, record: Record, left_out: LeftOut, row: Int[Tensor, " pairs"]) -> Bool[Tensor, " pairs"] | None:
         """Which of a step's pairs are corrected; None: all of them."""
-        return None if self.always else self.chosen(record, members.keys(row))
+        return None if self.always else self.chosen(record, left_out.keys(row))
 
     def chosen(self, record: Record, keys: Int[Tensor, " pairs"]) -> Bool[Tensor, " pairs"]:
         """Which of a step's occurrences are corrected; ``keys`` tell their rows apart."""
@@ -62,10 +62,10 @@ class Occasions:
             )
 
 
-def occasions(probability: float, epochs: int | str | tuple[int, int] | None, seed: int) -> Occasions:
+def schedule_of(probability: float, epochs: int | str | tuple[int, int] | None, seed: int) -> Schedule:
     """What an estimator's options ask for.
 
-    >>> occasions(1.0, 4, 0).epochs, occasions(1.0, "first", 0).epochs
+    >>> schedule_of(1.0, 4, 0).epochs, schedule_of(1.0, "first", 0).epochs
     ((0, 4), (1, 2))
     """
     if not 0 <= probability <= 1:
@@ -81,7 +81,7 @@ def occasions(probability: float, epochs: int | str | tuple[int, int] | None, se
             f"epochs={epochs!r} is no choice of epochs: give how many of the first, a (start, stop) pair counted from "
             "0, or 'first'."
         )
-    return Occasions(float(probability), None if epochs is None else (int(epochs[0]), int(epochs[1])), seed)
+    return Schedule(float(probability), None if epochs is None else (int(epochs[0]), int(epochs[1])), seed)
 
 
 def _uniform(seed: int, step: int, keys: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from leaveout.errors import LeaveoutWarning, MismatchError
 from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.task import Task
-from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.recorded_step import RecordedStep
 
 LIMIT = 1000.0
 """How many times a vector may grow on its way before it is said."""
@@ -35,13 +35,13 @@ class Growth:
         self._low, self._low_at = math.inf, -1
         self._most, self._from, self._to = 1.0, -1, -1
 
-    def note(self, moment: Moment, vectors: State) -> None:
+    def note(self, recorded: RecordedStep, vectors: State) -> None:
         """The vectors after a step (or, going back, before it); refuses those that are not finite."""
         size = _size(vectors[PARAM])
-        index = moment.record.index
+        index = recorded.record.index
         self._count += 1
         if not math.isfinite(size):
-            raise MismatchError(self._broken(moment))
+            raise MismatchError(self._broken(recorded))
         if self._steady:
             size /= self._count
         if 0 < size < self._low:
@@ -61,9 +61,9 @@ class Growth:
             "linearised run is unstable there"
         )
 
-    def _broken(self, moment: Moment) -> str:
-        index = moment.record.index
-        blamed = blame(self._task, moment)
+    def _broken(self, recorded: RecordedStep) -> str:
+        index = recorded.record.index
+        blamed = blame(self._task, recorded)
         if blamed:
             return (
                 f"At step {index} the derivatives of example {blamed[0]}'s loss are NaN or infinite"
@@ -80,10 +80,10 @@ REMEDY = (
 )
 
 
-def blame(task: Task, moment: Moment) -> list[int]:
+def blame(task: Task, recorded: RecordedStep) -> list[int]:
     """The examples of a step's batch whose loss has a first or second derivative that is not finite."""
-    ids = moment.record.ids.tolist()
-    return [example for i, example in enumerate(ids) if not _is_smooth(task, moment.params, _pick(moment.batch, i))]
+    ids = recorded.record.ids.tolist()
+    return [example for i, example in enumerate(ids) if not _is_smooth(task, recorded.params, _pick(recorded.batch, i))]
 
 
 def _is_smooth(task: Task, params: Params, example: Batch) -> bool:

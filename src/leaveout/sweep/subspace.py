@@ -28,18 +28,20 @@ def top_directions(
     """
     count = min(len(trajectory), SAMPLES)
     chosen = {round(i) for i in torch.linspace(0, len(trajectory) - 1, count).tolist()}
-    moments = [trajectory.moment(index) for index in sorted(chosen)]
-    like = next(iter(moments[0].before[PARAM].values()))
+    recorded_steps = [trajectory.recorded_step(index) for index in sorted(chosen)]
+    like = next(iter(recorded_steps[0].before[PARAM].values()))
     width = min(rank + EXTRA, layout.width)
     start = torch.randn(layout.width, width, generator=torch.Generator().manual_seed(0))
     chunk = budget.chunk(resources, trajectory, width)
-    curvatures = [kind(trajectory.task, moment.params, moment.batch, chunk) for moment in moments]
+    curvatures = [kind(trajectory.task, recorded.params, recorded.batch, chunk) for recorded in recorded_steps]
     product = start.to(like)
     for _ in resources.track(range(ROUNDS + 1), ROUNDS + 1, "finding directions"):
         basis = torch.linalg.qr(product)[0]
         columns = layout.unflatten(basis.T)
-        product = sum_of(layout.flatten(curvature.products(columns)[0]).T for curvature in curvatures) / len(moments)
-    cost.hvps += (ROUNDS + 1) * width * len(moments)
+        product = sum_of(layout.flatten(curvature.products(columns)[0]).T for curvature in curvatures) / len(
+            recorded_steps
+        )
+    cost.hvps += (ROUNDS + 1) * width * len(recorded_steps)
     # Which of the directions are curved most: the eigenvectors of H̄ within their span.
     values, vectors = torch.linalg.eigh(basis.T @ product)
     return (basis @ vectors[:, values.abs().argsort(descending=True)[:rank]]).T

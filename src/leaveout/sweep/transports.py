@@ -20,10 +20,10 @@ from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim import Rule, values
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature, own_where
-from leaveout.sweep.free_transport import Coasting, Drift, Layout, drift
+from leaveout.sweep.free_transport import Drift, Layout, LazyVectors, drift
 from leaveout.sweep.linear_step import Keep
 from leaveout.task.task import take
-from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.trajectory import Trajectory
 
 
@@ -44,10 +44,10 @@ class Subspace:
         return f"subspace {self.rank}"
 
 
-def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> Coasting:
+def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> LazyVectors:
     """Room for a vector a row: in memory if the budget holds them, otherwise in a file, which is slower."""
     needed = rows * len(rule.slots) * len(group) * like.element_size()
-    return Coasting(rows, len(rule.slots), group, like, disk=needed > resources.divided(4).bytes)
+    return LazyVectors(rows, len(rule.slots), group, like, disk=needed > resources.divided(4).bytes)
 
 
 def turns(count: int, size: int) -> list[slice]:
@@ -59,7 +59,7 @@ def turns(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-class Carrier(ABC):
+class Transport(ABC):
     """Displacements of all rows, known at their own occurrences."""
 
     def products(self, keep: Keep) -> int:
@@ -68,7 +68,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def step(
-        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
+        self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """H(z)·δ_r for every pair, zero where it is not corrected, with the rows: at most ``size`` pairs at a time.
 
@@ -77,11 +77,11 @@ class Carrier(ABC):
         """
 
     @abstractmethod
-    def advance(self, moment: Moment) -> None:
+    def advance(self, recorded: RecordedStep) -> None:
         """A step passes that no row has an example in."""
 
 
-class Free(Carrier):
+class Free(Transport):
     """No curvature: for plain SGD δ stays put, with momentum it coasts, with decay it shrinks."""
 
     def __init__(
@@ -98,21 +98,21 @@ class Free(Carrier):
         self._held = place(rows, trajectory.rule, layout.group, like, resources)
 
     def step(
-        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
+        self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """H(z)·δ_r for every pair, and on."""
-        curvature = self.kind(self._trajectory.task, moment.params, moment.batch)
+        curvature = self.kind(self._trajectory.task, recorded.params, recorded.batch)
         gradients: Params | None = None
         for part in turns(len(row), size):
             vectors = self._layout.unflatten(self.now(row[part]))
             kept = None if keep is None else keep[part]
-            gradients, curved = own_where(curvature, kept, take(moment.batch, position[part]), vectors)
+            gradients, curved = own_where(curvature, kept, take(recorded.batch, position[part]), vectors)
             yield row[part], self._layout.flatten(curved)
-        self.move(moment, row, position, size, gradients if size >= len(row) else None)
+        self.move(recorded, row, position, size, gradients if size >= len(row) else None)
 
-    def advance(self, moment: Moment) -> None:
+    def advance(self, recorded: RecordedStep) -> None:
         """A step passes."""
-        self._held.advance(self._drift(moment).carry)
+        self._held.advance(self._drift(recorded).carry)
 
     def now(self, row: Int[Tensor, " pairs"]) -> Float[Tensor, "pairs width"]:
         """Each pair's row's displacement of the parameters."""
@@ -120,26 +120,26 @@ class Free(Carrier):
 
     def move(
         self,
-        moment: Moment,
+        recorded: RecordedStep,
         row: Int[Tensor, " pairs"],
         position: Int[Tensor, " pairs"],
         size: int,
         gradients: Params | None = None,
     ) -> None:
         """The step passes, and takes the pairs' examples away; their gradients may be at hand."""
-        step = self._drift(moment)
+        step = self._drift(recorded)
         self._held.advance(step.carry)
-        enter = step.enter[self._layout.group].T / -len(moment.record.ids)  # slots x width
-        curvature = self.kind(self._trajectory.task, moment.params, moment.batch)
+        enter = step.enter[self._layout.group].T / -len(recorded.record.ids)  # slots x width
+        curvature = self.kind(self._trajectory.task, recorded.params, recorded.batch)
         for part in turns(len(row), size):
-            own = gradients or curvature.gradients(take(moment.batch, position[part]))
+            own = gradients or curvature.gradients(take(recorded.batch, position[part]))
             self._held.add(row[part], self._layout.flatten(own)[:, None] * enter)
 
-    def _drift(self, moment: Moment) -> Drift:
-        return drift(self._trajectory.rule, moment.record.hypers, self._trajectory.task.l2, self._like)
+    def _drift(self, recorded: RecordedStep) -> Drift:
+        return drift(self._trajectory.rule, recorded.record.hypers, self._trajectory.task.l2, self._like)
 
 
-class SubspaceCarrier(Carrier):
+class SubspaceTransport(Transport):
     """δ = d + Qᵀ(z − Q·d): d travels freely, z = Q·δ by the exact step within the span of Q's rows."""
 
     def __init__(self, trajectory: Trajectory, layout: Layout, free: Free, basis: Float[Tensor, "rank width"]) -> None:
@@ -152,10 +152,10 @@ class SubspaceCarrier(Carrier):
         return len(self._basis) + 2 * super().products(keep)
 
     def step(
-        self, moment: Moment, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
+        self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """H(z)·δ_r for every pair, and on."""
-        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch)
+        curvature = self._free.kind(self._trajectory.task, recorded.params, recorded.batch)
         taken, gradients = [], None
         for part in turns(len(row), size):
             own, where = row[part], position[part]
@@ -163,31 +163,31 @@ class SubspaceCarrier(Carrier):
             moved = outside + inside - outside @ self._basis.T @ self._basis
             twice = None if keep is None else torch.cat([keep[part], keep[part]])
             vectors = self._layout.unflatten(torch.cat([moved, inside]))
-            both, curved = own_where(curvature, twice, take(moment.batch, torch.cat([where, where])), vectors)
+            both, curved = own_where(curvature, twice, take(recorded.batch, torch.cat([where, where])), vectors)
             gradients = each(lambda t: t[: len(t) // 2], both)
             of_moved, of_inside = self._layout.flatten(curved).chunk(2)
             taken.append((of_inside + self._layout.flatten(gradients)) @ self._basis.T)
             yield own, of_moved
-        self._move(moment, row, torch.cat(taken))
-        self._free.move(moment, row, position, size, gradients if size >= len(row) else None)
+        self._move(recorded, row, torch.cat(taken))
+        self._free.move(recorded, row, position, size, gradients if size >= len(row) else None)
 
-    def advance(self, moment: Moment) -> None:
+    def advance(self, recorded: RecordedStep) -> None:
         """A step passes."""
         nobody = torch.zeros(0, dtype=torch.int64)
-        self._move(moment, nobody, self._basis.new_zeros((0, len(self._basis))))
-        self._free.advance(moment)
+        self._move(recorded, nobody, self._basis.new_zeros((0, len(self._basis))))
+        self._free.advance(recorded)
 
-    def _move(self, moment: Moment, row: Int[Tensor, " pairs"], taken: Float[Tensor, "pairs rank"]) -> None:
+    def _move(self, recorded: RecordedStep, row: Int[Tensor, " pairs"], taken: Float[Tensor, "pairs rank"]) -> None:
         """The optimizer's own step on the coordinates, with the batch's curvature within the span."""
-        hypers = moment.record.hypers
+        hypers = recorded.record.hypers
         if any(hyper != hypers[0] for hyper in hypers):
             raise UnsupportedError(
                 "Subspace transport needs the same hyperparameters for all parameters, and this run's groups differ: "
                 "use ACC(transport='free')."
             )
         chunk = budget.chunk(self._free.resources.divided(4), self._trajectory, len(self._basis))
-        curvature = self._free.kind(self._trajectory.task, moment.params, moment.batch, chunk)
+        curvature = self._free.kind(self._trajectory.task, recorded.params, recorded.batch, chunk)
         curved = self._layout.flatten(curvature.products(self._layout.unflatten(self._basis))[0]) @ self._basis.T
         gradient = self._inside[PARAM] @ curved
-        gradient.index_add_(0, row, taken, alpha=-1 / len(moment.record.ids))
+        gradient.index_add_(0, row, taken, alpha=-1 / len(recorded.record.ids))
         self._inside = self._trajectory.rule.definition.step(self._inside, gradient, values(hypers[0]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.optim import Hyper, Rule
-from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.recorded_step import RecordedStep
 
 CLIPS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Norms at which gradients are often clipped."""
@@ -43,20 +43,20 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
     return None
 
 
-def diagnosis(rule: Rule, moment: Moment, recomputed: Params) -> str:
+def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
     """What the difference looks like, with likely causes in order, and what to do."""
-    used = consumed_gradient(rule, moment.before, moment.after, moment.record.hypers)
+    used = consumed_gradient(rule, recorded.before, recorded.after, recorded.record.hypers)
     if used is None or not all(bool(torch.isfinite(tensor).all()) for tensor in used.values()):
         return REMEDY
-    again = rule.step(moment.before, used, moment.record.hypers)
-    off = [s for s in again if distance(again[s], moment.after[s]) > 1e-2 * _moved(moment, again, s)]
+    again = rule.step(recorded.before, used, recorded.record.hypers)
+    off = [s for s in again if distance(again[s], recorded.after[s]) > 1e-2 * _moved(recorded, again, s)]
     if off:
         return (
             f"No gradient leads there: {' and '.join(map(called, off))} and the rest of the state do not agree with "
             "one. The state was changed by something other than optimizer.step(): were weights or buffers loaded, "
             "clamped, averaged or decayed between steps?"
         )
-    return _compared(used, recomputed, len(moment.record.ids))
+    return _compared(used, recomputed, len(recorded.record.ids))
 
 
 def _compared(used: Params, recomputed: Params, examples: int) -> str:
@@ -113,10 +113,10 @@ def _is_near_whole(ratio: float) -> bool:
     return round(ratio) >= 2 and abs(ratio / round(ratio) - 1) < 1e-2 / round(ratio)
 
 
-def _moved(moment: Moment, again: State, slot: str) -> float:
-    moved = max(distance(moment.after[slot], moment.before[slot]), distance(again[slot], moment.before[slot]))
+def _moved(recorded: RecordedStep, again: State, slot: str) -> float:
+    moved = max(distance(recorded.after[slot], recorded.before[slot]), distance(again[slot], recorded.before[slot]))
     dtype = next(iter(again[slot].values())).dtype
-    return moved + 1e4 * torch.finfo(dtype).eps * norm(moment.after[slot])
+    return moved + 1e4 * torch.finfo(dtype).eps * norm(recorded.after[slot])
 
 
 def _dot(left: Tensor, right: Tensor) -> float:

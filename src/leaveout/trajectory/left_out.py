@@ -18,27 +18,27 @@ Groups: TypeAlias = Mapping[Any, Sequence[int]] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Members:
+class LeftOut:
     """Rows of examples: row r leaves out the next ``lengths[r]`` of ``examples``, all at once."""
 
     names: tuple[int | str, ...]
-    examples: Int[Tensor, " members"]
+    examples: Int[Tensor, " examples"]
     lengths: Int[Tensor, " rows"]
 
     def __len__(self) -> int:
         return len(self.names)
 
     @cached_property
-    def _order(self) -> Int[Tensor, " members"]:
+    def _order(self) -> Int[Tensor, " examples"]:
         return torch.argsort(self.examples, stable=True)
 
     @cached_property
-    def _sorted(self) -> Int[Tensor, " members"]:
+    def _sorted(self) -> Int[Tensor, " examples"]:
         """The examples in order."""
         return self.examples[self._order]
 
     @cached_property
-    def _owner(self) -> Int[Tensor, " members"]:
+    def _owner(self) -> Int[Tensor, " examples"]:
         """The row of each of the sorted examples."""
         return torch.arange(len(self)).repeat_interleave(self.lengths)[self._order]
 
@@ -54,10 +54,10 @@ class Members:
     def pairs(self, ids: Int[Tensor, " batch"]) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
         """(row, position in the batch) for every example of the batch that a row leaves out.
 
-        >>> rows, positions = members_of(3, groups=[[0, 2], [2]]).pairs(torch.tensor([2, 1, 0]))
+        >>> rows, positions = leave_out(3, groups=[[0, 2], [2]]).pairs(torch.tensor([2, 1, 0]))
         >>> list(zip(rows.tolist(), positions.tolist()))
         [(0, 0), (1, 0), (0, 2)]
-        >>> members_of(2).pairs(torch.tensor([5, 1]))
+        >>> leave_out(2).pairs(torch.tensor([5, 1]))
         (tensor([1]), tensor([1]))
         """
         flat, owner = self._sorted, self._owner
@@ -84,25 +84,25 @@ class Members:
         """What tells rows apart, also in a chunk of them: the first of each row's examples."""
         return self.examples[self._starts[row]]
 
-    def chunks(self, size: int) -> Iterator[Members]:
+    def chunks(self, size: int) -> Iterator[LeftOut]:
         """The rows in runs of at most ``size``."""
         starts = [*self._starts[::size].tolist(), len(self.examples)]
         for number, start in enumerate(range(0, len(self), size)):
             rows = slice(start, start + size)
-            yield Members(self.names[rows], self.examples[starts[number] : starts[number + 1]], self.lengths[rows])
+            yield LeftOut(self.names[rows], self.examples[starts[number] : starts[number + 1]], self.lengths[rows])
 
 
-def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Groups | None = None) -> Members:
+def leave_out(size: int, ids: Sequence[int] | Tensor | None = None, groups: Groups | None = None) -> LeftOut:
     """Rows for every example, for chosen ones, or for groups of them.
 
-    >>> members_of(3).names
+    >>> leave_out(3).names
     (0, 1, 2)
-    >>> members_of(3, groups={"ann": [0, 2]}).examples
+    >>> leave_out(3, groups={"ann": [0, 2]}).examples
     tensor([0, 2])
     """
     if groups is None:
         if ids is None:
-            return Members(tuple(range(size)), torch.arange(size), torch.ones(size, dtype=torch.int64))
+            return LeftOut(tuple(range(size)), torch.arange(size), torch.ones(size, dtype=torch.int64))
         chosen = _checked(ids, size, "ids")
         if len(set(chosen)) < len(chosen):
             repeated = next(i for i in chosen if chosen.count(i) > 1)
@@ -121,10 +121,10 @@ def members_of(size: int, ids: Sequence[int] | Tensor | None = None, groups: Gro
     return rows_of(tuple(named), list(named.values()))
 
 
-def rows_of(names: tuple[int | str, ...], groups: Sequence[Sequence[int]]) -> Members:
+def rows_of(names: tuple[int | str, ...], groups: Sequence[Sequence[int]]) -> LeftOut:
     """A row for each of these groups of examples, which must be known to exist."""
     examples = torch.tensor([i for group in groups for i in group], dtype=torch.int64)
-    return Members(names, examples, torch.tensor([len(group) for group in groups]))
+    return LeftOut(names, examples, torch.tensor([len(group) for group in groups]))
 
 
 def _checked(ids: Any, size: int, what: str) -> list[int]:

@@ -10,7 +10,7 @@ from leaveout.task.batches import Batch
 
 
 @dataclass(frozen=True)
-class Moment:
+class RecordedStep:
     """One recorded step with everything that it needs: its batch and the states around it.
 
     ``params`` are all parameters before the step, also where the states hold chosen ones only. ``exact`` is false

@@ -16,8 +16,8 @@ from leaveout.errors import LeaveoutWarning
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import stacked_gradients
 from leaveout.task.task import Task, looped
-from leaveout.trajectory.left_out import Members
-from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.left_out import LeftOut
+from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.trajectory import Trajectory
 
 LARGE = 1_000_000
@@ -25,7 +25,7 @@ LARGE = 1_000_000
 
 
 def counterfactuals(
-    trajectory: Trajectory, members: Members, weight: float, resources: Resources, cost: Cost
+    trajectory: Trajectory, left_out: LeftOut, weight: float, resources: Resources, cost: Cost
 ) -> Params:
     """Final parameters of the run again, once for each row with its examples weighted ``weight``, and once with none.
 
@@ -33,35 +33,35 @@ def counterfactuals(
     recorded one.
     """
     params: Params = {}
-    for _, params in courses(trajectory, members, weight, resources, cost):  # noqa: B007 - the last one counts
+    for _, params in courses(trajectory, left_out, weight, resources, cost):  # noqa: B007 - the last one counts
         pass
     return params
 
 
 def courses(
-    trajectory: Trajectory, members: Members, weight: float, resources: Resources, cost: Cost
-) -> Iterator[tuple[Moment, Params]]:
+    trajectory: Trajectory, left_out: LeftOut, weight: float, resources: Resources, cost: Cost
+) -> Iterator[tuple[RecordedStep, Params]]:
     """The trainings of ``counterfactuals`` on their way: each step with all models' parameters after it.
 
     The tensors change in place with the next step.
     """
-    count = len(members) + 1
+    count = len(left_out) + 1
     state = _copies(trajectory, count)
     gradients: Callable[..., Params] | None = None
     travelled, strayed = 0.0, False
-    for moment in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(members)}"):
-        weights = _weights(members, moment.record.ids, weight, state[PARAM])
+    for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(left_out)}"):
+        weights = _weights(left_out, recorded.record.ids, weight, state[PARAM])
         if gradients is None:
-            gradients = _way(trajectory.task, state[PARAM], moment.batch)
-        state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, moment.batch), moment.record.hypers)
+            gradients = _way(trajectory.task, state[PARAM], recorded.batch)
+        state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, recorded.batch), recorded.record.hypers)
         cost.gradients += count
-        travelled += distance(moment.after[PARAM], moment.before[PARAM])
+        travelled += distance(recorded.after[PARAM], recorded.before[PARAM])
         whole = {slot: {name: tensor[-1] for name, tensor in params.items()} for slot, params in state.items()}
-        share = trajectory.check.way(moment, whole, travelled)
+        share = trajectory.check.way(recorded, whole, travelled)
         if share is not None and not strayed:
             strayed = True
-            _warn_of_rounding(moment.record.index, share)
-        yield moment, state[PARAM]
+            _warn_of_rounding(recorded.record.index, share)
+        yield recorded, state[PARAM]
 
 
 def _warn_of_rounding(step: int, share: float) -> None:
@@ -75,12 +75,12 @@ def _warn_of_rounding(step: int, share: float) -> None:
     )
 
 
-def shuffled(trajectory: Trajectory, members: Members, seed: int, resources: Resources, cost: Cost) -> Params:
+def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Resources, cost: Cost) -> Params:
     """As ``counterfactuals`` with weight zero, but in a fresh order: each epoch the examples change places at random.
 
     Start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded.
     """
-    state, count = _copies(trajectory, len(members) + 1), len(members) + 1
+    state, count = _copies(trajectory, len(left_out) + 1), len(left_out) + 1
     task, order = trajectory.task, torch.Generator().manual_seed(seed)
     gradients: Callable[..., Params] | None = None
     epoch, places = None, torch.arange(task.size)
@@ -90,7 +90,7 @@ def shuffled(trajectory: Trajectory, members: Members, seed: int, resources: Res
             epoch, places = record.epoch, torch.randperm(task.size, generator=order)
         ids = places[record.ids]
         batch = task.read(ids.tolist())
-        weights = _weights(members, ids, 0.0, state[PARAM])
+        weights = _weights(left_out, ids, 0.0, state[PARAM])
         if gradients is None:
             gradients = _way(task, state[PARAM], batch)
         state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, batch), record.hypers)
@@ -105,10 +105,10 @@ def _copies(trajectory: Trajectory, count: int) -> State:
     }
 
 
-def _weights(members: Members, ids: Tensor, weight: float, params: Params) -> Tensor:
+def _weights(left_out: LeftOut, ids: Tensor, weight: float, params: Params) -> Tensor:
     like = next(iter(params.values()))
     weights = like.new_ones((len(like), len(ids)))
-    row, position = members.pairs(ids)
+    row, position = left_out.pairs(ids)
     weights[row, position] = weight
     return weights
 

@@ -14,7 +14,7 @@ from leaveout.optim import Rule
 from leaveout.task.derivatives import gradient
 from leaveout.task.task import Task
 from leaveout.trajectory.diagnosis import REMEDY, called, diagnosis
-from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.recorded_step import RecordedStep
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
@@ -42,100 +42,100 @@ class StepCheck:
     def __init__(self, rule: Rule, task: Task) -> None:
         self._rule, self._task = rule, task
 
-    def step(self, moment: Moment, predicted: State) -> None:
+    def step(self, recorded: RecordedStep, predicted: State) -> None:
         """``‖predicted − recorded‖ ≤ tolerance · length`` in every slot, plus what rounding can do."""
-        if not moment.exact:
+        if not recorded.exact:
             return
-        lengths = self._lengths(moment)
-        missed = _misses(moment, predicted, lengths)
-        if self._beyond_rounding(moment, missed):
+        lengths = self._lengths(recorded)
+        missed = _misses(recorded, predicted, lengths)
+        if self._beyond_rounding(recorded, missed):
             words = " and ".join(
                 f"{called(slot)} {missed[slot] / max(lengths[slot], 1e-300):.2g} "
                 f"{'step lengths' if slot == PARAM else 'times what the step brought to it'} away"
                 for slot in missed
             )
-            used = gradient(self._task, moment.params, moment.batch)
+            used = gradient(self._task, recorded.params, recorded.batch)
             raise MismatchError(
-                f"Step {moment.record.index} does not follow from its batch and this task: computed again it ends with "
-                f"{words} from what was recorded. {diagnosis(self._rule, moment, used)}"
+                f"Step {recorded.record.index} does not follow from its batch and this task: computed again it ends "
+                f"with {words} from what was recorded. {diagnosis(self._rule, recorded, used)}"
             )
 
-    def arrival(self, moment: Moment, predicted: State, travelled: float) -> None:
+    def arrival(self, recorded: RecordedStep, predicted: State, travelled: float) -> None:
         """The same for the last of several steps that were computed one from the other over this distance."""
-        if not moment.exact:
+        if not recorded.exact:
             return
-        sizes = _sizes(moment, travelled)
-        missed = _misses(moment, predicted, sizes, ADDED_UP)
-        if PARAM in missed or self._beyond_rounding(moment, missed):
+        sizes = _sizes(recorded, travelled)
+        missed = _misses(recorded, predicted, sizes, ADDED_UP)
+        if PARAM in missed or self._beyond_rounding(recorded, missed):
             words = " and ".join(
                 f"{called(slot)} {missed[slot] / max(sizes[slot], 1e-300):.2g} of "
                 f"{'the way' if slot == PARAM else 'its size'} away"
                 for slot in missed
             )
             raise MismatchError(
-                f"Step {moment.record.index} does not follow from its batch and this task, or one of the steps since "
+                f"Step {recorded.record.index} does not follow from its batch and this task, or one of the steps since "
                 f"the last state that was kept: computed again from there, they end with {words} from what was "
                 f"recorded. {REMEDY} A run that keeps all states, keep='all', tells which step it is and why."
             )
 
-    def way(self, moment: Moment, predicted: State, travelled: float) -> float | None:
+    def way(self, recorded: RecordedStep, predicted: State, travelled: float) -> float | None:
         """The same for a model that takes the run's steps on its own way.
 
         Rounding can grow on such a way until the model has left the recorded one. Then the step is taken once more,
         from the recorded state. If it follows in every slot, nothing is wrong but rounding, and how far that has led
         the parameters is given, as a share of the way travelled.
         """
-        if not moment.exact:
+        if not recorded.exact:
             return None
-        missed = _misses(moment, predicted, _sizes(moment, travelled), ADDED_UP)
+        missed = _misses(recorded, predicted, _sizes(recorded, travelled), ADDED_UP)
         if missed:
-            self.step(moment, self._taken(moment, moment.params))
+            self.step(recorded, self._taken(recorded, recorded.params))
         return missed[PARAM] / max(travelled, 1e-300) if PARAM in missed else None
 
-    def along(self, moment: Moment, vector: State, carried: State, slope: float) -> None:
+    def along(self, recorded: RecordedStep, vector: State, carried: State, slope: float) -> None:
         """A step of a linear rule, seen along one vector u, at no extra cost.
 
         ``⟨u, s'⟩ = ⟨Aᵀu, s⟩ + ⟨(∂O/∂g)ᵀu, ḡ⟩`` holds for every u; ``slope`` is the last term, computed again. Where it
         does not hold, the whole step is computed again: how far it ends away cannot be seen along one vector.
         """
-        if not moment.exact:
+        if not recorded.exact:
             return
-        before, after = _flat(moment.before), _flat(moment.after)
+        before, after = _flat(recorded.before), _flat(recorded.after)
         u = _flat(vector)
-        recorded = float(u @ after - _flat(carried) @ before)
+        observed = float(u @ after - _flat(carried) @ before)
         size, length = float(u.norm()), float((after - before).norm())
-        missed = abs(recorded - slope) / max(size, 1e-300)
-        if missed <= _allowed(moment, PARAM, length):
+        missed = abs(observed - slope) / max(size, 1e-300)
+        if missed <= _allowed(recorded, PARAM, length):
             return
-        self.step(moment, self._taken(moment, moment.params))
-        apart = self._apart(moment, dict.fromkeys(moment.after, missed))
-        if not missed <= 2 * sum(apart.values()) + ADDED_UP * _allowed(moment, PARAM, length):
+        self.step(recorded, self._taken(recorded, recorded.params))
+        apart = self._apart(recorded, dict.fromkeys(recorded.after, missed))
+        if not missed <= 2 * sum(apart.values()) + ADDED_UP * _allowed(recorded, PARAM, length):
             raise MismatchError(
-                f"Step {moment.record.index} follows from its batch's gradient, but the examples' derivatives along "
+                f"Step {recorded.record.index} follows from its batch's gradient, but the examples' derivatives along "
                 f"the query vector do not add up to that gradient (by {missed / max(length, 1e-300):.2g} step lengths):"
                 " the model or the loss stops gradients somewhere or has a wrong derivative; score with Replay()."
             )
 
-    def _taken(self, moment: Moment, params: Params) -> State:
+    def _taken(self, recorded: RecordedStep, params: Params) -> State:
         """The step with the gradient at these parameters."""
-        return self._rule.step(moment.before, gradient(self._task, params, moment.batch), moment.record.hypers)
+        return self._rule.step(recorded.before, gradient(self._task, params, recorded.batch), recorded.record.hypers)
 
-    def _lengths(self, moment: Moment) -> Lengths:
+    def _lengths(self, recorded: RecordedStep) -> Lengths:
         """How far the step moved the parameters, and what the gradient brought to each buffer."""
-        moved = {PARAM: distance(moment.after[PARAM], moment.before[PARAM])}
-        if len(moment.after) > 1:
-            nothing = each(torch.zeros_like, moment.before[PARAM])
-            without = self._rule.step(moment.before, nothing, moment.record.hypers)
-            moved |= {slot: distance(moment.after[slot], without[slot]) for slot in without if slot != PARAM}
+        moved = {PARAM: distance(recorded.after[PARAM], recorded.before[PARAM])}
+        if len(recorded.after) > 1:
+            nothing = each(torch.zeros_like, recorded.before[PARAM])
+            without = self._rule.step(recorded.before, nothing, recorded.record.hypers)
+            moved |= {slot: distance(recorded.after[slot], without[slot]) for slot in without if slot != PARAM}
         return moved
 
-    def _beyond_rounding(self, moment: Moment, missed: Lengths) -> bool:
+    def _beyond_rounding(self, recorded: RecordedStep, missed: Lengths) -> bool:
         if not missed:
             return False
-        apart = self._apart(moment, missed)
+        apart = self._apart(recorded, missed)
         return any(missed[slot] > 2 * apart[slot] for slot in missed)
 
-    def _apart(self, moment: Moment, missed: Lengths) -> Lengths:
+    def _apart(self, recorded: RecordedStep, missed: Lengths) -> Lengths:
         """How far apart the slots can end by rounding of the parameters alone; no more draws than are needed."""
         order = torch.Generator().manual_seed(0)
 
@@ -143,39 +143,39 @@ class StepCheck:
             noise = torch.randn(tensor.shape, generator=order, dtype=tensor.dtype).to(tensor.device)
             return tensor * (1 + NOISE * torch.finfo(tensor.dtype).eps * noise)
 
-        first = self._taken(moment, each(moved, moment.params))
+        first = self._taken(recorded, each(moved, recorded.params))
         apart = dict.fromkeys(missed, 0.0)
         for _ in range(DRAWS - 1):
-            end = self._taken(moment, each(moved, moment.params))
+            end = self._taken(recorded, each(moved, recorded.params))
             apart = {slot: max(apart[slot], distance(end[slot], first[slot])) for slot in missed}
             if all(missed[slot] <= 2 * apart[slot] for slot in missed):
                 break
         return apart
 
 
-def _misses(moment: Moment, predicted: State, lengths: Lengths, times: int = 1) -> Lengths:
+def _misses(recorded: RecordedStep, predicted: State, lengths: Lengths, times: int = 1) -> Lengths:
     """How far the prediction is from the recorded state, for the slots where that is beyond the tolerance."""
     missed: Lengths = {}
-    for slot, params in moment.after.items():
+    for slot, params in recorded.after.items():
         missed[slot] = distance(predicted[slot], params)
         if missed[slot] != missed[slot]:
             raise MismatchError(
-                f"Step {moment.record.index} gives NaN when it is computed again: look at the losses of its batch's "
-                f"examples {moment.record.ids.tolist()[:8]}."
+                f"Step {recorded.record.index} gives NaN when it is computed again: look at the losses of its batch's "
+                f"examples {recorded.record.ids.tolist()[:8]}."
             )
     tolerated = {slot: 1 if slot == PARAM else times for slot in missed}
-    return {s: m for s, m in missed.items() if m > 0 and m > tolerated[s] * _allowed(moment, s, lengths[s])}
+    return {s: m for s, m in missed.items() if m > 0 and m > tolerated[s] * _allowed(recorded, s, lengths[s])}
 
 
-def _sizes(moment: Moment, travelled: float) -> Lengths:
+def _sizes(recorded: RecordedStep, travelled: float) -> Lengths:
     """What a deviation that may have added up is relative to: the way of the parameters, the buffers themselves."""
-    return {slot: travelled if slot == PARAM else norm(params) for slot, params in moment.after.items()}
+    return {slot: travelled if slot == PARAM else norm(params) for slot, params in recorded.after.items()}
 
 
-def _allowed(moment: Moment, slot: str, length: float) -> float:
+def _allowed(recorded: RecordedStep, slot: str, length: float) -> float:
     """The tolerance of that length, and what rounding of the slot may add."""
-    dtype = next(iter(moment.after[slot].values())).dtype
-    return TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(moment.after[slot])
+    dtype = next(iter(recorded.after[slot].values())).dtype
+    return TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(recorded.after[slot])
 
 
 def _flat(state: State) -> Float[Tensor, " width"]:

@@ -17,7 +17,7 @@ from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import gradient
 from leaveout.task.task import Task
-from leaveout.trajectory.recorded_step import Moment
+from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.step_check import StepCheck
 
 
@@ -65,16 +65,16 @@ class Trajectory:
         """The state after the last step, of all parameters."""
         return self._state(len(self))
 
-    def forward(self) -> Iterator[Moment]:
+    def forward(self) -> Iterator[RecordedStep]:
         """The steps from the first to the last."""
         before = self._state(0)
         for start, stop in pairwise(self._known):
             states = self._between(before, self._state(stop), start, stop)
             for index, after in zip(range(start, stop), states, strict=True):
-                yield self._moment(index, before, after)
+                yield self._recorded_step(index, before, after)
                 before = after
 
-    def backward(self, before: int | None = None) -> Iterator[Moment]:
+    def backward(self, before: int | None = None) -> Iterator[RecordedStep]:
         """The steps from the last to the first, or those before one; the states between two kept ones are together."""
         kept = self._known
         first = len(self) if before is None else before
@@ -87,17 +87,17 @@ class Trajectory:
             for index in reversed(range(start, stop)):
                 after = states.pop()
                 if index < first:
-                    yield self._moment(index, states[-1], after)
+                    yield self._recorded_step(index, states[-1], after)
             after = state
 
-    def moment(self, index: int) -> Moment:
+    def recorded_step(self, index: int) -> RecordedStep:
         """One step."""
         place = bisect_right(self._known, index)
         start, stop = self._known[place - 1], self._known[place]
         first = self._state(start)
         states = chain([first], self._between(first, self._state(stop), start, stop))
         before, after = islice(states, index - start, index - start + 2)
-        return self._moment(index, before, after)
+        return self._recorded_step(index, before, after)
 
     def _between(self, first: State, last: State, start: int, stop: int) -> Iterator[State]:
         """The states after steps start, ..., stop − 1: computed again or interpolated up to the kept last one."""
@@ -119,8 +119,8 @@ class Trajectory:
             if index < stop - 1:
                 yield after
             else:
-                moment = Moment(record, state, last, batch, state[PARAM], self.run.as_recorded)
-                StepCheck(self.run.rule, self._whole).arrival(moment, after, travelled)
+                recorded = RecordedStep(record, state, last, batch, state[PARAM], self.run.as_recorded)
+                StepCheck(self.run.rule, self._whole).arrival(recorded, after, travelled)
             state = after
 
     def _state(self, index: int) -> State:
@@ -162,10 +162,10 @@ class Trajectory:
                 raise MismatchError(f"The batch of step {index} is not the one that was trained on: {found}.")
         return batch
 
-    def _moment(self, index: int, before: State, after: State) -> Moment:
+    def _recorded_step(self, index: int, before: State, after: State) -> RecordedStep:
         record = self.run.record(index)
         own = self._own(before), self._own(after)
-        return Moment(record, *own, self._batch(record), before[PARAM], self.run.exact)
+        return RecordedStep(record, *own, self._batch(record), before[PARAM], self.run.exact)
 
     def _own(self, state: State) -> State:
         return {slot: self.task.own(params) for slot, params in state.items()}

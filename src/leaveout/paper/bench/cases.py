@@ -90,12 +90,12 @@ def replays() -> list[Row]:
 
 def _parts(task: Task, run: Run, replay: float, acc: float) -> str:
     """What the derivatives alone take of a step: 400 models' gradients, and how the gradient changes along 400 rows."""
-    moment = Trajectory(run, task).moment(len(run) // 2)
-    stack = {n: t + 0.01 * torch.randn(400, *t.shape) for n, t in moment.params.items()}
+    recorded = Trajectory(run, task).recorded_step(len(run) // 2)
+    stack = {n: t + 0.01 * torch.randn(400, *t.shape) for n, t in recorded.params.items()}
     weights = torch.ones(400, 100)
     calls = (
-        lambda: stacked_gradients(task, stack, weights, moment.batch),
-        lambda: weighted_changes(task, moment.params, moment.batch, (stack, weights, weights)),
+        lambda: stacked_gradients(task, stack, weights, recorded.batch),
+        lambda: weighted_changes(task, recorded.params, recorded.batch, (stack, weights, weights)),
     )
     quickest(8, *calls)  # traced from then on
     gradients, changes = (1e3 * t for t in quickest(50, *calls))

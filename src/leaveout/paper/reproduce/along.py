@@ -11,7 +11,7 @@ from leaveout.compute.cost import Cost
 from leaveout.estimators.readout import Query, readout_of
 from leaveout.paper.reproduce.problems import QUIET, Problem
 from leaveout.sweep.sweep import Sweep
-from leaveout.trajectory.left_out import members_of
+from leaveout.trajectory.left_out import leave_out
 from leaveout.trajectory.replay import courses
 from leaveout.trajectory.trajectory import Trajectory
 
@@ -19,17 +19,17 @@ from leaveout.trajectory.trajectory import Trajectory
 def displaced(problem: Problem, marks: Sequence[int], *, corrected: bool) -> Iterator[tuple[int, Params]]:
     """Every example's estimated displacement after each number of steps, from one sweep: SGD-IE's or exact ACC's."""
     sweep = Sweep(Trajectory(problem.run, problem.task), QUIET, Cost(), corrected=corrected)
-    for moment, moved in sweep.course(members_of(problem.task.size)):
-        if moment.record.index + 1 in marks:
-            yield moment.record.index + 1, moved[PARAM]
+    for recorded, moved in sweep.course(leave_out(problem.task.size)):
+        if recorded.record.index + 1 in marks:
+            yield recorded.record.index + 1, moved[PARAM]
 
 
 def replayed(problem: Problem, marks: Sequence[int]) -> Iterator[tuple[int, Params]]:
     """Every example's true displacement after each number of steps, from one stack of trainings."""
     trajectory = Trajectory(problem.run, problem.task)
-    for moment, params in courses(trajectory, members_of(problem.task.size), 0.0, QUIET, Cost()):
-        if moment.record.index + 1 in marks:
-            yield moment.record.index + 1, {name: tensor[:-1] - tensor[-1:] for name, tensor in params.items()}
+    for recorded, params in courses(trajectory, leave_out(problem.task.size), 0.0, QUIET, Cost()):
+        if recorded.record.index + 1 in marks:
+            yield recorded.record.index + 1, {name: tensor[:-1] - tensor[-1:] for name, tensor in params.items()}
 
 
 def changes(problem: Problem, step: int, moved: Params, readout: str) -> Tensor:

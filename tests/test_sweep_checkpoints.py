@@ -5,7 +5,7 @@ import torch
 
 import leaveout as lo
 from leaveout._util.files import read_sealed, save_sealed
-from leaveout.sweep import checkpoint as marks
+from leaveout.sweep import checkpoint
 from problems import recorded, shuffled
 from test_shards import killed_until_done, timed
 
@@ -22,13 +22,13 @@ STEPS = 12
 @pytest.fixture(autouse=True)
 def _always(monkeypatch):
     """Notes after every step."""
-    monkeypatch.setattr(marks, "EVERY", 0.0)
-    monkeypatch.setattr(marks, "SHARE", 0)
+    monkeypatch.setattr(checkpoint, "EVERY", 0.0)
+    monkeypatch.setattr(checkpoint, "SHARE", 0)
 
 
 @pytest.fixture(scope="module", params=["mlp momentum", "mlp sgd", "conv momentum"])
 def problem(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("marks") / "run"
+    path = tmp_path_factory.mktemp("checkpoints") / "run"
     return recorded(path, *request.param.split(), n=9, batches=shuffled(9, 3, STEPS // 3))
 
 
@@ -43,7 +43,7 @@ class StoppedError(Exception):
 
 def stop_after(monkeypatch, notes: int) -> None:
     """The process would be killed right after so many notes."""
-    write = marks.save_sealed
+    write = checkpoint.save_sealed
     left = [notes]
 
     def counted(*given):
@@ -52,7 +52,7 @@ def stop_after(monkeypatch, notes: int) -> None:
         if left[0] == 0:
             raise StoppedError
 
-    monkeypatch.setattr(marks, "save_sealed", counted)
+    monkeypatch.setattr(checkpoint, "save_sealed", counted)
 
 
 @pytest.mark.parametrize("method", SWEEPS)
@@ -62,8 +62,8 @@ def test_a_sweep_is_taken_up_where_it_was(tmp_path, problem, method, monkeypatch
         stop_after(patch, 5)
         with pytest.raises(StoppedError):
             scored(problem, method, tmp_path)
-    (mark,) = tmp_path.glob("*.mark")
-    _, told = read_sealed(mark)
+    (file,) = tmp_path.glob("*.mark")
+    _, told = read_sealed(file)
     assert told["step"] in (STEPS - 5, STEPS - 6)  # nothing is noted before the first correction
     again = []
     with monkeypatch.context() as patch:
@@ -91,16 +91,16 @@ def test_a_mark_that_is_not_right_is_not_used(tmp_path, problem, harm, monkeypat
         stop_after(patch, 5)
         with pytest.raises(StoppedError):
             scored(problem, "SGD-IE", tmp_path)
-    (mark,) = tmp_path.glob("*.mark")
+    (file,) = tmp_path.glob("*.mark")
     if harm == "cut":
-        mark.write_bytes(mark.read_bytes()[:-9])
+        file.write_bytes(file.read_bytes()[:-9])
     else:
-        tensors, told = read_sealed(mark)
-        save_sealed(mark, {key: 2 * tensor for key, tensor in tensors.items()}, {**told, "file": "another.mark"})
+        tensors, told = read_sealed(file)
+        save_sealed(file, {key: 2 * tensor for key, tensor in tensors.items()}, {**told, "file": "another.mark"})
     assert scored(problem, "SGD-IE", tmp_path).values.equal(scored(problem, "SGD-IE").values)
 
 
 def test_no_work_directory_no_notes(tmp_path, problem, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(marks, "save_sealed", None)
+    monkeypatch.setattr(checkpoint, "save_sealed", None)
     assert torch.isfinite(scored(problem, "ACC").values).all()
