@@ -119,6 +119,7 @@ def _claimed(targets: Iterable[Path]) -> Iterator[None]:
 def _remove(place: Path) -> None:
     with suppress(OSError):  # another command has its lock there by now
         place.rmdir()
+        place.parent.rmdir()  # made for the lock, where nothing was written
 
 
 def _holder(place: Path) -> str:
