@@ -34,7 +34,7 @@ def test_demo_finds_most_flipped_labels_and_keeps_its_run(tmp_path):
     for method in ("SGD-IE(exact readout)", "ACC(exact, exact readout)"):
         found = int(words.split(f"{method}: ")[1].split()[0])
         assert found >= 35, words
-        assert f"{method}, held against 64 exact replays" in words
+        assert f"{method}, compared with 64 exact replays" in words
     assert (tmp_path / "run" / "manifest.json").exists()
     assert "The report, with pictures: run/report.html" in words
     assert "Digits, a tenth of the labels flipped" in (tmp_path / "run" / "report.html").read_text()
