@@ -329,8 +329,8 @@ def test_a_scores_folder_that_is_a_link_is_refused(shell, run):
         ('{"x": [2.9]}', "group 'x' holds 2.9"),
         ('{"x": 5}', "group 'x' is 5, not a list"),
         ('{"x": [0], "x": [1]}', "'x' is there twice"),
-        ("[[0], [1]]", "holds no groups"),
-        ("[" * 100_000, "holds no groups"),
+        ("[[0], [1]]", "does not hold groups"),
+        ("[" * 100_000, "does not hold groups"),
     ],
 )
 def test_a_groups_file_is_taken_as_it_is_or_not_at_all(shell, run, text, said):
@@ -356,11 +356,11 @@ def test_each_query_and_groups_have_files_of_their_own(shell, run):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (["runs/y"], 1, ["runs/y holds no run (did you mean runs/x?)"]),
-        (["elsewhere/y"], 1, ["holds no run", "Recorder wrote"]),
+        (["runs/y"], 1, ["runs/y does not hold a run (did you mean runs/x?)"]),
+        (["elsewhere/y"], 1, ["does not hold a run", "Recorder wrote"]),
         (["runs/x", "--method", "acx"], 1, ["no method 'acx'", "did you mean acc?"]),
         (["runs/x", "--queries", "all"], 1, ["queries='all'"]),
-        (["runs/x", "--groups", "nowhere.json"], 1, ["holds no groups"]),
+        (["runs/x", "--groups", "nowhere.json"], 1, ["does not hold groups"]),
         (["runs/x", "--memory", "lots"], 1, ["memory='lots'"]),
         (["runs/x", "--top", "-1"], 2, ["--top", "greater than or equal to 0"]),
         (["runs/x", "--task", "mine"], 2, ["package.module:function"]),
@@ -669,7 +669,7 @@ def test_show_counts_damaged_results_as_damage(run, shell):
     assert shell("show", "runs/x").code == 0
     done = shell("show", "runs/x", "--check")
     assert (done.code, "Every file is as it was written" in done.words) == (1, False)
-    for words in ("holds no scores", "holds no check", "holds no curve"):
+    for words in ("does not hold scores", "does not hold a check", "does not hold a cleansing curve"):
         assert words in done.refusal
     assert len(json.loads(shell("show", "runs/x", "--check", "--json").out)["damage"]) == 3
 

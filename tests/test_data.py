@@ -149,7 +149,7 @@ def test_a_data_directory_that_does_not_exist_is_refused(nowhere: Path, monkeypa
 )
 def test_changed_and_damaged_files_are_refused(nowhere: Path, name: str, file: str, content: bytes) -> None:
     path = put(nowhere / "data" / file, content)
-    with pytest.raises(InputError, match="replace it by the original or delete it") as caught:
+    with pytest.raises(InputError, match="replace it with the original, or delete it") as caught:
         data.load(name)
     assert str(path) in str(caught.value)
 

@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_at_the_end_or_from_the_beginning(on_full: str, tmp_
     assert "no complete step on disk" in told["error"] if on_full == "continue" else "too large" in told["error"]
     told = limited(tmp_path / "begin", on_full, 100)
     assert told["taken"] == (STEPS if on_full == "continue" else 0)
-    assert ("holds no run" if on_full == "continue" else "nothing is on disk yet; make room") in told["error"]
+    assert ("does not hold a run" if on_full == "continue" else "nothing is on disk yet; make room") in told["error"]
     assert len(told["warnings"]) == (on_full == "continue")
 
 

@@ -251,7 +251,7 @@ def test_a_finished_recorder_lets_the_optimizer_go(tmp_path: Path) -> None:
     recorder.step([0, 1, 2, 3, 4], batch)
     learn(model, optimizer, batch)
     run = recorder.finish()
-    learn(model, optimizer, batch)  # would be refused: no batch is known
+    learn(model, optimizer, batch)  # would be refused: it is not known which batch
     assert len(lo.open_run(tmp_path / "run")) == len(run) == 1
     assert not torch.equal(run.final()[PARAM]["0.weight"], model[0].weight)
 

@@ -593,14 +593,14 @@ def test_a_refused_step_changes_neither_model_nor_run(tmp_path: Path) -> None:
 def test_two_steps_for_one_batch(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.good()
-    with refused(lo.RunError, "At step 1, no batch is known", "recorder.watch(loader)", "recorder.step(ids)"):
+    with refused(lo.RunError, "At step 1, it is not known which batch", "recorder.watch(loader)", "recorder.step(ids)"):
         loop.optimizer.step()
 
 
 def test_a_step_without_any_batch(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     backward(loop.model, loop.optimizer, examples()[:3])
-    with refused(lo.RunError, "At step 0, no batch is known", "recorder.watch(loader)", unchanged=tmp_path):
+    with refused(lo.RunError, "At step 0, it is not known which batch", "recorder.watch(loader)", unchanged=tmp_path):
         loop.optimizer.step()
 
 
@@ -622,7 +622,7 @@ def test_a_run_of_no_steps(tmp_path: Path) -> None:
     with refused(lo.RunError, "Nothing was recorded", "optimizer.step() was never called"):
         loop.recorder.finish()
     assert contents(tmp_path) == {str(tmp_path / "run"): None}  # the lock is let go of
-    with refused(lo.RunError, "holds no run"):
+    with refused(lo.RunError, "does not hold a run"):
         lo.open_run(tmp_path / "run", partial=True)
 
 

@@ -218,7 +218,7 @@ def test_what_holds_no_scores_is_named(tmp_path: Path) -> None:
     names = ["missing", *(file.name for file in sorted(tmp_path.iterdir()))]
     assert len(names) == 10
     for name in names:
-        with pytest.raises(lo.RunError, match=rf"{name} holds no scores .*: give a file that Scores\.save wrote"):
+        with pytest.raises(lo.RunError, match=rf"{name} does not hold scores .*: give a file that Scores\.save wrote"):
             Scores.load(tmp_path / name)
 
 

@@ -215,7 +215,7 @@ def test_a_failed_shard_is_noticed_and_loses_no_earlier_one(tmp_path: Path) -> N
 
 def test_every_moment_of_writing_is_a_run_that_can_be_read(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", shard_bytes=1)
-    with pytest.raises(lo.RunError, match="holds no run"):
+    with pytest.raises(lo.RunError, match="does not hold a run"):
         lo.open_run(tmp_path / "run", partial=True)
     writer.begin(manifest(), state(0))
     with pytest.raises(lo.RunError, match=r"no complete step.*record it again"):
@@ -338,8 +338,8 @@ def damage(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
 
     again = "record .*again"
     return {
-        "no manifest": (file.unlink, rf"holds no run \(no {MANIFEST}\).*give the directory"),
-        "no directory": (lambda: shutil.rmtree(path), "holds no run"),
+        "no manifest": (file.unlink, rf"does not hold a run \(no {MANIFEST}\).*give the directory"),
+        "no directory": (lambda: shutil.rmtree(path), "does not hold a run"),
         "half a manifest": (lambda: file.write_text(file.read_text()[:90]), rf"{MANIFEST} is not a manifest.*{again}"),
         "an empty manifest": (lambda: file.write_text(""), rf"{MANIFEST} is not a manifest.*{again}"),
         "a binary manifest": (lambda: file.write_bytes(b"\xff\xfe\x00"), rf"{MANIFEST} is not a manifest.*{again}"),

@@ -80,7 +80,7 @@ def test_other_files_are_refused(content, tmp_path):
     path = tmp_path / "check.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(lo.RunError, match=r"holds no check .* Check.save wrote"):
+    with pytest.raises(lo.RunError, match=r"does not hold a check .* Check.save wrote"):
         lo.Check.load(path)
 
 

@@ -1,4 +1,7 @@
-"""What leaveout refuses, and why: every error says in one sentence what is wrong and what to do."""
+"""What leaveout refuses, and why: every error says in one sentence what is wrong and what to do.
+
+Each has a ``code``, a short name of its cause that stays when the sentence is reworded; docs/errors.md lists them.
+"""
 
 import difflib
 import operator
@@ -7,7 +10,20 @@ from typing import Any
 
 
 class LeaveoutError(Exception):
-    """The base of every error that leaveout raises on purpose."""
+    """The base of every error that leaveout raises on purpose; ``code`` names its cause.
+
+    >>> error = InputError("ids is empty: name at least one example.", code="ids-empty")
+    >>> str(error), error.code
+    ('ids is empty: name at least one example.', 'ids-empty')
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the code when the error travels to another process."""
+        return _rebuilt, (type(self), str(self), self.code), self.__dict__
 
 
 class InputError(LeaveoutError, ValueError):
@@ -34,8 +50,12 @@ class LeaveoutWarning(UserWarning):
     """Something that does not stop the work, but that its user should know."""
 
 
+def _rebuilt(kind: type[LeaveoutError], message: str, code: str) -> LeaveoutError:
+    return kind(message, code=code)
+
+
 def closest(word: str, among: Iterable[str]) -> str:
-    """A suggestion in brackets for a name that does not exist, or nothing.
+    """Suggest a similar name in brackets for one that does not exist, or nothing.
 
     >>> closest("batchsize", ["batch_size", "epochs"])
     ' (did you mean batch_size?)'
@@ -45,20 +65,20 @@ def closest(word: str, among: Iterable[str]) -> str:
 
 
 def is_whole(value: Any, low: int, high: int | None = None) -> bool:
-    """Whether a value is a whole number in this range; those of numpy and PyTorch are as well, True is none.
+    """Say whether a value is a whole number in this range; those of numpy and PyTorch count, True does not.
 
     >>> is_whole(3, 1), is_whole(0, 1), is_whole(1.5, 1), is_whole(True, 1)
     (True, False, False, False)
     """
     try:
-        found = operator.index(value)
+        number = operator.index(value)
     except TypeError:
         return False
-    return not isinstance(value, bool) and low <= found and (high is None or found <= high)
+    return not isinstance(value, bool) and low <= number and (high is None or number <= high)
 
 
 def check_seed(seed: Any, low: int = -(2**63), high: int = 2**64 - 1) -> int:
-    """The seed, if it is one; without other bounds, one that PyTorch takes."""
+    """Return the seed, or refuse it where it is not a whole number within the bounds; by default those of PyTorch."""
     if not is_whole(seed, low, high):
-        raise InputError(f"seed={seed!r} must be a whole number from {low} to {high}.")
+        raise InputError(f"seed={seed!r} must be a whole number from {low} to {high}.", code="seed-not-a-number")
     return operator.index(seed)

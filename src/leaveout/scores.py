@@ -55,7 +55,8 @@ class Scores(Comparable):
         if self.values.shape != (len(self.train_ids), len(self.query_ids)):
             raise InputError(
                 f"Scores of shape {list(self.values.shape)} do not match {len(self.train_ids)} training ids and "
-                f"{len(self.query_ids)} query ids: give a row for each training id and a column for each query id."
+                f"{len(self.query_ids)} query ids: give a row for each training id and a column for each query id.",
+                code="scores-shape",
             )
 
     def __repr__(self) -> str:
@@ -121,7 +122,7 @@ class Scores(Comparable):
             return self.mean()
         if query not in self.query_ids:
             shown = ", ".join(map(repr, self.query_ids[:5])) + (", ..." if len(self.query_ids) > 5 else "")
-            raise InputError(f"query={query!r} was not scored: give one of {shown}.")
+            raise InputError(f"query={query!r} was not scored: give one of {shown}.", code="query-not-scored")
         return self.values[:, self.query_ids.index(query)]
 
     def check_same_queries(self, other: Scores) -> None:
@@ -129,13 +130,17 @@ class Scores(Comparable):
         prints = {self.query_fingerprint, other.query_fingerprint} - {None}
         if self.query_ids != other.query_ids or len(prints) > 1:
             raise InputError(
-                f"{self.method} was scored for other queries than {other.method}: give the query set that was scored."
+                f"{self.method} was scored for other queries than {other.method}: give the query set that was scored.",
+                code="queries-differ",
             )
 
     def check_same_run(self, run: Run) -> None:
         """Refuses scores of another run."""
         if self.run_fingerprint not in (None, run.fingerprint):
-            raise InputError(f"These scores by {self.method} are of another run than {run}: give the run they are of.")
+            raise InputError(
+                f"These scores by {self.method} are of another run than {run}: give the run they are of.",
+                code="scores-of-another-run",
+            )
 
     def extreme(self, count: int) -> list[int]:
         """The rows of the most extreme scores: half of them from each tail."""
@@ -206,4 +211,6 @@ class Scores(Comparable):
                 told.get("run_fingerprint"),
             )
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise RunError(f"{path} holds no scores ({error}): give a file that Scores.save wrote.") from None
+            raise RunError(
+                f"{path} does not hold scores ({error}): give a file that Scores.save wrote.", code="scores-unreadable"
+            ) from None

@@ -53,14 +53,14 @@ def read_json(file: Path) -> dict[str, Any]:
 def plain(file: Path) -> Path:
     """The file, if it is one: whoever opens a pipe waits for ever."""
     if file.exists() and not file.is_file():
-        raise OSError(f"{file.name} is no plain file")
+        raise OSError(f"{file.name} is not a plain file")
     return file
 
 
 def unsealed(told: Any) -> dict[str, Any]:
     """What a JSON object says beside its checksum, which must be right."""
     if not isinstance(told, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     told = dict(told)
     if told.pop("crc32", None) != _json_checksum(told):
         raise ValueError("its checksum is not that of what it says")
@@ -86,7 +86,9 @@ def free(path: str | Path, *, overwrite: bool) -> Path:
     """The path of a result, which may be there already only if it is to be replaced."""
     path = Path(path)
     if os.path.exists(path) and not overwrite:  # no OSError of a name that is too long: saving tells that
-        raise InputError(f"{path} exists already: choose another name, or pass overwrite=True to replace it.")
+        raise InputError(
+            f"{path} exists already: choose another name, or pass overwrite=True to replace it.", code="file-exists"
+        )
     return path
 
 
@@ -124,7 +126,9 @@ def _told(file: Path) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise RunError(f"{file} cannot be written ({error}): make room, or choose another place.") from error
+        raise RunError(
+            f"{file} cannot be written ({error}): make room, or choose another place.", code="file-not-writable"
+        ) from error
 
 
 def read_sealed(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -145,7 +149,7 @@ def read_sealed(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError("its checksum is not that of what it holds")
     told = json.loads(metadata["leaveout"])
     if not isinstance(told, dict):
-        raise ValueError("its metadata are no object")
+        raise ValueError("its metadata is not an object")
     return tensors, told
 
 
@@ -259,7 +263,7 @@ def _locked(file: Path) -> int:
         told = os.fstat(descriptor)
         if not stat.S_ISREG(told.st_mode) or told.st_nlink > 1:  # another's file, by a second name
             os.close(descriptor)
-            raise OSError(f"{file} is no lock file")
+            raise OSError(f"{file} is not a lock file")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -267,7 +271,8 @@ def _locked(file: Path) -> int:
             os.close(descriptor)
             raise RunError(
                 f"{file.parent} is being written by process {holder or 'of another writer'}: wait until it has ended, "
-                "call finish() on its recorder, or choose another directory."
+                "call finish() on its recorder, or choose another directory.",
+                code="directory-busy",
             ) from None
         if _is_still(file, descriptor):
             try:

@@ -123,7 +123,7 @@ def from_dict(raw: Mapping[str, Any], source: str) -> Config:
     problems = list(_problems(raw))
     if problems:
         told = "\n".join(f"  - {problem}" for problem in problems)
-        raise InputError(f"{source} is not the config of a run; mend these:\n{told}")
+        raise InputError(f"{source} is not the config of a run; correct these:\n{told}", code="config-invalid")
     return Config(**{name: PARTS[name](**part) for name, part in raw.items()})
 
 
@@ -147,14 +147,19 @@ def read(path: str | Path) -> Config:
     path = Path(path)
     try:
         if plain(path).stat().st_size > MOST_BYTES:
-            raise InputError(f"{path} has more than {MOST_BYTES:,} bytes: give a run's config, which is much smaller.")
+            raise InputError(
+                f"{path} has more than {MOST_BYTES:,} bytes: give a run's config, which is much smaller.",
+                code="config-too-large",
+            )
         raw = tomlkit.parse(path.read_text()).unwrap()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read ({error}): give a TOML file, such as a run's config.toml.") from None
+        raise InputError(
+            f"{path} cannot be read ({error}): give a TOML file, such as a run's config.toml.", code="config-unreadable"
+        ) from None
     except ParseError as error:
-        raise InputError(f"{path} is not TOML, line {error.line}: {error}.") from None
+        raise InputError(f"{path} is not TOML, line {error.line}: {error}.", code="config-not-toml") from None
     except (TOMLKitError, ValueError, RecursionError) as error:  # a key twice, a number too long, brackets too deep
-        raise InputError(f"{path} is not TOML: {error}.") from None
+        raise InputError(f"{path} is not TOML: {error}.", code="config-not-toml") from None
     return from_dict(raw, str(path))
 
 
@@ -199,15 +204,23 @@ def _leave(config: Config, out: Path) -> bool:
     try:
         begun = cut_short(out) and file.exists()
         if (out / MANIFEST).exists() and not begun:
-            raise RunError(f"{out} already holds a run: choose another directory with --out, or delete it first.")
+            raise RunError(
+                f"{out} already holds a run: choose another directory with --out, or delete it first.",
+                code="run-exists",
+            )
         if not file.exists():
             write_text(file, to_toml(config))
     except OSError as error:
-        raise RunError(f"{file} cannot be written ({error}): make room, or choose another directory.") from None
+        raise RunError(
+            f"{file} cannot be written ({error}): make room, or choose another directory.", code="file-not-writable"
+        ) from None
     finally:
         lock.release()
     if read(file) != config:
-        raise InputError(f"{file} describes another run: choose another directory, or give this file as the config.")
+        raise InputError(
+            f"{file} describes another run: choose another directory, or give this file as the config.",
+            code="config-of-another-run",
+        )
     return begun
 
 
@@ -228,11 +241,14 @@ def _model(part: ModelPart, found: data.Data) -> nn.Module:
         try:
             given = tuple(model(found.train.x[:2]).shape[1:])
         except RuntimeError as error:
-            raise InputError(f"The model {part.name} does not take {found.name}'s examples: {error}.") from None
+            raise InputError(
+                f"The model {part.name} does not take {found.name}'s examples: {error}.", code="model-rejects-data"
+            ) from None
     if given != (() if outputs == 1 else (outputs,)):
         raise InputError(
             f"The model {part.name} gives outputs of shape {list(given)}, but {found.name} has {len(found.classes)} "
-            "classes: take the model mlp, which has as many outputs as there are classes."
+            "classes: take the model mlp, which has as many outputs as there are classes.",
+            code="model-outputs-not-classes",
         )
     return model
 
@@ -245,16 +261,22 @@ def _optimizer(part: OptimizerPart, model: nn.Module) -> torch.optim.Optimizer:
     if part.name not in OPTIMIZERS:
         raise InputError(
             f"there is no optimizer {part.name!r}{closest(part.name, OPTIMIZERS)}; "
-            f"choose one of {', '.join(OPTIMIZERS)}."
+            f"choose one of {', '.join(OPTIMIZERS)}.",
+            code="optimizer-unknown",
         )
     kind = OPTIMIZERS[part.name]
     known = [one.name for one in fields(part) if one.name in inspect.signature(kind).parameters]
     given = {key: value for key, value in asdict(part).items() if key != "name" and value is not None}
     if foreign := sorted(set(given) - set(known)):
-        raise InputError(f"{part.name} takes {', '.join(known)}, but not {', '.join(foreign)}: leave that out.")
+        raise InputError(
+            f"{part.name} takes {', '.join(known)}, but not {', '.join(foreign)}: leave that out.",
+            code="optimizer-option-unknown",
+        )
     if part.betas is not None and len(part.betas) != 2:
-        raise InputError(f"betas={part.betas} must be two numbers, such as [0.9, 0.999].")
+        raise InputError(f"betas={part.betas} must be two numbers, such as [0.9, 0.999].", code="betas-not-two-numbers")
     try:
         return kind(model.parameters(), **given)
     except (ValueError, TypeError) as error:
-        raise InputError(f"{part.name} cannot be made with {given}: {error}.") from None
+        raise InputError(
+            f"{part.name} cannot be made with {given}: {error}.", code="optimizer-rejects-options"
+        ) from None

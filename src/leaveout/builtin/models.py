@@ -51,11 +51,13 @@ def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1, activat
     """
     sizes = [features, *hidden, outputs]
     if len(hidden) > MOST_LAYERS:
-        raise InputError(f"hidden has {len(hidden):,} layers: give at most {MOST_LAYERS}.")
+        raise InputError(f"hidden has {len(hidden):,} layers: give at most {MOST_LAYERS}.", code="model-too-deep")
     if min(sizes) < 1:
-        raise InputError(f"every layer needs at least one unit, but the sizes are {sizes}.")
+        raise InputError(f"every layer needs at least one unit, but the sizes are {sizes}.", code="layer-empty")
     if activation not in ACTIVATIONS:
-        raise InputError(f"there is no activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}.")
+        raise InputError(
+            f"there is no activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}.", code="activation-unknown"
+        )
     layers: list[nn.Module] = []
     for inputs, units in pairwise(sizes):
         layers += [nn.Linear(inputs, units), ACTIVATIONS[activation]()]
@@ -109,12 +111,17 @@ def build(name: str, seed: int | None = None, **options: Any) -> nn.Module:
     torch.Size([5])
     """
     if name not in _MODELS:
-        raise InputError(f"there is no model {name!r}{closest(name, _MODELS)}; choose one of {', '.join(_MODELS)}.")
+        raise InputError(
+            f"there is no model {name!r}{closest(name, _MODELS)}; choose one of {', '.join(_MODELS)}.",
+            code="model-unknown",
+        )
     make = _MODELS[name]
     try:
         inspect.signature(make).bind(**options)
     except TypeError as error:
-        raise InputError(f"the model {name!r} takes {inspect.signature(make)}, but {error}.") from error
+        raise InputError(
+            f"the model {name!r} takes {inspect.signature(make)}, but {error}.", code="model-option-unknown"
+        ) from error
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(check_seed(seed))
@@ -122,4 +129,6 @@ def build(name: str, seed: int | None = None, **options: Any) -> nn.Module:
             return make(**options)
         except (RuntimeError, TypeError, OverflowError) as error:  # PyTorch's words for widths beyond memory
             reason = str(error).splitlines()[0]
-            raise InputError(f"the model {name!r} cannot be made with {options}: {reason}; make it smaller.") from None
+            raise InputError(
+                f"the model {name!r} cannot be made with {options}: {reason}; make it smaller.", code="model-too-large"
+            ) from None

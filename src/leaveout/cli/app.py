@@ -48,10 +48,11 @@ def opened(path: Path, *, partial: bool = False) -> Run:
     if not (path / MANIFEST).exists() and path.parent.is_dir():
         near = [str(folder) for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
         if suggestion := closest(str(path), near):
-            raise RunError(f"{path} holds no run{suggestion}.")
+            raise RunError(f"{path} does not hold a run{suggestion}.", code="run-not-found")
     if not partial and RunPaths(path).config.exists() and cut_short(path):
         raise RunError(
-            f"The run in {path} was cut short: give the leaveout train command that began it again, and it goes on."
+            f"The run in {path} was cut short: give the leaveout train command that began it again, and it goes on.",
+            code="run-cut-short",
         )
     return open_run(path, partial=partial)
 
@@ -104,12 +105,14 @@ def _claimed(targets: Iterable[Path]) -> Iterator[None]:
             except RunError:
                 raise RunError(
                     f"{target} is being written by another leaveout command ({_holder(place)}): wait until that has "
-                    "ended, or stop it and give the same command again."
+                    "ended, or stop it and give the same command again.",
+                    code="directory-busy",
                 ) from None
             except OSError as error:
                 raise RunError(
                     f"Nothing can be written in {target.parent} ({error.strerror or error}): give --results DIRECTORY "
-                    "to put the results elsewhere, or make room."
+                    "to put the results elsewhere, or make room.",
+                    code="file-not-writable",
                 ) from None
             held.callback(_remove, place)
             held.callback(lock.release)

@@ -37,7 +37,7 @@ def bench(
 def mnist(
     images: Annotated[int, typer.Option(help="Training images.")] = 50_000,
     flipped: Annotated[float, typer.Option(help="Fraction of labels that are flipped.")] = 0.0,
-    replays: Annotated[int, typer.Option(help="Exact replays that the scores are held against.")] = 16,
+    replays: Annotated[int, typer.Option(help="Exact replays that the scores are compared with.")] = 16,
     out: Annotated[Path, typer.Option(help="Where the figures and the sheet of images go.")] = Path("docs/mnist"),
     work: Annotated[
         Path | None, typer.Option(help="Where run, scores and finished replays stay; the same command goes on.")

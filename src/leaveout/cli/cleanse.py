@@ -60,7 +60,7 @@ def cleanse(
 
     [dim]$[/dim] leaveout cleanse runs/mine --task mypackage.mymodule:make_task
 
-    An own task function returns (task, query set, test set) for this. The curve goes to runs/x/cleanse.json.
+    Your own task function must return (task, query set, test set) for this. The curve goes to runs/x/cleanse.json.
     """
     recorded, paths = opened(run), RunPaths(run, results)
     out = paths.cleanse
@@ -95,7 +95,7 @@ def cleanse(
 
 def _check_free(out: Path, again: bool) -> None:
     if out.exists() and not again:
-        raise InputError(f"{out} exists already: give --again to replace it.")
+        raise InputError(f"{out} exists already: give --again to replace it.", code="file-exists")
 
 
 def _rankings(scores: list[Scores], run: Path) -> list[Scores]:
@@ -106,7 +106,8 @@ def _rankings(scores: list[Scores], run: Path) -> list[Scores]:
     if not plain and not each:
         raise InputError(
             f"{run} has no scores of single examples for the queries, only of groups or of examples for themselves: "
-            f"run leaveout score {run} first."
+            f"run leaveout score {run} first.",
+            code="scores-not-of-examples",
         )
     return plain or each
 
@@ -115,6 +116,7 @@ def _test(subject: Subject) -> Dataset:
     if subject.test is None:
         raise InputError(
             "This task has no test set: let its function return (task, query set, test set), the last with examples "
-            "that neither training nor the scores have seen."
+            "that neither training nor the scores have seen.",
+            code="test-set-missing",
         )
     return subject.test

@@ -37,20 +37,23 @@ def parse(text: str) -> Estimator:
     """
     found = re.fullmatch(r"\s*([\w-]+)\s*(\(.*\))?\s*", text, re.DOTALL)
     if not found:
-        raise InputError(f"{text!r} is not a method: {HOW}.")
+        raise InputError(f"{text!r} is not a method: {HOW}.", code="method-unreadable")
     name = _plain(found[1])
     begun = [known for known in METHODS if known.startswith(name)]
     if name not in METHODS and len(begun) == 1:
         name = begun[0]  # influence, adam
     if name not in METHODS:
         known = [kind.__name__.lower() for kind in METHODS.values()]
-        raise InputError(f"there is no method {found[1]!r}{closest(name, known)}; choose one of {', '.join(known)}.")
+        raise InputError(
+            f"there is no method {found[1]!r}{closest(name, known)}; choose one of {', '.join(known)}.",
+            code="method-unknown",
+        )
     try:
         call = ast.parse(f"method{found[2] or '()'}", mode="eval").body
     except (SyntaxError, ValueError):
         call = None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        raise InputError(f"{text!r} cannot be read: {HOW}.")
+        raise InputError(f"{text!r} cannot be read: {HOW}.", code="method-unreadable")
     return _made(METHODS[name], call, text)
 
 
@@ -59,16 +62,21 @@ def _made(kind: Callable[..., Any], call: ast.Call, text: str) -> Any:
     known = inspect.signature(kind).parameters
     for option in options:
         if option not in known:
-            raise InputError(f"{text!r}: there is no option {option!r}{closest(option, known)}; it has {_list(known)}.")
+            raise InputError(
+                f"{text!r}: there is no option {option!r}{closest(option, known)}; it has {_list(known)}.",
+                code="method-option-unknown",
+            )
     values = [_value(value, text) for value in call.args]
     try:
         inspect.signature(kind).bind(*values, **options)
     except TypeError as error:
-        raise InputError(f"{text!r}: {error}; the options are {_list(known)}.") from None
+        raise InputError(f"{text!r}: {error}; the options are {_list(known)}.", code="method-option-unknown") from None
     try:
         return kind(*values, **options)
     except TypeError as error:
-        raise InputError(f"{text!r}: an option has a value of the wrong kind ({error}).") from None
+        raise InputError(
+            f"{text!r}: an option has a value of the wrong kind ({error}).", code="method-option-wrong-kind"
+        ) from None
 
 
 def _value(node: ast.expr, text: str) -> Any:
@@ -83,7 +91,10 @@ def _value(node: ast.expr, text: str) -> Any:
             return tuple(_value(item, text) for item in node.elts)
         case ast.Call(func=ast.Name(id=name)) if name.lower() in CHOICES:
             return _made(CHOICES[name.lower()], node, text)
-    raise InputError(f"{text!r}: {ast.unparse(node)!r} is not a name, a number, a list or a text in quotes.")
+    raise InputError(
+        f"{text!r}: {ast.unparse(node)!r} is not a name, a number, a list or a text in quotes.",
+        code="method-unreadable",
+    )
 
 
 def _list(known: Any) -> str:

@@ -52,7 +52,9 @@ def report(
     target = out or paths.report
     check_writable(target)
     if target.exists() and not again:
-        raise InputError(f"{target} exists already: give --again to replace it, or another name with --out.")
+        raise InputError(
+            f"{target} exists already: give --again to replace it, or another name with --out.", code="file-exists"
+        )
     files = chosen(recorded, paths, [method] if method else None)
     checked = [file for file in files if paths.check(file).exists()]
     file = max(checked or files, key=lambda one: one.stat().st_mtime)

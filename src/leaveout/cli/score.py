@@ -110,7 +110,7 @@ def _scored(
         if other := _difference(
             scores, name, estimator.request(*given, queries=queries, groups=groups, resources=resources)
         ):
-            raise InputError(f"{file} holds scores of {other}: give --again to replace them.")
+            raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
         there.add(estimator)
         yield scores, file, False
     asked = list(dict.fromkeys(estimators))
@@ -141,7 +141,8 @@ def _read_groups(file: Path) -> Groups:
         return raw
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
-            f'{file} holds no groups ({error}): write JSON with ids by name, like {{"ann": [0, 3], "bob": [1, 2]}}.'
+            f'{file} does not hold groups ({error}): write JSON with ids by name, like {{"ann": [0, 3], "bob": [1, 2]}}.',
+            code="groups-file-unreadable",
         ) from None
 
 

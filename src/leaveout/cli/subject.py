@@ -35,7 +35,8 @@ def subject_of(run: Path, where: str | None) -> Subject:
     if not file.exists():
         raise InputError(
             f"{run} was not made by leaveout train (it has no {file.name}): say what was trained with "
-            "--task package.module:function, a function that returns (task, query set)."
+            "--task package.module:function, a function that returns (task, query set).",
+            code="task-missing",
         )
     check_config(run)
     return config.prepare(config.read(file))
@@ -97,4 +98,7 @@ def _failed(where: str, error: Exception) -> InputError:
     """The user's own error in a sentence, with the place in the user's own file."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
-    return InputError(f"{where} failed with {type(error).__name__}: {error}{place}; mend it and try again.")
+    return InputError(
+        f"{where} failed with {type(error).__name__}: {error}{place}; correct it and try again.",
+        code="task-function-failed",
+    )

@@ -100,7 +100,9 @@ def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:
     rows = [row for part in sample(scores, min(replays, len(scores.train_ids)), seed) for row in part]
     asked = [(scores.train_ids[row], value) for row, value in zip(rows, scores.mean()[rows].tolist(), strict=True)]
     if asked != list(zip(check.table.index, check.table["score"], strict=True)):
-        raise InputError(f"{file} is of other scores or other replays: give --again to replace it.")
+        raise InputError(
+            f"{file} is of other scores or other replays: give --again to replace it.", code="check-in-the-way"
+        )
     return check
 
 
@@ -108,7 +110,7 @@ def chosen(run: Run, paths: RunPaths, methods: list[str] | None) -> list[Path]:
     """The files of these methods' scores beside a run, or all of them; named by the method or by the file."""
     scored = {file.stem: file for file in paths.scored()}
     if not scored:
-        raise InputError(f"{run.path} has no scores yet: run leaveout score {run.path} first.")
+        raise InputError(f"{run.path} has no scores yet: run leaveout score {run.path} first.", code="scores-missing")
     if methods is None:
         return list(scored.values())
     return [scored[_stem(run, method, scored)] for method in methods]
@@ -124,6 +126,7 @@ def _stem(run: Run, method: str, scored: dict[str, Path]) -> str:
     if name not in scored:
         raise InputError(
             f"{run.path} has no scores of {method!r}{closest(name, scored)}: there are {', '.join(scored)}; "
-            f"or run leaveout score {run.path} --method {method!r} first."
+            f"or run leaveout score {run.path} --method {method!r} first.",
+            code="scores-missing",
         )
     return name

@@ -59,7 +59,10 @@ class Local(Engine):
 
     def __post_init__(self) -> None:
         if not is_whole(self.processes, 1):
-            raise InputError(f"Local(processes={self.processes!r}) is no number of processes: give at least 1.")
+            raise InputError(
+                f"Local(processes={self.processes!r}) is not a number of processes: give a whole number of at least 1.",
+                code="processes-not-a-count",
+            )
 
     @property
     def elsewhere(self) -> bool:  # type: ignore[override]
@@ -91,7 +94,7 @@ class Local(Engine):
                     # of them has died too often.
                     deaths += 1
                     if deaths > RETRIES * min(self.processes, len(left)):
-                        raise EngineError(_died(RETRIES + 1)) from None
+                        raise EngineError(_died(RETRIES + 1), code="worker-died") from None
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ class Ray(Engine):
 
     def __post_init__(self) -> None:
         if isinstance(self.cpus, bool) or not isinstance(self.cpus, Real) or not 0 < self.cpus < math.inf:
-            raise InputError(f"Ray(cpus={self.cpus!r}) reserves nothing: give a number above 0.")
+            raise InputError(
+                f"Ray(cpus={self.cpus!r}) reserves nothing: give a number above 0.", code="cpus-not-positive"
+            )
 
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
         """(position, result) of every item, in the order in which they are done."""
@@ -121,7 +126,8 @@ class Ray(Engine):
         except ray.exceptions.RayError as error:  # a node, its raylet, or the whole cluster
             raise EngineError(
                 f"The Ray cluster was lost ({str(error).splitlines()[0]}): start it again and repeat the work; "
-                "Resources(work=...) keeps what was finished."
+                "Resources(work=...) keeps what was finished.",
+                code="cluster-lost",
             ) from None
 
     def _run(self, ray: Any, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
@@ -155,7 +161,9 @@ class Ray(Engine):
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = self.address or os.environ.get("RAY_ADDRESS")
-            raise EngineError(f"No Ray cluster answers at {where} ({error}): start one, or correct it.") from None
+            raise EngineError(
+                f"No Ray cluster answers at {where} ({error}): start one, or correct it.", code="cluster-not-found"
+            ) from None
         return ray
 
 
@@ -168,7 +176,10 @@ def engine_of(given: str | Engine) -> Engine:
     if isinstance(given, Engine):
         return given
     if given not in ("local", "ray"):
-        raise InputError(f"engine={given!r} is unknown: use 'local', 'ray', lo.Local(processes) or lo.Ray(address).")
+        raise InputError(
+            f"engine={given!r} is unknown: use 'local', 'ray', lo.Local(processes) or lo.Ray(address).",
+            code="engine-unknown",
+        )
     return Local() if given == "local" else Ray()
 
 
@@ -176,7 +187,9 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise InputError("engine='ray' needs Ray, which is not installed: pip install -e '.[ray]'.") from None
+        raise InputError(
+            "engine='ray' needs Ray, which is not installed: pip install -e '.[ray]'.", code="ray-not-installed"
+        ) from None
     return ray
 
 
@@ -186,7 +199,7 @@ def _fetched(ray: Any, reference: Any) -> Any:
     except ray.exceptions.RayTaskError as error:  # the function's own error, as it would have come here
         raise error.cause from None
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError, ray.exceptions.NodeDiedError):
-        raise EngineError(_died(RETRIES + 1)) from None
+        raise EngineError(_died(RETRIES + 1), code="worker-died") from None
 
 
 def _packed(thing: Any) -> bytes:
@@ -195,7 +208,8 @@ def _packed(thing: Any) -> bytes:
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise EngineError(
             f"The work cannot be sent to other processes ({error}): keep open files, locks and connections out of the "
-            "task's model and data sets, or use engine='local'."
+            "task's model and data sets, or use engine='local'.",
+            code="work-not-sendable",
         ) from None
 
 

@@ -71,7 +71,9 @@ def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"work={str(folder)!r} is not a place for shards ({error}): give a directory.") from None
+        raise InputError(
+            f"work={str(folder)!r} is not a place for shards ({error}): give a directory.", code="work-not-a-directory"
+        ) from None
     return [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors" for key in keys]
 
 

@@ -46,7 +46,10 @@ def parse_bytes(amount: str | int, what: str = "memory") -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", str(amount), re.IGNORECASE)
     found = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
     if not 1 <= found < math.inf:
-        raise InputError(f"{what}={repr(amount)[:40]} is not an amount of bytes: write it like '2GB' or 500_000_000.")
+        raise InputError(
+            f"{what}={repr(amount)[:40]} is not an amount of bytes: write it like '2GB' or 500_000_000.",
+            code="bytes-unreadable",
+        )
     return int(found)
 
 
@@ -82,9 +85,14 @@ class Resources:
         if self.memory != "auto":
             parse_bytes(self.memory)
         if self.shard is not None and not is_whole(self.shard, 1):
-            raise InputError(f"shard={self.shard!r} is no number of rows: give at least 1, or None.")
+            raise InputError(
+                f"shard={self.shard!r} is not a number of rows: give a whole number of at least 1, or None.",
+                code="shard-not-a-count",
+            )
         if self.work is not None and not isinstance(self.work, str | os.PathLike):
-            raise InputError(f"work={self.work!r} is not a place for shards: give a directory.")
+            raise InputError(
+                f"work={self.work!r} is not a place for shards: give a directory.", code="work-not-a-directory"
+            )
         object.__setattr__(self, "engine", engine_of(self.engine))
 
     @property
@@ -105,7 +113,8 @@ class Resources:
         if self.memory != "auto" and self.bytes < least:
             raise InputError(
                 f"memory={self.memory!r} is too little: {what} at a time needs at least {least} bytes "
-                f"({math.ceil(least / 1e6):,} MB); allow as much."
+                f"({math.ceil(least / 1e6):,} MB); allow as much.",
+                code="memory-too-small",
             )
 
     @property

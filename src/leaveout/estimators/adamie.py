@@ -83,12 +83,18 @@ class AdamIE(Estimator):
         if not rule.definition.adam_moments or varied:
             kind = " with ".join([rule.kind, *varied[:1]])
             raise UnsupportedError(
-                f"Adam-IE needs Adam's moments, which a run of {kind} does not have: use SGDIE() or ACC()."
+                f"Adam-IE needs Adam's moments, which a run of {kind} does not have: use SGDIE() or ACC().",
+                code="adam-moments-missing",
             )
         if bool((request.left_out.lengths > 1).any()):
-            raise InputError("Cosines do not add up, so Adam-IE has no scores of groups: use SGDIE, ACC or Replay.")
+            raise InputError(
+                "Cosines do not add up, so Adam-IE has no scores of groups: use SGDIE, ACC or Replay.",
+                code="groups-not-additive",
+            )
         if request.displacements:
-            raise InputError("Adam-IE has no displacements, only cosines: use SGDIE or ACC.")
+            raise InputError(
+                "Adam-IE has no displacements, only cosines: use SGDIE or ACC.", code="displacements-not-available"
+            )
 
 
 def preconditioned(

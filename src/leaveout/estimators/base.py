@@ -106,7 +106,8 @@ class Request:
             row = int((~torch.isfinite(values)).nonzero()[0, 0])
             raise MismatchError(
                 f"The score of {self.left_out.names[row]!r} is not finite: the recurrence overflowed; train with a "
-                "smaller learning rate, or score an earlier part of the run."
+                "smaller learning rate, or score an earlier part of the run.",
+                code="score-not-finite",
             )
         fingerprint = self.query.fingerprint()
         return Scores(
@@ -241,9 +242,12 @@ class Estimator(ABC):
     ) -> Request:
         """What ``score`` was asked, checked."""
         if not isinstance(run, Run):
-            raise InputError(f"A run is needed, not a {type(run).__name__}: open a directory with lo.open_run(path).")
+            raise InputError(
+                f"A run is needed, not a {type(run).__name__}: open a directory with lo.open_run(path).",
+                code="run-expected",
+            )
         if queries not in ("mean", "each"):
-            raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.")
+            raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.", code="queries-unknown")
         trajectory, cost = Trajectory(run, task, self.layers), Cost()
         with cost.metered():
             trajectory = trajectory.compared()

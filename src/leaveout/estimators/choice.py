@@ -50,16 +50,31 @@ class Choice:
     def __post_init__(self) -> None:
         readout_of(self.readout)
         if self.direction not in DIRECTIONS:
-            raise InputError(f"direction={self.direction!r} is unknown: use 'auto', 'forward' or 'backward'.")
+            raise InputError(
+                f"direction={self.direction!r} is unknown: use 'auto', 'forward' or 'backward'.",
+                code="direction-unknown",
+            )
         if self.transport not in (None, "auto", "free", "jump", "exact") and not isinstance(self.transport, Subspace):
-            raise InputError(f"transport={self.transport!r} is unknown: use 'free', 'subspace', 'jump' or 'exact'.")
+            raise InputError(
+                f"transport={self.transport!r} is unknown: use 'free', 'subspace', 'jump' or 'exact'.",
+                code="transport-unknown",
+            )
         free = self.transport in ("auto", "free") and self.direction != "forward"
         if self.sketch is not None and not (free and self.sketch > 0):
-            raise InputError("sketch takes a positive width, with transport='free' and without direction='forward'.")
+            raise InputError(
+                "sketch takes a positive width, with transport='free' and without direction='forward'.",
+                code="sketch-not-usable",
+            )
         if self.project is not None and self.project < 1:
-            raise InputError(f"project={self.project} is no width: give how many numbers a gradient is kept in.")
+            raise InputError(
+                f"project={self.project} is not a width: give the number of values to keep of each gradient, at least 1.",
+                code="project-not-a-width",
+            )
         if self.project is not None and self.transport not in (None, "exact"):
-            raise InputError("project= goes with the exact transport only: add transport='exact', or leave it out.")
+            raise InputError(
+                "project= works only with the exact transport: add transport='exact', or leave it out.",
+                code="project-needs-exact",
+            )
 
     def values(self, request: Request) -> tuple[Tensor, Params | None]:
         """The scores, and the displacements if they were asked for."""
@@ -77,11 +92,13 @@ class Choice:
         readout = self._projected(request)
         if self.transport == "jump":
             if self.direction == "forward":
-                raise InputError("Jumps are read by a backward sweep: leave direction at 'auto'.")
+                raise InputError(
+                    "Jumps are read by a backward sweep: leave direction at 'auto'.", code="direction-fixed"
+                )
             return Products(**request.columns(partial(_jumps, self), readout))
         free = not isinstance(self.transport, Subspace)
         if self.direction == "backward" and not free:
-            raise InputError("Subspace transport goes forward: leave direction at 'auto'.")
+            raise InputError("Subspace transport goes forward: leave direction at 'auto'.", code="direction-fixed")
         alone = self.sketch is not None or readout.count(request.query) == 1
         backward = free and (self.direction == "backward" or (self.direction == "auto" and alone))
         return Products(**request.columns(partial(_products, self, backward), readout, alone=backward))
@@ -91,7 +108,8 @@ class Choice:
         if request.displacements or not isinstance(readout, Projected):
             raise InputError(
                 "Displacements and the exact readout need each example's final displacement, which cheap transports do "
-                "not have: use transport='exact', or readout='outputs'."
+                "not have: use transport='exact', or readout='outputs'.",
+                code="readout-needs-exact",
             )
         return readout
 
@@ -109,7 +127,9 @@ class Choice:
         )
         if self.direction == "forward" or request.displacements or not isinstance(readout, Projected):
             if self.direction == "backward":
-                raise InputError("Displacements and the exact readout go forward: leave direction at 'auto'.")
+                raise InputError(
+                    "Displacements and the exact readout go forward: leave direction at 'auto'.", code="direction-fixed"
+                )
             return _forward(request, readout, sweep)
         # Backward takes a vector a query, forward one a row; the corrected step has one a row either way.
         if self.direction == "auto" and (corrected or readout.count(request.query) > len(request.left_out)):

@@ -52,7 +52,10 @@ class DVEmb(Estimator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.curvature not in KINDS:
-            raise InputError(f"curvature={self.curvature!r} is unknown: use one of {', '.join(map(repr, KINDS))}.")
+            raise InputError(
+                f"curvature={self.curvature!r} is unknown: use one of {', '.join(map(repr, KINDS))}.",
+                code="curvature-unknown",
+            )
         if self.transport == "subspace":
             object.__setattr__(self, "transport", Subspace())
         if self.transport != "auto":

@@ -63,9 +63,14 @@ class InfluenceFunction(Estimator):
         super().__post_init__()
         readout_of(self.readout)
         if self.solver not in SOLVERS:
-            raise InputError(f"solver={self.solver!r} is unknown: use 'cg', 'direct' or 'lissa'.")
+            raise InputError(
+                f"solver={self.solver!r} is unknown: use 'cg', 'direct' or 'lissa'.", code="solver-unknown"
+            )
         if self.damping < 0 or self.steps < 2:
-            raise InputError(f"damping={self.damping} must not be negative, and steps={self.steps} at least 2.")
+            raise InputError(
+                f"damping={self.damping} must not be negative, and steps={self.steps} at least 2.",
+                code="solver-option-out-of-range",
+            )
         check_seed(self.seed, 0, 2**63 - 1)
 
     @property
@@ -118,7 +123,8 @@ class _Minimum:
         if any(hyper.get("maximize") for hyper in hypers):
             raise UnsupportedError(
                 "Influence functions are taken at a minimum of the loss, and this run maximised it: use SGDIE() or "
-                "Replay()."
+                "Replay().",
+                code="not-a-minimum",
             )
         decay = {name: rule.definition.coupled_decay(hypers[group]) for name, group in rule.groups.items()}
         like = next(iter(self.params.values()))

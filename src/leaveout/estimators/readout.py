@@ -37,7 +37,7 @@ class Query:
         self.resources = resources or Resources()
         self.size = batches.size(dataset)
         if self.size == 0:
-            raise InputError("The query set is empty: give at least one example to explain.")
+            raise InputError("The query set is empty: give at least one example to explain.", code="query-empty")
         _check_fit(task, params, dataset)
 
     @property
@@ -70,7 +70,8 @@ class Query:
         if broken:
             raise InputError(
                 f"Query example {broken[0]} has no finite loss under the trained model: look for NaN or infinite "
-                "values in it, or leave it out."
+                "values in it, or leave it out.",
+                code="query-loss-not-finite",
             )
 
     def fingerprint(self) -> int:
@@ -105,7 +106,8 @@ class Query:
                 return torch.cat([self._found(ids[:middle]), self._found(ids[middle:])])
             raise InputError(
                 f"Query example {ids[0]} has no loss under the trained model ({str(error).splitlines()[0]}): correct "
-                "it or leave it out."
+                "it or leave it out.",
+                code="query-has-no-loss",
             ) from error
 
     def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
@@ -234,7 +236,9 @@ READOUTS: dict[str, Readout] = {"linear": Linear(), "outputs": Outputs(), "exact
 def readout_of(name: str) -> Readout:
     """The readout by its name."""
     if name not in READOUTS:
-        raise InputError(f"readout={name!r} is unknown: use one of {', '.join(map(repr, READOUTS))}.")
+        raise InputError(
+            f"readout={name!r} is unknown: use one of {', '.join(map(repr, READOUTS))}.", code="readout-unknown"
+        )
     return READOUTS[name]
 
 
@@ -282,7 +286,8 @@ def _check_fit(task: Task, params: Params, dataset: Dataset) -> None:
     except Exception as error:  # noqa: BLE001 - the user's model may raise anything on data of another shape
         raise InputError(
             f"The query examples do not fit the model ({str(error).splitlines()[0]}): a training example has "
-            f"{_shapes(train)}, a query example {_shapes(query)}; prepare both in the same way."
+            f"{_shapes(train)}, a query example {_shapes(query)}; prepare both in the same way.",
+            code="query-does-not-fit",
         ) from None
 
 

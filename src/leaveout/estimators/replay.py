@@ -45,7 +45,9 @@ class Replay(Estimator):
 
     def _left_out(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> LeftOut:
         if self.ids is not None and (ids is not None or groups is not None):
-            raise InputError("Replay(ids=...) was given, and ids= or groups= as well: give one of them.")
+            raise InputError(
+                "Replay(ids=...) was given, and ids= or groups= as well: give one of them.", code="ids-given-twice"
+            )
         return leave_out(task.size, tuple(self.ids) if ids is None and self.ids is not None else ids, groups)
 
     def _exact(self, values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:

@@ -37,7 +37,7 @@ def score(
     """
     estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)
     if not estimators:
-        raise InputError("No estimator was given: give at least one, such as lo.ACC().")
+        raise InputError("No estimator was given: give at least one, such as lo.ACC().", code="estimator-missing")
     found = dict(one_by_one(estimators, run, task, query, queries=queries, ids=ids, groups=groups, resources=resources))
     return [found[estimator] for estimator in estimators]
 

@@ -30,7 +30,10 @@ def direct(apply: Apply, right: Float[Tensor, "rows width"], chunk: int) -> Floa
     factor, failed = torch.linalg.cholesky_ex((matrix + matrix.T) / 2)
     if int(failed):
         lowest = float(torch.linalg.eigvalsh((matrix + matrix.T) / 2)[0])
-        raise UnsupportedError(f"The Hessian is not positive definite (an eigenvalue is {lowest:.3g}): {REMEDY}.")
+        raise UnsupportedError(
+            f"The Hessian is not positive definite (an eigenvalue is {lowest:.3g}): {REMEDY}.",
+            code="hessian-not-positive",
+        )
     return torch.cholesky_solve(right.T, factor).T
 
 
@@ -54,7 +57,10 @@ def conjugate_gradients(
         product = apply(direction)
         bend = (direction * product).sum(1)
         if bool(((bend <= 0) & (size > enough)).any()):
-            raise UnsupportedError(f"The Hessian is not positive definite (a direction bends downward): {REMEDY}.")
+            raise UnsupportedError(
+                f"The Hessian is not positive definite (a direction bends downward): {REMEDY}.",
+                code="hessian-not-positive",
+            )
         share = torch.where(size > enough, size / bend, 0.0)[:, None]
         x = x + share * direction
         residual = residual - share * product
@@ -64,7 +70,8 @@ def conjugate_gradients(
     worst = float((size / right.square().sum(1).clamp(min=1e-300)).max().sqrt())
     raise MismatchError(
         f"Conjugate gradients left {worst:.2g} of the right-hand side after {steps} products: give more steps=, or "
-        "a larger damping=."
+        "a larger damping=.",
+        code="solver-not-converged",
     )
 
 
@@ -82,6 +89,7 @@ def lissa(
             total += x
     if not bool(torch.isfinite(total).all()):
         raise UnsupportedError(
-            f"LiSSA diverged: the Hessian is not positive definite, or its largest part was missed; {REMEDY}."
+            f"LiSSA diverged: the Hessian is not positive definite, or its largest part was missed; {REMEDY}.",
+            code="hessian-not-positive",
         )
     return total / (steps - steps // 2) / scale

@@ -44,10 +44,11 @@ class Timeline:
     fingerprint: int
 
     def check_same_queries(self, scores: Scores) -> None:
-        """Refuses to stand beside scores of other queries."""
+        """Refuse to be shown with scores of other queries."""
         if scores.query_fingerprint not in (None, self.fingerprint):
             raise InputError(
-                f"{scores.method} was scored for other queries than these: give the query set that was scored."
+                f"{scores.method} was scored for other queries than these: give the query set that was scored.",
+                code="queries-differ",
             )
 
 

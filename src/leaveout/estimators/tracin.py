@@ -50,9 +50,14 @@ class TracIn(Estimator):
         super().__post_init__()
         self._choice()
         if self.checkpoints not in ("all", "epochs"):
-            raise InputError(f"checkpoints={self.checkpoints!r} is unknown: use 'all' or 'epochs'.")
+            raise InputError(
+                f"checkpoints={self.checkpoints!r} is unknown: use 'all' or 'epochs'.", code="checkpoints-unknown"
+            )
         if not self._swept and self.readout != "linear":
-            raise InputError("TracIn of checkpoints, or without the learning rate, has the linear readout only.")
+            raise InputError(
+                "TracIn of checkpoints, or without the learning rate, has the linear readout only.",
+                code="readout-linear-only",
+            )
 
     @property
     def name(self) -> str:
@@ -77,7 +82,10 @@ class TracIn(Estimator):
         if self._swept:
             return self._choice().values(request)
         if request.displacements:
-            raise InputError(f"{self.name} has no displacements: its terms are read one by one; use TracIn().")
+            raise InputError(
+                f"{self.name} has no displacements: its terms are read one by one; use TracIn().",
+                code="displacements-not-available",
+            )
         values = self._of_checkpoints(request) if self.checkpoints == "epochs" else self._of_steps(request)
         return values, None
 

@@ -111,7 +111,9 @@ class Curve(Comparable):
     def check_same_run(self, run: Run) -> None:
         """Refuses to speak of another run than the one that was trained again."""
         if self.run_fingerprint not in (None, run.fingerprint):
-            raise InputError(f"The cleansing curve is of another run than {run}: give that of this run.")
+            raise InputError(
+                f"The cleansing curve is of another run than {run}: give that of this run.", code="curve-of-another-run"
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> Curve:
@@ -128,7 +130,10 @@ class Curve(Comparable):
             size, fingerprint = int(told["test_size"]), told.get("run_fingerprint")
             return cls(table, str(told["batches"]), size, Cost(**told["cost"]), fingerprint, harmful)
         except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise RunError(f"{path} holds no curve ({error}): give a file that Curve.save wrote.") from None
+            raise RunError(
+                f"{path} does not hold a cleansing curve ({error}): give a file that Curve.save wrote.",
+                code="curve-unreadable",
+            ) from None
 
 
 def cleanse(
@@ -183,24 +188,36 @@ def _checked(
     methods: list[Scores], run: Run, task: Task, remove: Sequence[int], random: int, shuffles: int
 ) -> list[int]:
     if not methods:
-        raise InputError("No scores were given: give those of at least one method.")
+        raise InputError("No scores were given: give those of at least one method.", code="cleanse-without-scores")
     names = [scores.method for scores in methods]
     if len(set(names)) < len(names) or {NOTHING, RANDOM} & set(names):
-        raise InputError(f"The methods' names {names} are not all different: give each method's scores once.")
+        raise InputError(
+            f"The methods' names {names} are not all different: give each method's scores once.",
+            code="methods-repeated",
+        )
     for scores in methods:
         scores.check_same_run(run)
         if any(isinstance(i, str) for i in scores.train_ids):
-            raise InputError(f"{scores.method} scored groups: cleanse removes examples; score those.")
+            raise InputError(
+                f"{scores.method} scored groups: cleanse removes examples; score those.",
+                code="groups-cannot-be-removed",
+            )
         if not all(0 <= int(i) < task.size for i in scores.train_ids):
             raise InputError(
-                f"{scores.method} scored examples that the task does not have: give the scores of this run."
+                f"{scores.method} scored examples that the task does not have: give the scores of this run.",
+                code="scores-of-other-examples",
             )
     amounts = sorted({int(m) for m in remove})
     most = min(len(scores.train_ids) for scores in methods)
     if not amounts or amounts[0] < 1 or amounts[-1] > most:
-        raise InputError(f"remove={list(remove)} must be numbers from 1 to {most}, the examples that are scored.")
+        raise InputError(
+            f"remove={list(remove)} must be numbers from 1 to {most}, the examples that are scored.",
+            code="remove-out-of-range",
+        )
     if random < 0 or shuffles < 0:
-        raise InputError(f"random={random} and shuffles={shuffles} count trainings: give 0 or more.")
+        raise InputError(
+            f"random={random} and shuffles={shuffles} count trainings: give 0 or more.", code="trainings-not-a-count"
+        )
     return amounts
 
 
@@ -209,7 +226,10 @@ def _ranked(methods: list[Scores], most: int) -> dict[str, list[int]]:
     few = [scores for scores in methods if scores.harmful_count < most]
     counts = ", ".join(f"{scores.harmful_count} by {scores.method}" for scores in few)
     if all(scores.harmful_count == 0 for scores in methods):
-        raise InputError("No example is harmful by these scores, so that there is nothing to remove: keep them all.")
+        raise InputError(
+            "No example is harmful by these scores, so that there is nothing to remove: keep them all.",
+            code="nothing-harmful",
+        )
     if few:
         warnings.warn(
             f"Fewer than {most} examples are harmful ({counts}): no more than those are removed.",

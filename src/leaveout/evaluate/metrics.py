@@ -116,9 +116,15 @@ def bootstrap(
     """
     x, y = _pair(estimate, truth)
     if resamples < 1:
-        raise InputError(f"resamples is {resamples}, which draws nothing: give 1 or more (1000 is usual).")
+        raise InputError(
+            f"resamples is {resamples}, which draws nothing: give 1 or more (1000 is usual).",
+            code="resamples-not-a-count",
+        )
     if not 0 < level < 1:
-        raise InputError(f"level is {level}, not a confidence strictly between 0 and 1: give for example 0.95.")
+        raise InputError(
+            f"level is {level}, not a confidence strictly between 0 and 1: give for example 0.95.",
+            code="level-out-of-range",
+        )
     check_seed(seed, 0)
     rows = _rows(metric)
     draws = np.concatenate([rows(x, y, index) for index in _resamples(len(x), resamples, seed)])
@@ -188,7 +194,10 @@ def _spearman_rows(x: np.ndarray, y: np.ndarray, index: np.ndarray) -> np.ndarra
 
 def _jaccard_rows(x: np.ndarray, y: np.ndarray, index: np.ndarray, percent: int | float, tails: int = 2) -> np.ndarray:
     if not 0 < percent <= 100:
-        raise InputError(f"percent is {percent}, not a share of the examples: give a number above 0 and up to 100.")
+        raise InputError(
+            f"percent is {percent}, not a share of the examples: give a number above 0 and up to 100.",
+            code="percent-out-of-range",
+        )
     k = max(1, round(len(x) * percent / (100 * tails)))
     A, B = np.zeros((2, *index.shape), dtype=bool)
     for members, values in ((A, x), (B, y)):
@@ -231,9 +240,15 @@ def _resamples(n: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
 def _pair(estimate: Values, truth: Values) -> tuple[np.ndarray, np.ndarray]:
     x, y = _vector("estimate", estimate), _vector("truth", truth)
     if len(x) != len(y):
-        raise InputError(f"estimate has {len(x)} examples and truth {len(y)}: give both for the same ids, in order.")
+        raise InputError(
+            f"estimate has {len(x)} examples and truth {len(y)}: give both for the same ids, in order.",
+            code="lengths-differ",
+        )
     if len(x) < 2:
-        raise InputError(f"{len(x)} example(s) cannot be compared: give at least 2, and some 50 for useful intervals.")
+        raise InputError(
+            f"{len(x)} example(s) cannot be compared: give at least 2, and some 50 for useful intervals.",
+            code="too-few-to-compare",
+        )
     return x, y
 
 
@@ -242,9 +257,18 @@ def _vector(name: str, values: Values) -> np.ndarray:
         values = values.detach().cpu().double().numpy() if isinstance(values, torch.Tensor) else values
         array = np.asarray(values, dtype=float)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{name} is not a sequence of numbers ({error}): give one score per example.") from error
+        raise InputError(
+            f"{name} is not a sequence of numbers ({error}): give one score per example.",
+            code="not-one-score-per-example",
+        ) from error
     if array.ndim != 1:
-        raise InputError(f"{name} has shape {array.shape}, not one score per example: give one column at a time.")
+        raise InputError(
+            f"{name} has shape {array.shape}, not one score per example: give one column at a time.",
+            code="not-one-score-per-example",
+        )
     if bad := int(np.count_nonzero(~np.isfinite(array))):
-        raise InputError(f"{name} has {bad} NaN or infinite score(s): find out why they diverged, or leave them out.")
+        raise InputError(
+            f"{name} has {bad} NaN or infinite score(s): find out why they diverged, or leave them out.",
+            code="values-not-finite",
+        )
     return array

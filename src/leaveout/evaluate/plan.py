@@ -75,7 +75,9 @@ def plan(
     if run is not None:
         return _table(task, query, run, len(run), budget, shown, [])
     if optimizer is None:
-        raise InputError("There is nothing to plan: give a run, or an optimizer, epochs and batch_size.")
+        raise InputError(
+            "There is nothing to plan: give a run, or an optimizer, epochs and batch_size.", code="nothing-to-plan"
+        )
     steps = epochs * -(-task.size // batch_size)
     trial = copy.deepcopy(task)
     with tempfile.TemporaryDirectory() as folder:

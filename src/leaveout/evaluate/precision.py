@@ -84,9 +84,9 @@ def rounding(
         resources: memory budget and progress.
     """
     if any(isinstance(i, str) for i in scores.train_ids):
-        raise InputError("These are scores of groups: give scores of single examples.")
+        raise InputError("These are scores of groups: give scores of single examples.", code="rounding-needs-examples")
     if sample < 1:
-        raise InputError(f"sample={sample} leaves nothing to compare: give at least 1.")
+        raise InputError(f"sample={sample} leaves nothing to compare: give at least 1.", code="sample-empty")
     scores.check_same_run(run)
     rows = _chosen(scores, sample, seed)
     ids = [int(scores.train_ids[row]) for row in rows]
@@ -105,7 +105,8 @@ def rounding(
     scores.check_same_queries(exact)
     if estimator.resolved(run).name != scores.method:
         raise InputError(
-            f"These scores are by {scores.method}, not by {estimator.resolved(run).name}: give what gave them."
+            f"These scores are by {scores.method}, not by {estimator.resolved(run).name}: give what gave them.",
+            code="scores-by-another-method",
         )
     difference = (scores.values[rows].double().cpu() - exact.values.cpu()).abs()
     worst = int(difference.max(1).values.argmax())

@@ -30,10 +30,11 @@ def refine(
     """
     if scores.unit != UNIT:
         raise InputError(
-            f"{scores.method} is counted in {scores.unit}, and a replay in {UNIT}: refine scores of another method."
+            f"{scores.method} is counted in {scores.unit}, and a replay in {UNIT}: refine scores of another method.",
+            code="unit-not-comparable",
         )
     if top < 1:
-        raise InputError(f"top={top} leaves nothing to replay: give at least 1.")
+        raise InputError(f"top={top} leaves nothing to replay: give at least 1.", code="top-not-a-count")
     rows = scores.extreme(top)
     truth = replayed(scores, rows, run, task, query, resources)
     values = scores.values.clone()

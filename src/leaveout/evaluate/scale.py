@@ -85,7 +85,7 @@ class Planned:
     def __post_init__(self) -> None:
         for name, value in self.__dict__.items():
             if value < 1:
-                raise InputError(f"{name}={value} describes no run: give at least 1.")
+                raise InputError(f"{name}={value} describes no run: give at least 1.", code="planned-run-impossible")
 
     @property
     def steps(self) -> int:
@@ -99,7 +99,10 @@ def size_of(given: Described) -> Size:
     trained = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
     scored = {name: param for name, param in trained.items() if any(fnmatchcase(name, p) for p in given.layers)}
     if not scored:
-        raise InputError(f"layers={given.layers} names no trained parameter: there are {', '.join(trained)}.")
+        raise InputError(
+            f"layers={given.layers} names no trained parameter: there are {', '.join(trained)}.",
+            code="layers-match-nothing",
+        )
 
     def value(params: Params, weight: Tensor | float = 1.0) -> Tensor:
         outputs = functional_call(model, {**trained, **params}, (given.inputs,))

@@ -80,13 +80,17 @@ class Check(Comparable):
     def check_same_run(self, run: Run) -> None:
         """Refuses to speak of another run than the one that was replayed."""
         if self.run_fingerprint not in (None, run.fingerprint):
-            raise InputError(f"The check of {self.method} is of another run than {run}: verify the scores of this run.")
+            raise InputError(
+                f"The check of {self.method} is of another run than {run}: verify the scores of this run.",
+                code="check-of-another-run",
+            )
 
     def check_same_scores(self, scores: Scores) -> None:
         """Refuse to speak for other scores than those that were compared with replays."""
         if self.method != scores.method:
             raise InputError(
-                f"The check is of {self.method}, the scores are of {scores.method}: give the check of these scores."
+                f"The check is of {self.method}, the scores are of {scores.method}: give the check of these scores.",
+                code="check-of-other-scores",
             )
         mean = scores.mean().double()
         known = dict(zip(scores.train_ids, mean.tolist(), strict=True))
@@ -95,7 +99,8 @@ class Check(Comparable):
         prints = {self.run_fingerprint, scores.run_fingerprint} - {None}
         if len(prints) > 1 or any(not abs(known.get(i, math.inf) - score) <= slack for i, score in told):
             raise InputError(
-                f"The check is of other scores by {self.method} than these: verify these, and give their check."
+                f"The check is of other scores by {self.method} than these: verify these, and give their check.",
+                code="check-of-other-scores",
             )
 
     @classmethod
@@ -116,7 +121,9 @@ class Check(Comparable):
             str(check)  # whatever the sentence needs is there
             return check
         except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise RunError(f"{path} holds no check ({error}): give a file that Check.save wrote.") from None
+            raise RunError(
+                f"{path} does not hold a check ({error}): give a file that Check.save wrote.", code="check-unreadable"
+            ) from None
 
     def _part(self, sample: str, agreement: Agreement) -> str:
         where = f"the {agreement.count} most extreme" if sample == "extreme" else f"{agreement.count} drawn at random"
@@ -151,7 +158,8 @@ def verify(
     """
     if len(scores.train_ids) < 2 * MINIMUM or not is_whole(replays, 2 * MINIMUM):
         raise InputError(
-            f"verify needs at least {2 * MINIMUM} scored examples or groups, and replays: it compares rankings."
+            f"verify needs at least {2 * MINIMUM} scored examples or groups, and replays: it compares rankings.",
+            code="too-few-to-compare",
         )
     extreme, random = chosen(scores, min(replays, len(scores.train_ids)), seed)
     truth = replayed(scores, extreme + random, run, task, query, resources)

@@ -120,7 +120,8 @@ class Definition:
         counts = {int(state["step"]) if "step" in state else 0 for state in states}
         if len(counts) > 1:
             raise UnsupportedError(
-                f"The parameters of group {number} have taken different numbers of steps: split the group."
+                f"The parameters of group {number} have taken different numbers of steps: split the group.",
+                code="steps-differ-in-group",
             )
         return {"step": float(counts.pop() + 1 if counts else 1)}
 

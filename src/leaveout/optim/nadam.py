@@ -52,7 +52,8 @@ class NAdam(Definition):
         products = {float(self._product(state) * mu) for state in states}
         if len(products) > 1:
             raise UnsupportedError(
-                f"The parameters of group {number} have different mu_product in the optimizer's state: split the group."
+                f"The parameters of group {number} differ in mu_product in the optimizer's state: split the group.",
+                code="steps-differ-in-group",
             )
         return {**counted, "mu_product": products.pop() if products else 1.0}
 

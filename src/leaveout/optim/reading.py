@@ -41,7 +41,10 @@ def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
         problems.append("no parameter of the model is trained; set requires_grad=True on those that should be")
     if problems:
         kind = type(optimizer).__name__
-        raise UnsupportedError(f"The optimizer {kind} cannot be recorded: " + "; ".join(problems) + ".")
+        raise UnsupportedError(
+            f"The optimizer {kind} cannot be recorded: " + "; ".join(problems) + ".",
+            code="optimizer-setting-not-supported",
+        )
     further = [slot for slot, setting in definition.optional if _is_on(optimizer, setting)]
     needed = {name for group in optimizer.param_groups for name in _extras(definition, group, [])}
     extras = tuple(name for name in allowed_extras(definition) if name in needed)
@@ -75,7 +78,8 @@ def _definition(optimizer: torch.optim.Optimizer) -> Definition:
     above = [one.__name__ for one in type(optimizer).__mro__ if one.__name__ in optimizers()]
     why = f", because it overrides the step of {above[0]}: train" if above else ": train"
     raise UnsupportedError(
-        f"The optimizer {kind} cannot be replayed exactly{why} with torch.optim.{listed(optimizers())}."
+        f"The optimizer {kind} cannot be replayed exactly{why} with torch.optim.{listed(optimizers())}.",
+        code="optimizer-not-supported",
     )
 
 
@@ -111,7 +115,9 @@ def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, par
         changed = (
             f"made {turned[0].removesuffix(TYPE)} a tensor" if turned[0].endswith(TYPE) else f"turned {turned[0]} on"
         )
-        raise UnsupportedError(f"Parameter group {number} {changed} while training: start with it so.")
+        raise UnsupportedError(
+            f"Parameter group {number} {changed} while training: start with it so.", code="optimizer-changed"
+        )
     states = [optimizer.state.get(param, {}) for param in params]
     own = {name: float(value) for name, value in definition.settings(group, params).items()}
     hyper = {**own, **definition.counts(number, group, states)}

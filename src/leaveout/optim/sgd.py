@@ -78,7 +78,8 @@ class SGD(Definition):
         started = {state.get("momentum_buffer") is not None for state in states}
         if len(started) > 1:
             raise UnsupportedError(
-                f"Only some parameters of group {number} have momentum yet: put new ones in a group."
+                f"Only some parameters of group {number} have momentum yet: put new ones in a group.",
+                code="steps-differ-in-group",
             )
         return {"started": float(started.pop() if started else 0)}
 

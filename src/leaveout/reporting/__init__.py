@@ -74,5 +74,6 @@ def _check_finite(scores: Scores) -> None:
     if len(broken):
         raise InputError(
             f"The score of {scores.train_ids[int(broken[0, 0])]!r} is NaN or infinite: score the run again, or leave "
-            "that row out."
+            "that row out.",
+            code="score-not-finite",
         )

@@ -94,7 +94,8 @@ def _probability(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor | N
 def _names(numbers: Tensor, classes: Sequence[str]) -> list[str]:
     if classes and int(numbers.max()) >= len(classes):
         raise InputError(
-            f"Class {int(numbers.max())} occurs, and classes= has {len(classes)} names: name every class, from 0 on."
+            f"Class {int(numbers.max())} occurs, and classes= has {len(classes)} names: name every class, from 0 on.",
+            code="class-without-name",
         )
     return [str(classes[i]) if classes else str(i) for i in numbers.tolist()]
 

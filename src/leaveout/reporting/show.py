@@ -50,7 +50,7 @@ class Show:
 
     def __post_init__(self) -> None:
         if self.top < 1:
-            raise InputError(f"top={self.top} shows nothing: give 1 or more.")
+            raise InputError(f"top={self.top} shows nothing: give 1 or more.", code="top-not-a-count")
 
     def shown(self, example: Any) -> Shown:
         """One example as the page shows it."""
@@ -104,7 +104,10 @@ def present(thing: Any, features: Sequence[str] = ()) -> Shown:
 def _row(array: np.ndarray, features: Sequence[str]) -> Shown:
     """All entries of a short row; of a long one those that stand out most, largest first, and the rest is counted."""
     if features and len(features) != len(array):
-        raise InputError(f"{len(features)} feature names for rows of {len(array)} values: name every feature.")
+        raise InputError(
+            f"{len(features)} feature names for rows of {len(array)} values: name every feature.",
+            code="feature-without-name",
+        )
     order = list(range(len(array)))
     if len(array) > CELLS:
         order = [int(i) for i in np.argsort(-np.abs(array), kind="stable")[:CELLS] if array[i] != 0]

@@ -34,11 +34,15 @@ class Topic:
 
     def __post_init__(self) -> None:
         if self.query is not None and self.task is None:
-            raise InputError("A query set was given without its task: give task= as well, which knows how to read it.")
+            raise InputError(
+                "A query set was given without its task: give task= as well, which knows how to read it.",
+                code="query-without-task",
+            )
         if self.queries is not None and self.single and self.queries != len(self.scores.query_ids):
             raise InputError(
                 f"The scores have {len(self.scores.query_ids)} queries and the query set {self.queries}: give the "
-                "query set that was scored."
+                "query set that was scored.",
+                code="query-count-differs",
             )
 
     @property
@@ -53,7 +57,10 @@ class Topic:
             return self.scores.groups
         known = membership(self.task.size, self.show.groups)
         if missing := [name for name in self.scores.train_ids if name not in known]:
-            raise InputError(f"Group {missing[0]!r} was scored and is not in Show(groups=...): give the same groups.")
+            raise InputError(
+                f"Group {missing[0]!r} was scored and is not in Show(groups=...): give the same groups.",
+                code="group-not-shown",
+            )
         return {str(name): known[str(name)] for name in self.scores.train_ids}
 
     @property

@@ -15,7 +15,9 @@ class Keep:
 
     def __init__(self, keep: str | int, budget: int) -> None:
         if keep not in ("all", "auto") and not (isinstance(keep, int) and keep >= 1):
-            raise InputError(f"keep={keep!r} is unknown: use 'all', 'auto', or a number K for every K-th state.")
+            raise InputError(
+                f"keep={keep!r} is unknown: use 'all', 'auto', or a number K for every K-th state.", code="keep-unknown"
+            )
         self._keep, self._budget = keep, budget
         self._used = 0
         self._next = 1

@@ -76,21 +76,25 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
         if not file.exists():
-            raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.")
+            raise RunError(
+                f"{path} does not hold a run (it has no {MANIFEST}): give the directory that a Recorder wrote.",
+                code="run-not-found",
+            )
         if plain(file).stat().st_size > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
         raw = json.loads(file.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise RunError(
                 f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it, or "
-                "record the run again."
+                "record the run again.",
+                code="format-not-supported",
             )
         numbers = [shard["number"] for shard in raw["shards"]]
         if any(before >= after for before, after in pairwise(numbers)):
             raise ValueError("a shard that is named twice, or out of its order")
         return _manifest(unsealed(raw))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{file} is not a manifest of a run ({error!r}): {AGAIN}") from None
+        raise RunError(f"{file} is not a manifest of a run ({error!r}): {AGAIN}", code="manifest-unreadable") from None
 
 
 def cut_short(path: Path) -> bool:
@@ -127,7 +131,8 @@ def check_config(path: Path) -> None:
         if expected is not None and file.exists() and checksum(plain(file)) != expected:
             raise RunError(
                 f"{file} was changed since the run was made with it: restore it, or train again with it into another "
-                "directory."
+                "directory.",
+                code="config-changed",
             )
     except OSError as error:
-        raise RunError(f"{file} cannot be read ({error}): restore it.") from None
+        raise RunError(f"{file} cannot be read ({error}): restore it.", code="config-unreadable") from None

@@ -24,25 +24,30 @@ def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor])
     if set(shapes) != set(manifest.shapes):
         name = sorted(set(shapes) ^ set(manifest.shapes))[0]
         where = "the model but not in the run" if name in shapes else "the run but not in the model"
-        raise MismatchError(f"Parameter {name!r} is trained in {where}: give the model that was recorded.")
+        raise MismatchError(
+            f"Parameter {name!r} is trained in {where}: give the model that was recorded.", code="parameters-differ"
+        )
     for name, shape in shapes.items():
         if shape != manifest.shapes[name]:
             raise MismatchError(
                 f"Parameter {name!r} has shape {shape} in the model and {manifest.shapes[name]} "
-                "in the run: give the model that was recorded."
+                "in the run: give the model that was recorded.",
+                code="shapes-differ",
             )
         dtype = str(params[name].dtype).removeprefix("torch.")
         if dtype != manifest.dtypes[name]:
             raise MismatchError(
                 f"Parameter {name!r} is {dtype} in the model and {manifest.dtypes[name]} in the "
-                "run: convert the model to the run's type."
+                "run: convert the model to the run's type.",
+                code="dtypes-differ",
             )
     constants = constants_of(model, manifest.rule)
     changed = [n for n in sorted({*constants, *manifest.constants}) if constants.get(n) != manifest.constants.get(n)]
     if changed:
         raise MismatchError(
             f"Frozen values of the model differ from those that were recorded ({', '.join(map(repr, changed))}):"
-            " give the model that was recorded, with the same frozen values."
+            " give the model that was recorded, with the same frozen values.",
+            code="frozen-values-differ",
         )
 
 

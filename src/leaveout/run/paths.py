@@ -83,5 +83,8 @@ class RunPaths:
         for name in names:
             folder = folder / name
             if folder.is_symlink():
-                raise RunError(f"{folder} is a link to another place: put a folder there, or take the link away.")
+                raise RunError(
+                    f"{folder} is a link to another place: put a folder there, or take the link away.",
+                    code="link-not-followed",
+                )
         return folder

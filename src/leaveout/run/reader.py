@@ -83,14 +83,18 @@ class Run:
             file = self.path / shard.name
             kept = _load(file, {"kept"})["kept"]
             if tensor_checksum(kept) != shard.kept_crc32:
-                raise RunError(f"{file} is not the file that was written (checksum of 'kept'): {AGAIN}")
+                raise RunError(
+                    f"{file} is not the file that was written (checksum of 'kept'): {AGAIN}", code="run-damaged"
+                )
             listed = kept.tolist() if kept.dtype == torch.int64 and kept.ndim == 1 else [-1]
             inside = [self._starts[place] < index <= self._starts[place + 1] for index in listed]
             if not all(inside) or listed != sorted(set(listed)):
-                raise RunError(f"{file} keeps states of other steps than its own: {AGAIN}")
+                raise RunError(f"{file} keeps states of other steps than its own: {AGAIN}", code="run-damaged")
             found += listed
         if self.manifest.finished and found[-1] != self.manifest.steps:
-            raise RunError(f"{self.path} is marked as finished but its last state is not there: {AGAIN}")
+            raise RunError(
+                f"{self.path} is marked as finished but its last state is not there: {AGAIN}", code="run-damaged"
+            )
         return found
 
     def __repr__(self) -> str:
@@ -117,7 +121,10 @@ class Run:
         Where the state after the last of them was not kept, it is computed again from the recorded batches.
         """
         if not is_whole(steps, 1):
-            raise InputError(f"head({steps!r}) is not a part of a run: give the number of its first steps, from 1 on.")
+            raise InputError(
+                f"head({steps!r}) is not a part of a run: give the number of its first steps, from 1 on.",
+                code="head-out-of-range",
+            )
         return self._part(min(int(steps), len(self)), interpolate=self.interpolate)
 
     def _part(self, steps: int, *, interpolate: bool) -> Run:
@@ -156,7 +163,8 @@ class Run:
         place = int(torch.searchsorted(shard["kept"], index))
         if place == len(shard["kept"]) or int(shard["kept"][place]) != index:
             raise RunError(
-                f"{self.path} does not keep the state before step {index}: ask a Trajectory, which replays it."
+                f"{self.path} does not keep the state before step {index}: ask a Trajectory, which replays it.",
+                code="state-not-kept",
             )
         return self._unflatten({key: shard[key][place] for key in self._keys})
 
@@ -172,7 +180,10 @@ class Run:
 
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.manifest.steps:
-            raise RunError(f"{self.path} has {self.manifest.steps} steps and no step {index}: ask for one from 0 on.")
+            raise RunError(
+                f"{self.path} has {self.manifest.steps} steps and no step {index}: ask for one from 0 on.",
+                code="step-out-of-range",
+            )
         number = bisect_right(self._starts, index) - 1
         return number, index - self._starts[number]
 
@@ -211,7 +222,7 @@ class Run:
             or int(shard["ids"].min()) < 0
             or int(shard["epochs"].min()) < 0
         ):
-            raise RunError(f"{file} does not hold {rows} steps of this run: {AGAIN}")
+            raise RunError(f"{file} does not hold {rows} steps of this run: {AGAIN}", code="run-damaged")
         if count := shard["kept"].numel():
             shard |= _load(file, self._keys)
             self._check_states(file, shard, count)
@@ -226,9 +237,9 @@ class Run:
                 return
             found = checksum(plain(file))
         except OSError as error:
-            raise RunError(f"{file} cannot be read ({error.strerror or error}): {AGAIN}") from None
+            raise RunError(f"{file} cannot be read ({error.strerror or error}): {AGAIN}", code="run-damaged") from None
         if found != crc32:
-            raise RunError(f"{file} is not the file that was written (checksum): {AGAIN}")
+            raise RunError(f"{file} is not the file that was written (checksum): {AGAIN}", code="run-damaged")
         self._checked[file.name] = seen
 
     def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
@@ -238,7 +249,9 @@ class Run:
                 shape = self.rule.definition.shape(slot, self.manifest.shapes[name])
                 dtype = self.manifest.dtypes[name]
                 if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
-                    raise RunError(f"{file} does not hold the states of this run ({slot} of {name!r}): {AGAIN}")
+                    raise RunError(
+                        f"{file} does not hold the states of this run ({slot} of {name!r}): {AGAIN}", code="run-damaged"
+                    )
 
     def _unflatten(self, tensors: dict[str, Tensor]) -> State:
         """Copies, which stay as they are whatever becomes of the file."""
@@ -261,7 +274,7 @@ def _load(file: Path, needed: set[str]) -> dict[str, Tensor]:
                 raise OSError(f"it has no {missing[0]!r}")
             return {key: opened.get_tensor(key) for key in needed}
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{file} cannot be read ({error}): {AGAIN}") from None
+        raise RunError(f"{file} cannot be read ({error}): {AGAIN}", code="run-damaged") from None
 
 
 def _refusal(check: Callable[[], object]) -> str | None:
@@ -284,12 +297,14 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
     run = Run(path, read_manifest(path))
     if len(run) == 0:
         raise RunError(
-            f"The run in {path} has no complete step on disk: record it again, and let recorder.finish() end it."
+            f"The run in {path} has no complete step on disk: record it again, and let recorder.finish() end it.",
+            code="run-without-steps",
         )
     if not run.manifest.finished and not partial:
         raise RunError(
             f"The run in {path} was cut short after step {len(run) - 1}: continue it with resume=True up to "
-            "recorder.finish(), record it again, or use open_run(path, partial=True) for the steps that are there."
+            "recorder.finish(), record it again, or use open_run(path, partial=True) for the steps that are there.",
+            code="run-cut-short",
         )
     return run
 

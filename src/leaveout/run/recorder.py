@@ -26,8 +26,8 @@ from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.reader import Record, Run, open_run
 from leaveout.run.resume import Past, restore
-from leaveout.run.watched_loader import Noted, Watched, unwatched
-from leaveout.run.writer import Writer
+from leaveout.run.watched_loader import IndexedLoader, Watched, unwatched
+from leaveout.run.writer import Writer, never_finished
 from leaveout.task import batches
 from leaveout.task.checks import module_problems
 
@@ -48,7 +48,7 @@ class Recorder:
             fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
             again when they are needed, from the recorded batches.
         disk: the budget of ``"auto"``.
-        resume: go on with the run if the directory holds one that was cut short. Model and optimizer are put back to
+        resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
             the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
             every batch ``done`` times.
@@ -71,10 +71,13 @@ class Recorder:
         on_full: str = "stop",
     ) -> None:
         if on_full not in ("stop", "continue"):
-            raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.")
+            raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.", code="on-full-unknown")
         optimizer = unwrapped(optimizer)
         if optimizer in _RECORDED:
-            raise RunError("This optimizer is being recorded already: call finish() on its recorder first.")
+            raise RunError(
+                "This optimizer is being recorded already: call finish() on its recorder first.",
+                code="already-recording",
+            )
         rule = rule_of(optimizer, model)
         self._keep = Keep(keep, parse_bytes(disk, "disk"))
         _check_modules(model)
@@ -91,13 +94,13 @@ class Recorder:
         self._full = False
         self._epoch = -1
         self._train_size: int | None = None
-        self._loaders: dict[int, Noted] = {}
+        self._loaders: dict[int, IndexedLoader] = {}
         self._past = Past(self._writer.before)
         self._modules = list(model.modules())
         self._modes: list[bool] = []
         self._go_on()
         self._last = LastState(model, optimizer, self._params, self._state)
-        self._forgotten = atexit.register(partial(_never_finished, self._writer, os.getpid()))
+        self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
         _RECORDED.add(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -111,7 +114,7 @@ class Recorder:
 
     @property
     def before(self) -> Run | None:
-        """The run that was there and is gone on with."""
+        """The run that is being resumed; None for a new one."""
         return self._writer.before
 
     def hypers(self) -> list[Hyper]:
@@ -123,17 +126,17 @@ class Recorder:
 
         Watch it once before the loop over the epochs or anew in each of them, that is the same.
         """
-        return Watched(self._noted(unwatched(loader)), self._watched_epoch)
+        return Watched(self._indexed(unwatched(loader)), self._watched_epoch)
 
-    def _watched_epoch(self, noted: Noted) -> Iterator[Any]:
+    def _watched_epoch(self, indexed: IndexedLoader) -> Iterator[Any]:
         self._epoch += 1
         finished = False
         try:
-            for number, (ids, batch) in enumerate(noted, 1):
+            for number, (ids, batch) in enumerate(indexed, 1):
                 if self._past.left_early(self._epoch):
                     break
                 if self._past.covers(ids, batch):
-                    if self._past.left_early(self._epoch) and number < noted.length:
+                    if self._past.left_early(self._epoch) and number < indexed.length:
                         break  # before another batch is drawn, as the loop did
                     continue
                 if self._hooks:
@@ -152,7 +155,9 @@ class Recorder:
         """
         found = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
-            raise InputError(f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.")
+            raise InputError(
+                f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.", code="epoch-not-a-count"
+            )
         self._epoch = int(epoch)
         if not self._hooks:
             return  # the disk is full, or the run is finished
@@ -165,11 +170,15 @@ class Recorder:
         if self._cut:
             raise RunError(
                 f"The run was cut short after step {self._steps - 1}: continue it with resume=True, record it again, "
-                "or use open_run(path, partial=True) for the steps that are there."
+                "or use open_run(path, partial=True) for the steps that are there.",
+                code="run-cut-short",
             )
         if self._steps == 0 and not self._full:
             self._writer.abandon()
-            raise RunError("Nothing was recorded: optimizer.step() was never called between Recorder() and finish().")
+            raise RunError(
+                "Nothing was recorded: optimizer.step() was never called between Recorder() and finish().",
+                code="nothing-recorded",
+            )
         if recording:
             self._close(complete=True)
         return open_run(self._writer.path, partial=self._full)
@@ -218,7 +227,8 @@ class Recorder:
             raise RunError(
                 f"The parameters were changed after step {self._steps - 1} and before finish(), so that the state "
                 "it led to is gone: call finish() before other weights are put into the model, or record with "
-                "keep='all'. open_run(path, partial=True) reads the run up to the last state that is on disk."
+                "keep='all'. open_run(path, partial=True) reads the run up to the last state that is on disk.",
+                code="last-state-lost",
             )
 
     def _give_up(self, error: OSError) -> None:
@@ -230,12 +240,12 @@ class Recorder:
         self._full = True
         there = "nothing is on disk yet" if self._steps == 0 else "open_run(path, partial=True) reads what is on disk"
         told = (
-            f"The run in {self._writer.path} could not be written on ({error}): {there}; make room and go on with "
+            f"The run in {self._writer.path} could not be written further ({error}): {there}; make room and continue it with "
             "resume=True"
         )
         if self._stop_when_full:
             self._cut = True
-            raise RunError(f"{told}, or train on without recording by on_full='continue'.") from error
+            raise RunError(f"{told}, or train on without recording by on_full='continue'.", code="disk-full") from error
         warnings.warn(f"{told}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
 
     def _release(self) -> None:
@@ -246,16 +256,17 @@ class Recorder:
         atexit.unregister(self._forgotten)
         self._hooks = []
 
-    def _noted(self, loader: DataLoader) -> Noted:
+    def _indexed(self, loader: DataLoader) -> IndexedLoader:
         if id(loader) not in self._loaders:
-            noted = Noted(loader)
-            if self._train_size not in (None, noted.size):
+            indexed = IndexedLoader(loader)
+            if self._train_size not in (None, indexed.size):
                 raise UnsupportedError(
-                    f"This loader reads another data set ({noted.size} examples, not {self._train_size}), so the "
-                    "numbers of examples would be mixed up: put both into one ConcatDataset."
+                    f"This loader reads another data set ({indexed.size} examples, not {self._train_size}), so the "
+                    "numbers of examples would be mixed up: put both into one ConcatDataset.",
+                    code="loaders-differ",
                 )
-            self._loaders[id(loader)] = noted
-            self._train_size = noted.size
+            self._loaders[id(loader)] = indexed
+            self._train_size = indexed.size
         return self._loaders[id(loader)]
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -263,21 +274,27 @@ class Recorder:
             return
         where = f"At step {self._steps}"
         if self._past.finished:
-            raise RunError(f"The run in {self._writer.path} is finished: record further steps into another directory.")
+            raise RunError(
+                f"The run in {self._writer.path} is finished: record further steps into another directory.",
+                code="run-finished",
+            )
         if any(callable(argument) for argument in (*args, *kwargs.values())):
             raise UnsupportedError(
-                f"{where}, optimizer.step() was given a closure: compute the loss before and call step()."
+                f"{where}, optimizer.step() was given a closure: compute the loss before and call step().",
+                code="closure-not-supported",
             )
         if not self._pending:
             raise RunError(
-                f"{where}, no batch is known: draw batches from recorder.watch(loader), or call recorder.step(ids) "
-                "before each optimizer.step()."
+                f"{where}, it is not known which batch this is: draw batches from recorder.watch(loader), or call recorder.step(ids) "
+                "before each optimizer.step().",
+                code="batch-missing",
             )
         if len(self._pending) > 1:
             raise UnsupportedError(
                 f"{where}, {len(self._pending)} batches were drawn since the last one: gradient accumulation and "
                 "skipped batches are not seen by watch(); iterate over the loader itself and call recorder.step(ids) "
-                "with all the ids the mean loss was taken over."
+                "with all the ids the mean loss was taken over.",
+                code="batches-skipped",
             )
         self._check_model(where)
         self._hypers = self.hypers()
@@ -299,20 +316,26 @@ class Recorder:
         trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
         if changed := sorted(trained ^ set(self._params)):
             raise UnsupportedError(
-                f"{where}, {changed[0]!r} was frozen or unfrozen: keep what is trained unchanged while it is recorded."
+                f"{where}, {changed[0]!r} was frozen or unfrozen: keep what is trained unchanged while it is recorded.",
+                code="trained-set-changed",
             )
         for name, param in self._params.items():
             if param.grad is None:
-                raise UnsupportedError(f"{where}, parameter {name!r} has no gradient: use it in the loss or freeze it.")
+                raise UnsupportedError(
+                    f"{where}, parameter {name!r} has no gradient: use it in the loss or freeze it.",
+                    code="gradient-missing",
+                )
             if param.grad.is_sparse:
                 raise UnsupportedError(
-                    f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False."
+                    f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False.",
+                    code="gradient-sparse",
                 )
         if self._last.changed():
             raise UnsupportedError(
                 f"{where}, the parameters are not those that step {self._steps - 1} left: something other "
                 "than optimizer.step() wrote to them (weights loaded, clamped, averaged or reset), which cannot be "
-                "replayed. Leave them alone between steps, or finish() here and record what follows as another run."
+                "replayed. Leave them alone between steps, or finish() here and record what follows as another run.",
+                code="parameters-changed",
             )
         modes = [module.training for module in self._modules]
         if modes != self._modes:
@@ -351,7 +374,8 @@ class Recorder:
             else f"lower the learning rate or look at the losses of its batch's examples {ids.tolist()[:8]}"
         )
         raise RunError(
-            f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: {blame}; the steps before it are kept."
+            f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: {blame}; the steps before it are kept.",
+            code="step-not-finite",
         )
 
     def _state(self) -> State:
@@ -362,20 +386,6 @@ class Recorder:
         return state
 
 
-def _never_finished(writer: Writer, owner: int) -> None:
-    """Saves what a recorder had when the program ended without ``finish``."""
-    if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
-        return
-    writer.finish(complete=False)
-    warnings.warn(
-        f"The recording in {writer.path} was never finished and counts as cut short: call recorder.finish() after the "
-        "training loop, or put the loop into `with lo.Recorder(...) as recorder:`. What was recorded is kept, and "
-        "resume=True goes on from there.",
-        LeaveoutWarning,
-        stacklevel=2,
-    )
-
-
 def _copy(tensor: Tensor) -> Tensor:
     # Always a copy: the optimizer changes its tensors in place.
     return tensor.detach().to("cpu", copy=True).contiguous()
@@ -384,4 +394,4 @@ def _copy(tensor: Tensor) -> Tensor:
 def _check_modules(model: nn.Module, since: str = "") -> None:
     if problems := module_problems(model):
         listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise UnsupportedError(f"This model cannot be recorded exactly{since}:\n{listed}")
+        raise UnsupportedError(f"This model cannot be recorded exactly{since}:\n{listed}", code="model-not-supported")

@@ -38,11 +38,18 @@ def local(path: str | Path) -> Path:
             return Path(root)
         return _fetched(system, root, str(path))
     except (ImportError, ValueError) as error:
-        raise InputError(f"{path} cannot be reached ({error}): correct it, or install what it needs.") from None
+        raise InputError(
+            f"{path} cannot be reached ({error}): correct it, or install what it needs.", code="address-not-reachable"
+        ) from None
     except FileNotFoundError:
-        raise RunError(f"{path} holds no run (no {MANIFEST}): give the directory that a Recorder wrote.") from None
+        raise RunError(
+            f"{path} does not hold a run (it has no {MANIFEST}): give the directory that a Recorder wrote.",
+            code="run-not-found",
+        ) from None
     except OSError as error:
-        raise RunError(f"{path} cannot be read ({error}): try again, or copy the run here.") from None
+        raise RunError(
+            f"{path} cannot be read ({error}): try again, or copy the run here.", code="run-not-fetched"
+        ) from None
 
 
 def source(path: Path) -> str:

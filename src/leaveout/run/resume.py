@@ -22,7 +22,8 @@ def restore(
     if rule != run.rule:
         raise MismatchError(
             f"The run in {run.path} was trained by {run.rule.kind} with other parameter groups or buffers than this "
-            f"{rule.kind} has: build model and optimizer as they were."
+            f"{rule.kind} has: build model and optimizer as they were.",
+            code="optimizer-differs",
         )
     check_model(run.manifest, model, params)
     state, last = run.final(), run.record(len(run) - 1)
@@ -58,7 +59,8 @@ class Past:
         if changed or not torch.equal(ids, record.ids):
             raise MismatchError(
                 f"The loader gives another batch for step {self._met} than the run that is resumed: seed it as before, "
-                "and give the same data in the same order."
+                "and give the same data in the same order.",
+                code="batches-differ",
             )
         self._met += 1
         return True

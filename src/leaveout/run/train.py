@@ -43,7 +43,10 @@ def train(
         resources: whether to show progress.
     """
     if not is_whole(epochs, 1) or not is_whole(batch_size, 1):
-        raise InputError(f"epochs={epochs} and batch_size={batch_size} must both be whole numbers of at least 1.")
+        raise InputError(
+            f"epochs={epochs} and batch_size={batch_size} must both be whole numbers of at least 1.",
+            code="epochs-not-a-count",
+        )
     order = torch.Generator().manual_seed(check_seed(seed))
     plan = (
         (epoch, ids) for epoch in range(epochs) for ids in torch.randperm(task.size, generator=order).split(batch_size)
@@ -57,7 +60,7 @@ def train(
             optimizer.zero_grad()
             losses = task.losses(task.parameters(), batch)
             if not bool(torch.isfinite(losses.detach()).all()):
-                raise RunError(_not_finite(recorder.done, ids, losses.detach()))
+                raise RunError(_not_finite(recorder.done, ids, losses.detach()), code="step-not-finite")
             losses.mean().backward()
             recorder.step(ids, batch, epoch=epoch)
             optimizer.step()
@@ -79,12 +82,14 @@ def _pass_over(run: Run, plan: Iterator[tuple[int, Tensor]], steps: int, hypers:
     if not same or not all(torch.equal(record.ids, ids) for record, (_, ids) in zip(done, plan, strict=False)):
         raise MismatchError(
             f"The run in {run.path} was begun with other batches: give the epochs, batch_size, seed and training set "
-            "that it was begun with, or another directory."
+            "that it was begun with, or another directory.",
+            code="batches-differ",
         )
     counted = run.rule.definition.counters
     for now, then in zip(hypers, run.record(len(run) - 1).hypers, strict=True):
         if changed := [name for name in then if name not in counted and now[name] != then[name]]:
             raise MismatchError(
                 f"The run in {run.path} was begun with {changed[0]}={then[changed[0]]:g}, not {now[changed[0]]:g}: "
-                "give the optimizer that it was begun with, or another directory."
+                "give the optimizer that it was begun with, or another directory.",
+                code="optimizer-differs",
             )

@@ -22,27 +22,27 @@ INNER = "base_dataloader"
 class Watched:
     """A loader whose batches are recorded: every iteration over it is an epoch, and the rest is the loader's own."""
 
-    def __init__(self, noted: Noted, epoch: Callable[[Noted], Iterator[Any]]) -> None:
-        self._noted, self._epoch = noted, epoch
+    def __init__(self, indexed: IndexedLoader, epoch: Callable[[IndexedLoader], Iterator[Any]]) -> None:
+        self._indexed, self._epoch = indexed, epoch
 
     def __iter__(self) -> Iterator[Any]:
-        return self._epoch(self._noted)
+        return self._epoch(self._indexed)
 
     def __len__(self) -> int:
-        return len(self._noted.loader)
+        return len(self._indexed.loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._noted.loader, name)
+        return getattr(self._indexed.loader, name)
 
 
 def unwatched(loader: Any) -> Any:
     """The loader itself, also where it is watched already."""
-    return loader._noted.loader if isinstance(loader, Watched) else loader
+    return loader._indexed.loader if isinstance(loader, Watched) else loader
 
 
-class Noted:
+class IndexedLoader:
     """A loader with the numbers of the examples in each of its batches; kept, so that its workers may persist.
 
     The batches come from a twin that draws by a noting sampler. An adapter, such as accelerate's, draws from a loader
@@ -79,7 +79,8 @@ class Noted:
                     raise UnsupportedError(
                         f"The batches of this {type(loader).__name__} do not come from its own sampler, so their "
                         "examples are not known: iterate over it yourself and call recorder.step(ids) before each "
-                        "optimizer.step()."
+                        "optimizer.step().",
+                        code="loader-ids-unknown",
                     )
                 yield torch.tensor(self._drawn.popleft()), batch
 
@@ -103,33 +104,37 @@ class _NotingSampler:
     """
 
     def __init__(self, sampler: Any, drawn: deque[list[int]]) -> None:
-        self._noted = sampler
+        self._indexed = sampler
         self._drawn = drawn
 
     def __iter__(self) -> Iterator[Any]:
-        for indices in self._noted:
+        for indices in self._indexed:
             single = not isinstance(indices, Sized) or getattr(indices, "shape", None) == ()
             self._drawn.append(batches.numbers([indices] if single else indices).tolist())
             yield indices
 
     def __len__(self) -> int:
-        return len(self._noted)
+        return len(self._indexed)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_noted", "_drawn"):
+        if name in ("_indexed", "_drawn"):
             raise AttributeError(name)
-        return getattr(self._noted, name)
+        return getattr(self._indexed, name)
 
 
 def _check_loader(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise InputError(
-            f"watch() takes a torch DataLoader, not a {type(loader).__name__}: use recorder.step(ids) in other loops."
+            f"watch() takes a torch DataLoader, not a {type(loader).__name__}: use recorder.step(ids) in other loops.",
+            code="loader-expected",
         )
     if isinstance(loader.dataset, IterableDataset):
         raise UnsupportedError(
             "The loader reads an IterableDataset, whose examples have no numbers: use a map-style Dataset, or call "
-            "recorder.step(ids) before each optimizer.step()."
+            "recorder.step(ids) before each optimizer.step().",
+            code="examples-without-numbers",
         )
     if not getattr(loader, "in_order", True):
-        raise UnsupportedError("The loader hands batches out of order: build it with in_order=True.")
+        raise UnsupportedError(
+            "The loader hands batches out of order: build it with in_order=True.", code="loader-out-of-order"
+        )

@@ -6,9 +6,11 @@ last shard that the manifest names; writing goes on from there.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
 from leaveout._util.trees import State, nbytes
-from leaveout.errors import RunError
+from leaveout.errors import LeaveoutWarning, RunError
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Record, Run
@@ -165,7 +167,7 @@ def claim(path: Path, *, resume: bool = False) -> Lock:
         lock = Lock(path)
     except (OSError, ValueError) as error:
         remedy = "make room, or choose another directory" if is_full(error) else "choose another directory"
-        raise RunError(f"{path} cannot be written ({error}): {remedy} for the run.") from None
+        raise RunError(f"{path} cannot be written ({error}): {remedy} for the run.", code="run-not-writable") from None
     try:
         check_free(path, resume=resume)
     except RunError:
@@ -180,12 +182,16 @@ def check_free(path: Path, *, resume: bool) -> None:
         if resume:
             return
         raise RunError(
-            f"{path} already holds a run: choose another directory, delete it first, or continue it with resume=True."
+            f"{path} already holds a run: choose another directory, delete it first, or continue it with resume=True.",
+            code="run-exists",
         )
     if not path.exists():
         return
     if not path.is_dir() or not all(_ours(file, EARLY) for file in path.iterdir()):
-        raise RunError(f"{path} is there already and not an empty directory: choose another one for the run.")
+        raise RunError(
+            f"{path} is there already and not an empty directory: choose another one for the run.",
+            code="directory-not-empty",
+        )
 
 
 def _tidy(path: Path, manifest: Manifest) -> None:
@@ -228,3 +234,17 @@ def _write_shard(
 
 def _flatten(state: State) -> dict[str, Tensor]:
     return {f"state/{slot}/{name}": tensor for slot, params in state.items() for name, tensor in params.items()}
+
+
+def never_finished(writer: Writer, owner: int) -> None:
+    """Save what a recorder had when the program ended without ``finish``."""
+    if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
+        return
+    writer.finish(complete=False)
+    warnings.warn(
+        f"The recording in {writer.path} was never finished and counts as cut short: call recorder.finish() after the "
+        "training loop, or put the loop into `with lo.Recorder(...) as recorder:`. What was recorded is kept, and "
+        "resume=True goes on from there.",
+        LeaveoutWarning,
+        stacklevel=2,
+    )

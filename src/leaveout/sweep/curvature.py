@@ -157,7 +157,8 @@ def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
     if kind is Hessian and not task.abilities.symmetric:
         raise UnsupportedError(
             f"{task.abilities.reason}, so that the derivative of the gradient is not a symmetric matrix, which this "
-            "method takes it for: use SGDIE(), ACC(transport='exact') or Replay()."
+            "method takes it for: use SGDIE(), ACC(transport='exact') or Replay().",
+            code="curvature-not-symmetric",
         )
 
 

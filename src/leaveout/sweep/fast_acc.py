@@ -67,7 +67,8 @@ class Correction:
         if not self.trajectory.rule.linear:
             raise UnsupportedError(
                 f"Cheap transports need a step that is linear in the gradient, which {self.trajectory.rule.kind}'s is "
-                "not: use ACC(transport='exact') or Replay() for few examples, SGDIE() for many."
+                "not: use ACC(transport='exact') or Replay() for few examples, SGDIE() for many.",
+                code="step-not-linear",
             )
         check_symmetric(self.trajectory.task, self.kind)
 

@@ -158,8 +158,9 @@ def _no_room() -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"The temporary file that holds what memory does not is no good ({error}): make room there, set TMPDIR to "
-            "another directory, or allow more memory."
+            f"A temporary file for what does not fit into memory cannot be used ({error}): make room there, set TMPDIR to "
+            "another directory, or allow more memory.",
+            code="temporary-file-failed",
         ) from None
 
 

@@ -58,7 +58,8 @@ class Schedule:
         if self.epochs is not None and run.record(len(run) - 1).epoch == 0:
             raise InputError(
                 "epochs= was given, but this run has one epoch only, or its loop did not say where epochs begin: "
-                "record with recorder.watch(loader), or recorder.step(ids, batch, epoch=...)."
+                "record with recorder.watch(loader), or recorder.step(ids, batch, epoch=...).",
+                code="epochs-not-recorded",
             )
 
 
@@ -69,7 +70,10 @@ def schedule_of(probability: float, epochs: int | str | tuple[int, int] | None, 
     ((0, 4), (1, 2))
     """
     if not 0 <= probability <= 1:
-        raise InputError(f"probability={probability} is none: give a number between 0 and 1.")
+        raise InputError(
+            f"probability={probability} is not a probability: give a number between 0 and 1.",
+            code="probability-out-of-range",
+        )
     if epochs == "first":
         epochs = FIRST
     elif isinstance(epochs, int):
@@ -78,8 +82,9 @@ def schedule_of(probability: float, epochs: int | str | tuple[int, int] | None, 
         isinstance(epochs, tuple | list) and len(epochs) == 2 and 0 <= int(epochs[0]) < int(epochs[1])
     ):
         raise InputError(
-            f"epochs={epochs!r} is no choice of epochs: give how many of the first, a (start, stop) pair counted from "
-            "0, or 'first'."
+            f"epochs={epochs!r} does not choose epochs: give how many of the first, a (start, stop) pair counted from "
+            "0, or 'first'.",
+            code="epochs-not-a-choice",
         )
     return Schedule(float(probability), None if epochs is None else (int(epochs[0]), int(epochs[1])), seed)
 

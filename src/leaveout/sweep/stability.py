@@ -41,7 +41,7 @@ class Growth:
         index = recorded.record.index
         self._count += 1
         if not math.isfinite(size):
-            raise MismatchError(self._broken(recorded))
+            raise MismatchError(self._broken(recorded), code="sweep-overflow")
         if self._steady:
             size /= self._count
         if 0 < size < self._low:

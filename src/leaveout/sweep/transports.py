@@ -38,7 +38,9 @@ class Subspace:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise InputError(f"Subspace(rank={self.rank}) has no directions: give a rank of at least 1.")
+            raise InputError(
+                f"Subspace(rank={self.rank}) has no directions: give a rank of at least 1.", code="rank-not-a-count"
+            )
 
     def __str__(self) -> str:
         return f"subspace {self.rank}"
@@ -183,7 +185,8 @@ class SubspaceTransport(Transport):
         if any(hyper != hypers[0] for hyper in hypers):
             raise UnsupportedError(
                 "Subspace transport needs the same hyperparameters for all parameters, and this run's groups differ: "
-                "use ACC(transport='free')."
+                "use ACC(transport='free').",
+                code="hyperparameters-differ",
             )
         chunk = budget.chunk(self._free.resources.divided(4), self._trajectory, len(self._basis))
         curvature = self._free.kind(self._trajectory.task, recorded.params, recorded.batch, chunk)

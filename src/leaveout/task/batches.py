@@ -46,7 +46,8 @@ def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError(
             f"Examples {list(ids[:3])}... cannot be joined into a batch ({reason}): let them have tensors of one shape "
-            "and nothing that is None, or give collate= the function that joins them."
+            "and nothing that is None, or give collate= the function that joins them.",
+            code="examples-do-not-join",
         ) from error
 
 
@@ -59,15 +60,25 @@ def numbers(ids: Any) -> Tensor:
     try:
         found = torch.as_tensor(ids).cpu().clone()
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise InputError(f"ids do not name a batch ({error}): give a list of example numbers.") from None
+        raise InputError(
+            f"ids do not name a batch ({error}): give a list of example numbers.", code="ids-not-a-batch"
+        ) from None
     if found.ndim != 1 or len(found) == 0:
-        raise InputError(f"ids of shape {list(found.shape)} do not name a batch: give a list of example numbers.")
+        raise InputError(
+            f"ids of shape {list(found.shape)} do not name a batch: give a list of example numbers.",
+            code="ids-not-a-batch",
+        )
     if found.dtype.is_floating_point or found.dtype.is_complex or found.dtype == torch.bool:
         kind = str(found.dtype).removeprefix("torch.")
-        raise InputError(f"ids of type {kind} do not name a batch: give a list of example numbers.")
+        raise InputError(
+            f"ids of type {kind} do not name a batch: give a list of example numbers.", code="ids-not-a-batch"
+        )
     found = found.long()
     if int(found.min()) < 0:
-        raise InputError(f"Example number {int(found.min())} is negative: ids count from 0 in the data set's order.")
+        raise InputError(
+            f"Example number {int(found.min())} is negative: ids count from 0 in the data set's order.",
+            code="id-negative",
+        )
     return found
 
 
@@ -75,13 +86,15 @@ def size(dataset: Dataset) -> int:
     """How many examples a data set holds."""
     if isinstance(dataset, IterableDataset):
         raise InputError(
-            f"{type(dataset).__name__} is an IterableDataset, whose examples have no numbers: use a map-style Dataset."
+            f"{type(dataset).__name__} is an IterableDataset, whose examples have no numbers: use a map-style Dataset.",
+            code="examples-without-numbers",
         )
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError:
         raise InputError(
-            f"{type(dataset).__name__} has no length, so its examples have no numbers: use a map-style Dataset."
+            f"{type(dataset).__name__} has no length, so its examples have no numbers: use a map-style Dataset.",
+            code="examples-without-numbers",
         ) from None
 
 

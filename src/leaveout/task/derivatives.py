@@ -300,7 +300,8 @@ def _form(task: Task, form: Form | None) -> Form:
 def no_form(reason: str) -> UnsupportedError:
     """The refusal of a method that needs a second derivative which no form gives."""
     return UnsupportedError(
-        f"The derivative of this task's gradient cannot be computed: {reason}. TracIn() and Replay() need none."
+        f"The derivative of this task's gradient cannot be computed: {reason}. TracIn() and Replay() need none.",
+        code="derivative-not-available",
     )
 
 

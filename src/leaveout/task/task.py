@@ -68,9 +68,9 @@ class Task:
         check: bool = True,
     ) -> None:
         if batches.size(train_set) == 0:
-            raise InputError("The training set is empty: give one with at least one example.")
+            raise InputError("The training set is empty: give one with at least one example.", code="train-set-empty")
         if not _is_strength(l2):
-            raise InputError(f"l2={l2!r} must be a finite number, 0 or more.")
+            raise InputError(f"l2={l2!r} must be a finite number, 0 or more.", code="l2-out-of-range")
         self.model = model
         self.train_set = train_set
         self.l2 = l2
@@ -115,7 +115,8 @@ class Task:
         if unknown or not patterns:
             raise InputError(
                 f"layers={layers!r} names no trained parameter{f' by {unknown[0]!r}' if unknown else ''}: use names or "
-                f"patterns such as 'head.*'; there are {', '.join(self.names)}."
+                f"patterns such as 'head.*'; there are {', '.join(self.names)}.",
+                code="layers-match-nothing",
             )
         task = self.untraced()
         task.chosen = tuple(name for name in self.names if any(fnmatchcase(name, p) for p in patterns))
@@ -230,7 +231,8 @@ class Task:
         if not self.abilities.slope:
             raise UnsupportedError(
                 "The gradient of this task's loss is not the loss's derivative, which scores are made of: "
-                f"{self.abilities.reason}. Use Replay()."
+                f"{self.abilities.reason}. Use Replay().",
+                code="gradient-not-a-derivative",
             )
         return Unstopped() if self.abilities.stops else nullcontext()
 
@@ -250,7 +252,10 @@ def _is_strength(value: Any) -> bool:
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        raise UnsupportedError("This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems))
+        raise UnsupportedError(
+            "This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems),
+            code="task-not-supported",
+        )
 
 
 def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
@@ -280,7 +285,8 @@ def default_forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
             return model(**{key: value for key, value in batch.items() if key != keys[0]}), batch[keys[0]]
     raise InputError(
         "A batch must be (inputs..., targets) or a dict with exactly one of the keys "
-        f"{', '.join(TARGET_KEYS)}; for anything else give forward=lambda model, batch: (outputs, targets)."
+        f"{', '.join(TARGET_KEYS)}; for anything else give forward=lambda model, batch: (outputs, targets).",
+        code="batch-not-understood",
     )
 
 
@@ -291,13 +297,15 @@ def per_example(loss: nn.Module | Loss) -> Loss:
     if loss.reduction == "sum" or (isinstance(loss, nn.KLDivLoss) and loss.reduction == "batchmean"):
         raise UnsupportedError(
             f"{type(loss).__name__}(reduction={loss.reduction!r}) is not the mean over the batch's elements: "
-            "train with reduction='mean', or give a callable that returns one loss per example and train on its mean."
+            "train with reduction='mean', or give a callable that returns one loss per example and train on its mean.",
+            code="loss-not-a-mean",
         )
     weighted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
     if weighted and loss.reduction != "none":  # with 'none' the training loop takes the mean itself
         raise UnsupportedError(
             f"{type(loss).__name__}(weight=...) divides by the batch's summed class weights, so an example's part "
-            "depends on its neighbours: give a callable with reduction='none' and train on its mean."
+            "depends on its neighbours: give a callable with reduction='none' and train on its mean.",
+            code="loss-not-a-mean",
         )
     single = copy.copy(loss)
     single.reduction = "none"

@@ -106,17 +106,20 @@ def leave_out(size: int, ids: Sequence[int] | Tensor | None = None, groups: Grou
         chosen = _checked(ids, size, "ids")
         if len(set(chosen)) < len(chosen):
             repeated = next(i for i in chosen if chosen.count(i) > 1)
-            raise InputError(f"Example {repeated} is named twice in ids: name each example once.")
+            raise InputError(f"Example {repeated} is named twice in ids: name each example once.", code="ids-repeated")
         return rows_of(tuple(chosen), [[i] for i in chosen])
     if ids is not None:
-        raise InputError("Both ids and groups were given: give one of them.")
+        raise InputError("Both ids and groups were given: give one of them.", code="ids-given-twice")
     items = list(groups.items() if isinstance(groups, Mapping) else enumerate(_listed(groups, "groups")))
     if not items:
-        raise InputError("groups is empty: give at least one group of example numbers.")
+        raise InputError("groups is empty: give at least one group of example numbers.", code="groups-empty")
     named: dict[str, list[int]] = {}  # names are strings; numbers are single examples
     for name, group in items:
         if str(name) in named:
-            raise InputError(f"Two groups have the name {str(name)!r}: give each group a name of its own.")
+            raise InputError(
+                f"Two groups have the name {str(name)!r}: give each group a name of its own.",
+                code="group-names-repeated",
+            )
         named[str(name)] = sorted(set(_checked(group, size, f"group {str(name)!r}")))
     return rows_of(tuple(named), list(named.values()))
 
@@ -134,15 +137,17 @@ def _checked(ids: Any, size: int, what: str) -> list[int]:
         number = _whole(given)
         if number is None:
             raise InputError(
-                f"{what} holds {given!r}: name its members by example numbers (of a mask, those where it is true)."
+                f"{what} holds {given!r}: give example numbers (for a mask, the positions where it is true).",
+                code="id-not-a-number",
             )
         if not 0 <= number < size:
             raise InputError(
-                f"Example {number} in {what} does not exist: the training set has numbers 0 to {size - 1}."
+                f"Example {number} in {what} does not exist: the training set has numbers 0 to {size - 1}.",
+                code="id-out-of-range",
             )
         found.append(number)
     if not found:
-        raise InputError(f"{what} is empty: name at least one example.")
+        raise InputError(f"{what} is empty: name at least one example.", code="ids-empty")
     return found
 
 
@@ -150,7 +155,7 @@ def _listed(given: Any, what: str) -> list[Any]:
     try:
         return list(given)
     except TypeError:
-        raise InputError(f"{what} is {given!r}, not a list: give a list, like [0, 3].") from None
+        raise InputError(f"{what} is {given!r}, not a list: give a list, like [0, 3].", code="list-expected") from None
 
 
 def _whole(given: Any) -> int | None:

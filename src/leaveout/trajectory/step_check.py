@@ -57,7 +57,8 @@ class StepCheck:
             used = gradient(self._task, recorded.params, recorded.batch)
             raise MismatchError(
                 f"Step {recorded.record.index} does not follow from its batch and this task: computed again it ends "
-                f"with {words} from what was recorded. {diagnosis(self._rule, recorded, used)}"
+                f"with {words} from what was recorded. {diagnosis(self._rule, recorded, used)}",
+                code="step-does-not-follow",
             )
 
     def arrival(self, recorded: RecordedStep, predicted: State, travelled: float) -> None:
@@ -75,7 +76,8 @@ class StepCheck:
             raise MismatchError(
                 f"Step {recorded.record.index} does not follow from its batch and this task, or one of the steps since "
                 f"the last state that was kept: computed again from there, they end with {words} from what was "
-                f"recorded. {REMEDY} A run that keeps all states, keep='all', tells which step it is and why."
+                f"recorded. {REMEDY} A run that keeps all states, keep='all', tells which step it is and why.",
+                code="step-does-not-follow",
             )
 
     def way(self, recorded: RecordedStep, predicted: State, travelled: float) -> float | None:
@@ -113,7 +115,8 @@ class StepCheck:
             raise MismatchError(
                 f"Step {recorded.record.index} follows from its batch's gradient, but the examples' derivatives along "
                 f"the query vector do not add up to that gradient (by {missed / max(length, 1e-300):.2g} step lengths):"
-                " the model or the loss stops gradients somewhere or has a wrong derivative; score with Replay()."
+                " the model or the loss stops gradients somewhere or has a wrong derivative; score with Replay().",
+                code="derivatives-do-not-add-up",
             )
 
     def _taken(self, recorded: RecordedStep, params: Params) -> State:
@@ -161,7 +164,8 @@ def _misses(recorded: RecordedStep, predicted: State, lengths: Lengths, times: i
         if missed[slot] != missed[slot]:
             raise MismatchError(
                 f"Step {recorded.record.index} gives NaN when it is computed again: look at the losses of its batch's "
-                f"examples {recorded.record.ids.tolist()[:8]}."
+                f"examples {recorded.record.ids.tolist()[:8]}.",
+                code="step-recomputed-nan",
             )
     tolerated = {slot: 1 if slot == PARAM else times for slot in missed}
     return {s: m for s, m in missed.items() if m > 0 and m > tolerated[s] * _allowed(recorded, s, lengths[s])}

@@ -147,19 +147,23 @@ class Trajectory:
         if max(ids) >= self.task.size:
             raise MismatchError(
                 f"Step {index} used example {max(ids)}, but the training set has only {self.task.size}: give the data "
-                "set that was trained on."
+                "set that was trained on.",
+                code="train-size-differs",
             )
         batch = self.task.read(ids)
         rows = {len(leaf) for leaf in batches.leaves(batch)}
         if rows != {len(ids)}:
             raise MismatchError(
                 f"The batch of step {index} has {len(ids)} examples, but {sorted(rows)} rows: give a collate function "
-                "that returns a row for each example."
+                "that returns a row for each example.",
+                code="rows-differ",
             )
         if record.fingerprint:
             found = batches.difference(record.fingerprint, batch, lambda: self.task.read(ids))
             if found:
-                raise MismatchError(f"The batch of step {index} is not the one that was trained on: {found}.")
+                raise MismatchError(
+                    f"The batch of step {index} is not the one that was trained on: {found}.", code="batch-differs"
+                )
         return batch
 
     def _recorded_step(self, index: int, before: State, after: State) -> RecordedStep:
@@ -179,5 +183,6 @@ def _check_size(run: Run, task: Task) -> None:
     if run.manifest.train_size not in (None, task.size):
         raise MismatchError(
             f"The run was trained on {run.manifest.train_size} examples and the task's training set "
-            f"has {task.size}: give the data set that was trained on."
+            f"has {task.size}: give the data set that was trained on.",
+            code="train-size-differs",
         )

@@ -68,7 +68,8 @@ def found(name: str) -> bool:
 def _known(name: str) -> _Source:
     if name not in _SOURCES:
         raise InputError(
-            f"there is no data set {name!r}{closest(name, _SOURCES)}; choose one of {', '.join(_SOURCES)}."
+            f"there is no data set {name!r}{closest(name, _SOURCES)}; choose one of {', '.join(_SOURCES)}.",
+            code="data-unknown",
         )
     return _SOURCES[name]
 

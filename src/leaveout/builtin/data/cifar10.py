@@ -40,7 +40,9 @@ def _archived(path: Path) -> list[bytes]:
     found = {name.name: content for name, content in members(path) if name.name in _BATCHES}
     missing = sorted(_BATCHES.keys() - found.keys())
     if missing:
-        raise InputError(f"{path} lacks {', '.join(missing)}: replace it by the original or delete it.")
+        raise InputError(
+            f"{path} lacks {', '.join(missing)}: replace it with the original, or delete it.", code="data-incomplete"
+        )
     return [checked(found[name], sha256, path / name) for name, sha256 in _BATCHES.items()]
 
 

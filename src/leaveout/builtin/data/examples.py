@@ -74,7 +74,8 @@ def split(
     if not (is_whole(n_train, 1) and is_whole(n_val, 1)) or n_train + n_val > n:
         raise InputError(
             f"n_train={n_train} and n_val={n_val} must be whole numbers of at least 1 and together at most {n}, the "
-            "rows there are."
+            "rows there are.",
+            code="split-too-large",
         )
     state = check_seed(seed, 0, 2**32 - 1)
     train, val = train_test_split(np.arange(n), train_size=n_train, test_size=n_val, random_state=state)

@@ -36,7 +36,10 @@ def roots() -> list[Path]:
     """The directories that are searched, first one first."""
     named = os.environ.get("LEAVEOUT_DATA")
     if named and not Path(named).is_dir():
-        raise InputError(f"LEAVEOUT_DATA names {named}, which is not a directory; create it or unset the variable.")
+        raise InputError(
+            f"LEAVEOUT_DATA names {named}, which is not a directory; create it or unset the variable.",
+            code="data-directory-missing",
+        )
     return ([Path(named)] if named else []) + [Path(pooch.os_cache("leaveout"))]
 
 
@@ -62,7 +65,8 @@ def download(remote: Remote) -> Path:
         reason = f"has a wrong checksum as {remote.url} serves it"
     raise InputError(
         f"{remote.name} was not found and {reason}: put it into {roots()[0] / remote.folder}, "
-        f"or set LEAVEOUT_DATA to a directory that has it as {remote.folder}/{remote.name}."
+        f"or set LEAVEOUT_DATA to a directory that has it as {remote.folder}/{remote.name}.",
+        code="data-not-found",
     )
 
 
@@ -71,7 +75,9 @@ def read(path: Path) -> bytes:
     try:
         return _DECOMPRESS.get(path.suffix, bytes)(path.read_bytes())
     except _DAMAGED as error:
-        raise InputError(f"{path} cannot be read ({error}): replace it by the original or delete it.") from error
+        raise InputError(
+            f"{path} cannot be read ({error}): replace it with the original, or delete it.", code="data-unreadable"
+        ) from error
 
 
 def members(path: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
@@ -83,13 +89,18 @@ def members(path: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
                 if file is not None:
                     yield PurePosixPath(member.name), file.read()
     except _DAMAGED as error:
-        raise InputError(f"{path} cannot be read ({error}): replace it by the original or delete it.") from error
+        raise InputError(
+            f"{path} cannot be read ({error}): replace it with the original, or delete it.", code="data-unreadable"
+        ) from error
 
 
 def checked(content: bytes, sha256: str, path: Path) -> bytes:
     """The content, if it is the original's."""
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise InputError(f"{path} differs from the original (sha256): replace it by the original or delete it.")
+        raise InputError(
+            f"{path} differs from the original (sha256): replace it with the original, or delete it.",
+            code="data-changed",
+        )
     return content
 
 

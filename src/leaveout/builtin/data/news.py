@@ -37,7 +37,8 @@ def _messages() -> dict[tuple[int, int, str], bytes]:
     if hashlib.sha256(b"".join(messages.values())).hexdigest() != _SHA256:
         raise InputError(
             f"{path} does not hold the original messages of {' and '.join(_GROUPS)}: "
-            "replace it by the original or delete it."
+            "replace it with the original, or delete it.",
+            code="data-changed",
         )
     return messages
 

@@ -24,7 +24,7 @@ class Noisy:
 def gaussian(examples: Examples, sigma: float, seed: int = 0) -> Noisy:
     """Makes x + N(0, σ²) of every feature, in the unit of the features as they were loaded."""
     if not 0 <= sigma < float("inf"):
-        raise InputError(f"sigma={sigma} must be a finite number, 0 or more.")
+        raise InputError(f"sigma={sigma} must be a finite number, 0 or more.", code="sigma-out-of-range")
     x = examples.x
     return _with_x(examples, x + sigma * torch.randn(x.shape, generator=_generator(seed), dtype=x.dtype))
 
@@ -43,7 +43,7 @@ def flip(examples: Examples, fraction: float, seed: int = 0) -> Noisy:
     y, generator = examples.y, _generator(seed)
     classes, codes = y.unique(return_inverse=True)
     if len(classes) < 2:
-        raise InputError("labels can only be flipped where at least two classes occur.")
+        raise InputError("labels can only be flipped where at least two classes occur.", code="one-class-only")
     rows = torch.randperm(len(y), generator=generator)[: _count(fraction, len(y))]
     shift = torch.randint(1, len(classes), (len(rows),), generator=generator)
     flipped = y.clone()
@@ -57,7 +57,7 @@ def _generator(seed: int) -> torch.Generator:
 
 def _count(fraction: float, n: int) -> int:
     if not 0 <= fraction <= 1:
-        raise InputError(f"fraction={fraction} must lie between 0 and 1.")
+        raise InputError(f"fraction={fraction} must lie between 0 and 1.", code="fraction-out-of-range")
     return round(fraction * n)
 
 

@@ -28,7 +28,9 @@ def check_extras() -> None:
     """Says what to install before hours of work, not after them."""
     missing = [name for name in ("matplotlib", "plotly", "pyarrow") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UnsupportedError(f"{' and '.join(missing)} cannot be imported: pip install -e '.[paper]'.")
+        raise UnsupportedError(
+            f"{' and '.join(missing)} cannot be imported: pip install -e '.[paper]'.", code="paper-extra-missing"
+        )
 
 
 def write(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = False) -> Path:

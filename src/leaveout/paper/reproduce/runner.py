@@ -42,10 +42,12 @@ def compute(
         resources: whether to show progress, and the engine that cells are computed by.
     """
     if seeds is not None and seeds < 1:
-        raise InputError(f"seeds={seeds} leaves nothing to do: give at least 1.")
+        raise InputError(f"seeds={seeds} leaves nothing to do: give at least 1.", code="seeds-not-a-count")
     first, parts = part
     if not 1 <= first <= parts:
-        raise InputError(f"part {first}/{parts} does not exist: write 1/{parts} to {parts}/{parts}.")
+        raise InputError(
+            f"part {first}/{parts} does not exist: write 1/{parts} to {parts}/{parts}.", code="part-does-not-exist"
+        )
     cells = spec.cells(seeds or spec.seeds, quick)[first - 1 :: parts]
     folder = folder_of(spec, out, quick=quick) / "cells"
     check_writable(folder / "cell")
@@ -80,7 +82,10 @@ def finished(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = F
                 for row in told["rows"]
             ]
     if not rows:
-        raise RunError(f"{folder} holds no finished cell of {spec.name!r}: run leaveout reproduce {spec.name} first.")
+        raise RunError(
+            f"{folder} holds no finished cell of {spec.name!r}: run leaveout reproduce {spec.name} first.",
+            code="cells-missing",
+        )
     return pd.DataFrame(rows)
 
 
@@ -91,7 +96,9 @@ def _read(file: Path, settings: Settings) -> Row:
             raise ValueError("its settings are not those that its name stands for")
         return {"seconds": float(told["seconds"]), "rows": list(told["rows"])}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{file} cannot be read ({error}): delete it, and the cell is computed again.") from None
+        raise RunError(
+            f"{file} cannot be read ({error}): delete it, and the cell is computed again.", code="cell-unreadable"
+        ) from None
 
 
 def _plain(row: Row) -> Row:
