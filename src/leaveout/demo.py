@@ -38,7 +38,7 @@ class Demo:
 
 
 def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Resources | None = None) -> Demo:
-    """Trains a small network on digits with a tenth of the labels flipped, and asks who did the harm.
+    """Train a small network on digits with a tenth of the labels flipped, and asks who did the harm.
 
     The run goes to the new directory ``out``, with its config, scores, checks, cleansing curve and report beside it.
     """

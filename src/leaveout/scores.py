@@ -71,7 +71,7 @@ class Scores(Comparable):
 
     @property
     def all_exact(self) -> bool:
-        """Whether every row is an exact replay, and nothing is estimated."""
+        """Say whether every row is an exact replay, and nothing is estimated."""
         return self.exact is not None and bool(self.exact.all())
 
     def mean(self) -> Float[Tensor, " train"]:
@@ -126,7 +126,7 @@ class Scores(Comparable):
         return self.values[:, self.query_ids.index(query)]
 
     def check_same_queries(self, other: Scores) -> None:
-        """Refuses to compare scores of different queries."""
+        """Refuse to compare scores of different queries."""
         prints = {self.query_fingerprint, other.query_fingerprint} - {None}
         if self.query_ids != other.query_ids or len(prints) > 1:
             raise InputError(
@@ -135,7 +135,7 @@ class Scores(Comparable):
             )
 
     def check_same_run(self, run: Run) -> None:
-        """Refuses scores of another run."""
+        """Refuse scores of another run."""
         if self.run_fingerprint not in (None, run.fingerprint):
             raise InputError(
                 f"These scores by {self.method} are of another run than {run}: give the run they are of.",
@@ -168,7 +168,7 @@ class Scores(Comparable):
         )
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes the scores to one safetensors file, whole or not at all."""
+        """Write the scores to one safetensors file, whole or not at all."""
         path = free(path, overwrite=overwrite)
         told = {
             "method": self.method,
@@ -190,7 +190,7 @@ class Scores(Comparable):
 
     @classmethod
     def load(cls, path: str | Path) -> Scores:
-        """Reads what ``save`` wrote."""
+        """Read what ``save`` wrote."""
         try:
             tensors, told = read_sealed(Path(path))
             if told["method"] == "Replay":  # version 0.1 did not mark replays as exact

@@ -35,6 +35,6 @@ def kept_memory() -> Iterator[None]:
 
 
 def returned() -> None:
-    """Gives freed memory back to the system now: what lies between blocks in use as well."""
+    """Give freed memory back to the system now: what lies between blocks in use as well."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -105,7 +105,7 @@ def save_text(file: Path, text: str) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Says before the work that its result could not be written, not after it; makes the directories above it."""
+    """Say before the work that its result could not be written, not after it; makes the directories above it."""
     with _told(file):
         if file.is_dir():
             raise IsADirectoryError("it is a directory")
@@ -235,13 +235,13 @@ class Lock:
         _HELD.add(self)
 
     def release(self) -> None:
-        """Lets another writer in."""
+        """Let another writer in."""
         if self._close.alive:
             self._file.unlink(missing_ok=True)  # before it is let go: afterwards it could be another's
             self._close()
 
     def forget(self) -> None:
-        """Lets go without a word, in a child process: the lock is its parent's."""
+        """Let go without a word, in a child process: the lock is its parent's."""
         self._close()
 
 
@@ -287,7 +287,7 @@ def _locked(file: Path) -> int:
 
 
 def has_writer(folder: Path) -> bool:
-    """Whether somebody is writing into a directory."""
+    """Say whether somebody is writing into a directory."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -302,12 +302,12 @@ def has_writer(folder: Path) -> bool:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error says that the disk, or one's share of it, takes no more."""
+    """Say whether an error says that the disk, or one's share of it, takes no more."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _is_still(file: Path, descriptor: int) -> bool:
-    """Whether the last writer did not take its lock file away between opening and locking."""
+    """Say whether the last writer did not take its lock file away between opening and locking."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.lstat())
     except FileNotFoundError:

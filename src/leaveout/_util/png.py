@@ -14,7 +14,7 @@ COLOURS = {2: 0, 3: 2, 4: 6}
 
 
 def is_picture(array: np.ndarray) -> bool:
-    """Whether an array has the shape of an image: H x W, 1|3 x H x W, or H x W x 3|4.
+    """Say whether an array has the shape of an image: H x W, 1|3 x H x W, or H x W x 3|4.
 
     >>> [is_picture(np.zeros(shape)) for shape in ((8, 8), (3, 32, 32), (16, 16, 3), (64,), (2, 5), (7, 8, 8))]
     [True, True, True, False, False, False]

@@ -143,7 +143,7 @@ def _problems(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read(path: str | Path) -> Config:
-    """Reads a config from a TOML file."""
+    """Read a config from a TOML file."""
     path = Path(path)
     try:
         if plain(path).stat().st_size > MOST_BYTES:
@@ -181,7 +181,7 @@ def prepare(config: Config) -> Subject:
 
 
 def run_config(config: Config, out: Path, resources: Resources | None = None) -> tuple[Run, Subject]:
-    """Trains and records what a config describes; the config lies beside the run from the first step on.
+    """Train and records what a config describes; the config lies beside the run from the first step on.
 
     A run of the same config that was cut short is gone on with.
     """
@@ -195,7 +195,7 @@ def run_config(config: Config, out: Path, resources: Resources | None = None) ->
 
 
 def _leave(config: Config, out: Path) -> bool:
-    """Writes the config into the new directory; says whether a run that it describes was cut short there.
+    """Write the config into the new directory; says whether a run that it describes was cut short there.
 
     As the directory's one writer: of two trainings at once, the second finds the config of the first.
     """

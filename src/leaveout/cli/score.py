@@ -141,7 +141,7 @@ def _read_groups(file: Path) -> Groups:
         return raw
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
-            f'{file} does not hold groups ({error}): write JSON with ids by name, like {{"ann": [0, 3], "bob": [1, 2]}}.',
+            f'{file} does not hold groups ({error}): write JSON like {{"ann": [0, 3], "bob": [1, 2]}}.',
             code="groups-file-unreadable",
         ) from None
 

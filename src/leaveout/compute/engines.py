@@ -37,10 +37,10 @@ class Engine(ABC):
     """Something that calls a function on every item."""
 
     elsewhere = True
-    """Whether the function runs in other processes than this one."""
+    """Say whether the function runs in other processes than this one."""
 
     same_disk = True
-    """Whether these processes see this machine's files."""
+    """Say whether these processes see this machine's files."""
 
     @abstractmethod
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
@@ -66,7 +66,7 @@ class Local(Engine):
 
     @property
     def elsewhere(self) -> bool:  # type: ignore[override]
-        """Whether the function runs in other processes than this one."""
+        """Say whether the function runs in other processes than this one."""
         return self.processes > 1
 
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:

@@ -109,7 +109,7 @@ class Resources:
         return self if self.memory == "auto" else replace(self, memory=max(1, self.bytes // parts))
 
     def check(self, least: int, what: str) -> None:
-        """Refuses a budget that is smaller than the least that the work needs."""
+        """Refuse a budget that is smaller than the least that the work needs."""
         if self.memory != "auto" and self.bytes < least:
             raise InputError(
                 f"memory={self.memory!r} is too little: {what} at a time needs at least {least} bytes "
@@ -119,12 +119,12 @@ class Resources:
 
     @property
     def whole(self) -> bool:
-        """Whether work is done in one piece here, as far as memory holds it."""
+        """Say whether work is done in one piece here, as far as memory holds it."""
         return self.shard is None and self.work is None and not self.elsewhere
 
     @property
     def elsewhere(self) -> bool:
-        """Whether work is done in other processes."""
+        """Say whether work is done in other processes."""
         return self._engine.elsewhere
 
     @property
@@ -133,7 +133,7 @@ class Resources:
 
     @property
     def same_disk(self) -> bool:
-        """Whether those who work see this machine's files."""
+        """Say whether those who work see this machine's files."""
         return self._engine.same_disk
 
     def shard_size(self, bytes_each: int, count: int, most: int = ROWS) -> int:

@@ -67,7 +67,7 @@ class Choice:
             )
         if self.project is not None and self.project < 1:
             raise InputError(
-                f"project={self.project} is not a width: give the number of values to keep of each gradient, at least 1.",
+                f"project={self.project} is not a width: give the number of values kept of each gradient.",
                 code="project-not-a-width",
             )
         if self.project is not None and self.transport not in (None, "exact"):

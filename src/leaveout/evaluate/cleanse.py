@@ -100,7 +100,7 @@ class Curve(Comparable):
         return "\n".join(lines)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes the curve to one JSON file, whole or not at all."""
+        """Write the curve to one JSON file, whole or not at all."""
         path = free(path, overwrite=overwrite)
         columns = {name: [or_null(value) for value in self.table[name].tolist()] for name in COLUMNS}
         told = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
@@ -109,7 +109,7 @@ class Curve(Comparable):
         return path
 
     def check_same_run(self, run: Run) -> None:
-        """Refuses to speak of another run than the one that was trained again."""
+        """Refuse to speak of another run than the one that was trained again."""
         if self.run_fingerprint not in (None, run.fingerprint):
             raise InputError(
                 f"The cleansing curve is of another run than {run}: give that of this run.", code="curve-of-another-run"
@@ -117,7 +117,7 @@ class Curve(Comparable):
 
     @classmethod
     def load(cls, path: str | Path) -> Curve:
-        """Reads what ``save`` wrote."""
+        """Read what ``save`` wrote."""
         try:
             told = read_json(Path(path))
             table = pd.DataFrame({name: told["table"][name] for name in COLUMNS})
@@ -281,7 +281,7 @@ class Again:
 
 
 def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cost) -> list[dict[str, Any]]:
-    """Trains once for each choice, and once with everything; side by side as memory and the engine allow."""
+    """Train once for each choice, and once with everything; side by side as memory and the engine allow."""
     resources.check(2 * budget.replay_bytes(again.trajectory), "one training beside that with every example")
     left_out = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
     parts = list(left_out.chunks(resources.shard_size(budget.replay_bytes(again.trajectory), len(left_out))))

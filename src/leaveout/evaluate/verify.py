@@ -62,7 +62,7 @@ class Check(Comparable):
         return self.sentence
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes the check to one JSON file, whole or not at all."""
+        """Write the check to one JSON file, whole or not at all."""
         path = free(path, overwrite=overwrite)
         told = {
             "method": self.method,
@@ -78,7 +78,7 @@ class Check(Comparable):
         return path
 
     def check_same_run(self, run: Run) -> None:
-        """Refuses to speak of another run than the one that was replayed."""
+        """Refuse to speak of another run than the one that was replayed."""
         if self.run_fingerprint not in (None, run.fingerprint):
             raise InputError(
                 f"The check of {self.method} is of another run than {run}: verify the scores of this run.",
@@ -105,7 +105,7 @@ class Check(Comparable):
 
     @classmethod
     def load(cls, path: str | Path) -> Check:
-        """Reads what ``save`` wrote."""
+        """Read what ``save`` wrote."""
         try:
             told = read_json(Path(path))
             rows = told["table"]
@@ -143,7 +143,7 @@ def verify(
     seed: int = 0,
     resources: Resources | None = None,
 ) -> Check:
-    """Replays the run exactly without the most extreme examples, and without a random sample of the rest.
+    """Replay the run exactly without the most extreme examples, and without a random sample of the rest.
 
     Half of the replays go to each. Scores for several queries are compared by their mean over the queries.
 

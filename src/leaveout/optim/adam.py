@@ -42,7 +42,7 @@ class Adam(Definition):
 
 
 def decoupled(optimizer: object) -> bool:
-    """Whether an Adam is torch's AdamW, which is its Adam with this flag."""
+    """Say whether an Adam is torch's AdamW, which is its Adam with this flag."""
     return isinstance(optimizer, torch.optim.Optimizer) and all(
         group.get("decoupled_weight_decay", False) for group in optimizer.param_groups
     )

@@ -55,14 +55,14 @@ class Definition:
     """Further slots, each with the setting of a group that calls for it."""
 
     linear: ClassVar[bool] = False
-    """Whether the step is linear in (state, gradient) together, so that it is its own derivative."""
+    """Say whether the step is linear in (state, gradient) together, so that it is its own derivative."""
 
     stacking: ClassVar[Literal["elementwise", "vmap", "loop"]] = "elementwise"
     """How a stack of models steps: by the same operations, by ``vmap``, or one model after the other (where ``vmap``
     would round differently)."""
 
     adam_moments: ClassVar[bool] = False
-    """Whether m̂/(√v̂ + ε) of ``exp_avg`` and ``exp_avg_sq`` is the direction of its step."""
+    """Say whether m̂/(√v̂ + ε) of ``exp_avg`` and ``exp_avg_sq`` is the direction of its step."""
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
         """O(s, g) for one parameter: its slots after the step."""
@@ -101,7 +101,7 @@ class Definition:
     # How a live optimizer is read.
 
     def describes(self, optimizer: object) -> bool:
-        """Whether this is the optimizer's definition; subclasses that keep torch's step are the same optimizer."""
+        """Say whether this is the optimizer's definition; subclasses that keep torch's step are the same optimizer."""
         return self.torch_class is not None and is_plain(optimizer, self.torch_class)
 
     def problems(self, groups: Sequence[Group]) -> list[str]:  # noqa: ARG002 - for subclasses
@@ -131,7 +131,7 @@ class Definition:
 
 
 def is_plain(optimizer: object, torch_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether an optimizer takes that class's own step."""
+    """Say whether an optimizer takes that class's own step."""
     if not isinstance(optimizer, torch_class):
         return False
     # torch wraps the step of a class when the first instance is made.

@@ -53,7 +53,7 @@ class Rule:
 
     @property
     def linear(self) -> bool:
-        """Whether the step is linear in (state, gradient) together, so that it is its own derivative."""
+        """Say whether the step is linear in (state, gradient) together, so that it is its own derivative."""
         return self.definition.linear
 
     def restricted(self, names: Sequence[str]) -> Rule:

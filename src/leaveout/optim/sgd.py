@@ -74,7 +74,7 @@ class SGD(Definition):
         return old, descent(along, hyper)
 
     def counts(self, number: int, group: Group, states: Sequence[Mapping[str, Any]]) -> Hyper:  # noqa: ARG002
-        """Whether the momentum buffers exist already: all of a group's, or none."""
+        """Say whether the momentum buffers exist already: all of a group's, or none."""
         started = {state.get("momentum_buffer") is not None for state in states}
         if len(started) > 1:
             raise UnsupportedError(

@@ -23,7 +23,7 @@ class Keep:
         self._next = 1
 
     def wants(self, index: int) -> bool:
-        """Whether the state before step ``index`` is kept."""
+        """Say whether the state before step ``index`` is kept."""
         if isinstance(self._keep, int):
             return index % self._keep == 0
         return self._keep == "all" or index >= self._next

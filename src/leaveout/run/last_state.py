@@ -57,7 +57,7 @@ class LastState:
             self._state = self._copied()
 
     def changed(self) -> bool:
-        """Whether the parameters were written to since the last step, and are not as they were."""
+        """Say whether the parameters were written to since the last step, and are not as they were."""
         return self._versions not in (None, self._counted()) and not torch.equal(self.total(), self._total)
 
     def final(self) -> State | None:
@@ -72,7 +72,7 @@ class LastState:
         return self._copied()
 
     def release(self) -> None:
-        """Lets go of model and optimizer."""
+        """Let go of model and optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -98,7 +98,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def cut_short(path: Path) -> bool:
-    """Whether a directory holds a run that is not finished."""
+    """Say whether a directory holds a run that is not finished."""
     return (path / MANIFEST).exists() and not read_manifest(path).finished
 
 
@@ -125,7 +125,7 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
 
 
 def check_config(path: Path) -> None:
-    """Refuses a config that is not the one that the run was made with; runs without one are well."""
+    """Refuse a config that is not the one that the run was made with; runs without one are well."""
     file, expected = path / CONFIG, read_manifest(path).config_crc32
     try:
         if expected is not None and file.exists() and checksum(plain(file)) != expected:

@@ -19,7 +19,7 @@ NEAR = 0.5
 
 
 def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor]) -> None:
-    """Refuses a model whose trained parameters or frozen values are not those of the run, saying what differs."""
+    """Refuse a model whose trained parameters or frozen values are not those of the run, saying what differs."""
     shapes = {name: list(param.shape) for name, param in params.items()}
     if set(shapes) != set(manifest.shapes):
         name = sorted(set(shapes) ^ set(manifest.shapes))[0]
@@ -58,7 +58,7 @@ def constants_of(model: nn.Module, rule: Rule) -> dict[str, int]:
 
 
 def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) -> None:
-    """Says that a model holds trained weights which are not the ones that are scored: an average, a best checkpoint.
+    """Say that a model holds trained weights which are not the ones that are scored: an average, a best checkpoint.
 
     A model that was built anew, or that the run left at its beginning or its end, is the usual case. So weights count
     as trained only if they are one of the run's states, or nearer to its end than half of the way from its beginning.

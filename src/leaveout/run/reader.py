@@ -50,7 +50,7 @@ class Run:
     """
 
     as_recorded = True
-    """Whether the states are those of the training to the last digit."""
+    """Say whether the states are those of the training to the last digit."""
 
     def __init__(self, path: Path, manifest: Manifest, *, interpolate: bool = False, steps: int | None = None) -> None:
         self.path = path
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def exact(self) -> bool:
-        """Whether each state follows from the one before it, so that it can be checked."""
+        """Say whether each state follows from the one before it, so that it can be checked."""
         return self.as_recorded and not self.interpolate
 
     def head(self, steps: int) -> Run:
@@ -229,7 +229,7 @@ class Run:
         return shard
 
     def _hold_against(self, file: Path, crc32: int) -> None:
-        """Reads a file through and compares its checksum, unless that was done and the file is still the same one."""
+        """Read a file through and compares its checksum, unless that was done and the file is still the same one."""
         try:
             told = file.stat()
             seen = (told.st_ino, told.st_size, told.st_mtime_ns)
@@ -310,7 +310,7 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
 
 
 def check_run(path: str | Path) -> list[str]:
-    """Reads every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
+    """Read every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
 
     A run that was cut short is well; files that were not written by a recorder are named. One that is being recorded is
     well too: its newest shard is there a moment before the manifest names it.

@@ -148,7 +148,7 @@ class Recorder:
                 self._pending.clear()
 
     def step(self, ids: Sequence[int] | Tensor, batch: Any = None, *, epoch: int = 0) -> None:
-        """Says which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
+        """Say which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
 
         The gradient must be that of the mean loss over exactly these examples; an accumulated one is, if every
         micro-batch's ids are given here together and the losses were averaged over all of them.
@@ -164,7 +164,7 @@ class Recorder:
         self._pending.append((found, [] if batch is None else batches.fingerprint(batch), batch))
 
     def finish(self) -> Run:
-        """Writes what is left, lets go of the optimizer, and returns the run."""
+        """Write what is left, lets go of the optimizer, and returns the run."""
         recording = bool(self._hooks)
         self._release()
         if self._cut:
@@ -196,7 +196,7 @@ class Recorder:
         self._close(complete=not self._cut and self._steps > 0)
 
     def _go_on(self) -> None:
-        """Puts everything back to where a run was cut short."""
+        """Put everything back to where a run was cut short."""
         run = self._writer.before
         if run is None:
             return
@@ -240,8 +240,8 @@ class Recorder:
         self._full = True
         there = "nothing is on disk yet" if self._steps == 0 else "open_run(path, partial=True) reads what is on disk"
         told = (
-            f"The run in {self._writer.path} could not be written further ({error}): {there}; make room and continue it with "
-            "resume=True"
+            f"The run in {self._writer.path} could not be written further ({error}): {there}; make room and "
+            "continue it with resume=True"
         )
         if self._stop_when_full:
             self._cut = True
@@ -285,8 +285,8 @@ class Recorder:
             )
         if not self._pending:
             raise RunError(
-                f"{where}, it is not known which batch this is: draw batches from recorder.watch(loader), or call recorder.step(ids) "
-                "before each optimizer.step().",
+                f"{where}, it is not known which batch this is: draw batches from recorder.watch(loader), "
+                "or call recorder.step(ids) before each optimizer.step().",
                 code="batch-missing",
             )
         if len(self._pending) > 1:
@@ -312,7 +312,7 @@ class Recorder:
                 self._give_up(error)
 
     def _check_model(self, where: str) -> None:
-        """Refuses a step of a model that is not as the recording needs it."""
+        """Refuse a step of a model that is not as the recording needs it."""
         trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
         if changed := sorted(trained ^ set(self._params)):
             raise UnsupportedError(

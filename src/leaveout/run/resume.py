@@ -18,7 +18,7 @@ from leaveout.task import batches
 def restore(
     run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Tensor], rule: Rule
 ) -> None:
-    """Puts model and optimizer back to the run's last state; hyperparameters stay as the optimizer has them."""
+    """Put model and optimizer back to the run's last state; hyperparameters stay as the optimizer has them."""
     if rule != run.rule:
         raise MismatchError(
             f"The run in {run.path} was trained by {run.rule.kind} with other parameter groups or buffers than this "
@@ -46,12 +46,12 @@ class Past:
         self.finished = run is not None and run.manifest.finished
 
     def left_early(self, epoch: int) -> bool:
-        """Whether the loop went on to the next epoch at this place."""
+        """Say whether the loop went on to the next epoch at this place."""
         record = self._next()
         return record is not None and record.epoch > epoch
 
     def covers(self, ids: Tensor, batch: Any) -> bool:
-        """Whether the batch's step is on disk; refuses another batch than that step's."""
+        """Say whether the batch's step is on disk; refuses another batch than that step's."""
         record = self._next()
         if record is None:
             return False

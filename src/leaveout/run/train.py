@@ -28,7 +28,7 @@ def train(
     resume: bool = False,
     resources: Resources | None = None,
 ) -> Run:
-    """Trains the task's model with shuffled batches and records it.
+    """Train the task's model with shuffled batches and records it.
 
     Args:
         task: model, loss and data; the model's parameters are trained in place.
@@ -76,7 +76,7 @@ def _not_finite(step: int, ids: Tensor, losses: Tensor) -> str:
 
 
 def _pass_over(run: Run, plan: Iterator[tuple[int, Tensor]], steps: int, hypers: list[Hyper]) -> None:
-    """Takes the batches that are done from the plan; refuses to go on in another way than the run was begun."""
+    """Take the batches that are done from the plan; refuses to go on in another way than the run was begun."""
     done = (run.record(index) for index in range(len(run)))
     same = len(run) == steps if run.manifest.finished else len(run) <= steps
     if not same or not all(torch.equal(record.ids, ids) for record, (_, ids) in zip(done, plan, strict=False)):

@@ -71,11 +71,11 @@ class Writer:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a run was begun and is not at its end."""
+        """Say whether a run was begun and is not at its end."""
         return self._manifest is not None and not self._manifest.finished
 
     def begin(self, manifest: Manifest, initial: State) -> None:
-        """Writes the state before the first step."""
+        """Write the state before the first step."""
         write_tensors(self.path / INITIAL, _flatten(initial))
         config = self.path / CONFIG
         self._manifest = replace(
@@ -86,7 +86,7 @@ class Writer:
         write_manifest(self.path, self._manifest)
 
     def append(self, record: Record, state: State | None) -> None:
-        """Takes one step, and the state after it if it is to be kept; its tensors must not change afterwards.
+        """Take one step, and the state after it if it is to be kept; its tensors must not change afterwards.
 
         The newest step is never written before the next one comes: ``finish`` may still give it its state.
         """
@@ -101,7 +101,7 @@ class Writer:
             self._held += nbytes(state)
 
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
-        """Waits until everything is on disk; ``complete=False`` leaves the run marked as cut short.
+        """Wait until everything is on disk; ``complete=False`` leaves the run marked as cut short.
 
         The last state is always kept: ``final`` gives it where the last step's was not.
         """
@@ -122,13 +122,13 @@ class Writer:
             self.abandon()
 
     def abandon(self) -> None:
-        """Lets go of the directory as it is."""
+        """Let go of the directory as it is."""
         self._thread.shutdown(wait=True)
         self._records, self._states = [], {}
         self._lock.release()
 
     def _reopen(self, run: Run) -> None:
-        """Takes the run up to its last kept state; steps after it are taken again.
+        """Take the run up to its last kept state; steps after it are taken again.
 
         A shard that goes on beyond that state is taken into memory. It is written anew under a number of its own,
         so that the old one is there until the manifest names the new one.
@@ -160,7 +160,7 @@ class Writer:
 
 
 def claim(path: Path, *, resume: bool = False) -> Lock:
-    """Makes the directory its writer's, or refuses if something is there or somebody is writing."""
+    """Make the directory its writer's, or refuses if something is there or somebody is writing."""
     try:
         check_free(path, resume=resume)
         path.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def claim(path: Path, *, resume: bool = False) -> Lock:
 
 
 def check_free(path: Path, *, resume: bool) -> None:
-    """Refuses a directory that holds something other than a config, or than the run that is to go on."""
+    """Refuse a directory that holds something other than a config, or than the run that is to go on."""
     if (path / MANIFEST).exists():
         if resume:
             return
@@ -195,7 +195,7 @@ def check_free(path: Path, *, resume: bool) -> None:
 
 
 def _tidy(path: Path, manifest: Manifest) -> None:
-    """Takes away what a killed writer left beside the run; only its one writer may do so."""
+    """Take away what a killed writer left beside the run; only its one writer may do so."""
     named = {MANIFEST, INITIAL, LOCK, CONFIG, *(shard.name for shard in manifest.shards)}
     for file in path.iterdir():
         if file.name not in named and _ours(file, LEFT):
@@ -209,7 +209,7 @@ def _ours(file: Path, names: re.Pattern[str]) -> bool:
 def _write_shard(
     path: Path, number: int, records: Sequence[Record], states: dict[int, State], manifest: Manifest
 ) -> Manifest:
-    """Writes a shard, then the manifest that names it."""
+    """Write a shard, then the manifest that names it."""
     names = manifest.rule.hypers
     leaves = max(len(record.fingerprint) for record in records)
     prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]

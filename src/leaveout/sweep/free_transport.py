@@ -158,7 +158,7 @@ def _no_room() -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"A temporary file for what does not fit into memory cannot be used ({error}): make room there, set TMPDIR to "
+            f"A temporary file for what does not fit into memory cannot be used ({error}): make room, set TMPDIR to "
             "another directory, or allow more memory.",
             code="temporary-file-failed",
         ) from None

@@ -58,7 +58,7 @@ class Abilities(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether everything can be done, by whichever form."""
+        """Say whether everything can be done, by whichever form."""
         return bool(self.vector and self.vectors and self.changes and self.example and self.outer and self.slope)
 
 

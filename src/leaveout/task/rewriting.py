@@ -97,12 +97,12 @@ class Unstopped(TorchFunctionMode):
 
 
 def stops(function: Callable) -> bool:
-    """Whether it gives its tensor without its history."""
+    """Say whether it gives its tensor without its history."""
     return function in (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 def is_hidden(function: Callable) -> bool:
-    """Whether an operation is called where no gradients are taken; not the calls that begin and end such a place."""
+    """Say whether a call is made where no gradients are taken; not the calls that begin and end such a place."""
     name = getattr(function, "__name__", "")
     return not torch.is_grad_enabled() and bool(name) and not name.startswith(("_", "set_", "is_"))
 

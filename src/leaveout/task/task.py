@@ -140,7 +140,7 @@ class Task:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it computes in float64."""
+        """Say whether it computes in float64."""
         return self._first is not None and self._first.dtype == torch.float64
 
     def compared_at(self, key: int, params: Params) -> Task:

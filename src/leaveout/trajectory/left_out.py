@@ -44,7 +44,7 @@ class LeftOut:
 
     @cached_property
     def _is_everyone(self) -> bool:
-        """Whether these are the first examples, each by itself and in order: then a row is its example's number."""
+        """Say whether these are the first examples, each by itself and in order: then a row is its example's number."""
         return torch.equal(self.examples, torch.arange(len(self)))
 
     @cached_property

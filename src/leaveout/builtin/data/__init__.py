@@ -56,7 +56,7 @@ def sizes(name: str) -> tuple[int, int]:
 
 
 def found(name: str) -> bool:
-    """Whether files of a data set are on this machine; `load` checks that they are all there and the originals.
+    """Say whether files of a data set are on this machine; `load` checks that they are all there and the originals.
 
     >>> found("digits")
     True

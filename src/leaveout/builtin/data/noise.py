@@ -22,7 +22,7 @@ class Noisy:
 
 
 def gaussian(examples: Examples, sigma: float, seed: int = 0) -> Noisy:
-    """Makes x + N(0, σ²) of every feature, in the unit of the features as they were loaded."""
+    """Make x + N(0, σ²) of every feature, in the unit of the features as they were loaded."""
     if not 0 <= sigma < float("inf"):
         raise InputError(f"sigma={sigma} must be a finite number, 0 or more.", code="sigma-out-of-range")
     x = examples.x
@@ -30,7 +30,7 @@ def gaussian(examples: Examples, sigma: float, seed: int = 0) -> Noisy:
 
 
 def ones(examples: Examples, fraction: float, seed: int = 0) -> Noisy:
-    """Sets a fraction of each row's entries to 1: words that the message does not contain."""
+    """Set a fraction of each row's entries to 1: words that the message does not contain."""
     flat = examples.x.flatten(1)
     count = _count(fraction, flat.shape[1])
     # The places of the `count` largest of independent uniforms are a sample without replacement, row by row.
@@ -39,7 +39,7 @@ def ones(examples: Examples, fraction: float, seed: int = 0) -> Noisy:
 
 
 def flip(examples: Examples, fraction: float, seed: int = 0) -> Noisy:
-    """Gives a fraction of the examples another label, drawn evenly from the other classes that occur."""
+    """Give a fraction of the examples another label, drawn evenly from the other classes that occur."""
     y, generator = examples.y, _generator(seed)
     classes, codes = y.unique(return_inverse=True)
     if len(classes) < 2:

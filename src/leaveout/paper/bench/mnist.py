@@ -57,7 +57,7 @@ def measure(n: int, flipped: float, replays: int, out: Path, work: Path | None =
 
 
 def _scored(task: Task, noisy: Noisy, val: Examples, work: Path) -> tuple[dict[str, Any], Scores]:
-    """Trains and scores; figures of both, and ACC's scores."""
+    """Train and scores; figures of both, and ACC's scores."""
     resources, there = Resources(memory="6GB"), (work / "run").exists()
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.05)
     recorded, run = seconds(

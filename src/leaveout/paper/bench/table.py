@@ -60,7 +60,7 @@ class Row:
 
     @property
     def meets(self) -> bool:
-        """Whether the figure is on the right side of its target."""
+        """Say whether the figure is on the right side of its target."""
         return self.value <= self.target if self.bound == "<=" else self.value >= self.target
 
 

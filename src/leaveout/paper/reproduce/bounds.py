@@ -123,7 +123,7 @@ def constants(x: Tensor, start: Params, l2: float) -> dict[str, float]:
 
 
 def conditions(known: dict[str, float], lr: float, batch: int) -> bool:
-    """Whether the theorem's assumptions on batch size and learning rate hold."""
+    """Say whether the theorem's assumptions on batch size and learning rate hold."""
     low, high, rough, steep = known["lambda"], known["Lambda"], known["L"], known["G"]
     longest = min(1 / high, batch * low / (4 * high**2), batch * low / (2 * steep * rough))
     return batch >= 4 * high / low and lr <= longest

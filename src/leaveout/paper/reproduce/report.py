@@ -25,7 +25,7 @@ PAGE = """<!DOCTYPE html>
 
 
 def check_extras() -> None:
-    """Says what to install before hours of work, not after them."""
+    """Say what to install before hours of work, not after them."""
     missing = [name for name in ("matplotlib", "plotly", "pyarrow") if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(

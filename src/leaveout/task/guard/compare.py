@@ -121,7 +121,7 @@ class _Search:
         self.abilities_now = self.abilities_now._replace(**{name: value})
 
     def _is_right(self, check: Check) -> bool:
-        """Whether it runs, in float64 and in the task's own type, and is right at the point."""
+        """Say whether it runs, in float64 and in the task's own type, and is right at the point."""
         try:
             if self.point is not None:
                 self.task.abilities = self.abilities_now

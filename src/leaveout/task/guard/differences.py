@@ -35,19 +35,19 @@ class Difference(NamedTuple):
     tolerance: float
 
     def agrees(self, product: Params, which: int = 0) -> bool:
-        """Whether J times a direction is the difference along it."""
+        """Say whether J times a direction is the difference along it."""
         missed = norm(each(torch.sub, product, self.changes[which]))
         return missed <= self.tolerance * self._scale(which)
 
     def agrees_transposed(self, product: Params, which: int = 0) -> bool:
-        """Whether it is Jᵀ times a direction: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩."""
+        """Say whether it is Jᵀ times a direction: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩."""
         other = 1 - which
         missed = abs(inner(product, self.directions[other]) - inner(self.directions[which], self.changes[other]))
         return missed <= self.tolerance * norm(self.directions[which]) * self._scale(other)
 
     @property
     def symmetric(self) -> bool:
-        """Whether J is its own transpose."""
+        """Say whether J is its own transpose."""
         return self.agrees_transposed(self.changes[0])
 
     def _scale(self, which: int) -> float:
@@ -92,7 +92,7 @@ def like(params: Params, generator: torch.Generator, share: float = 1.0) -> Para
 
 
 def finite(params: Params) -> bool:
-    """Whether every number is one."""
+    """Say whether every number is one."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in params.values())
 
 

@@ -38,15 +38,15 @@ class Point(NamedTuple):
         return len(next(iter(self.examples.values())))
 
     def has_gradient(self, found: Params) -> bool:
-        """Whether this is the batch's gradient."""
+        """Say whether this is the batch's gradient."""
         return self._near(found, self.known.gradient)
 
     def has_examples(self, found: Params) -> bool:
-        """Whether these are the examples' gradients."""
+        """Say whether these are the examples' gradients."""
         return self._near(found, self.examples)
 
     def has_reads(self, found: Tensor, which: int = 0) -> bool:
-        """Whether these are a direction's inner products with the examples' gradients, divided by their number."""
+        """Say whether these are a direction's inner products with the examples' gradients, divided by their number."""
         known = reads(self.examples, self.known.directions[which])
         scale = norm(self.known.directions[which]) * norm(self.examples) / self.size
         return bool((found - known).norm() <= self.known.tolerance * max(float(known.norm()), 1e-3 * scale))
@@ -113,7 +113,7 @@ def reads(examples: Params, direction: Params) -> Tensor:
 
 
 def _mixing(task: Task, at: Params, batch: Any) -> str | None:
-    """Whether an example has another loss alone than with others."""
+    """Say whether an example has another loss alone than with others."""
     with torch.no_grad():
         alone, together = torch.cat([task.losses(at, one) for one in _singles(batch)]), task.losses(at, batch)
     near = partial(torch.allclose, rtol=_rounding(task), atol=1e-2 * _rounding(task), equal_nan=True)
