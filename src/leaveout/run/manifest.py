@@ -77,7 +77,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         if not file.exists():
             raise RunError(
-                f"{path} does not hold a run (it has no {MANIFEST}): give the directory that a Recorder wrote.",
+                f"{path} does not hold a run (no {MANIFEST}): give the directory that a Recorder wrote.",
                 code="run-not-found",
             )
         if plain(file).stat().st_size > MOST_BYTES:

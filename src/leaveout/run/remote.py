@@ -43,7 +43,7 @@ def local(path: str | Path) -> Path:
         ) from None
     except FileNotFoundError:
         raise RunError(
-            f"{path} does not hold a run (it has no {MANIFEST}): give the directory that a Recorder wrote.",
+            f"{path} does not hold a run (no {MANIFEST}): give the directory that a Recorder wrote.",
             code="run-not-found",
         ) from None
     except OSError as error:
