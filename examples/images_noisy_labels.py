@@ -1,7 +1,7 @@
 """Images with wrong labels: find them, and see that the model gets better without them.
 
-A fifth of the labels of handwritten digits is made wrong. Most of the wrong ones are found among the
-examples that do most harm to the validation loss, and a model trained without those makes fewer errors.
+Flips a fifth of the labels of handwritten digits. Most of the flipped ones are among the examples that do the most harm
+to the validation loss, and a model retrained without those makes fewer errors.
 
     python examples/images_noisy_labels.py [directory]    # 8 x 8 digits, offline; MNIST where LEAVEOUT_DATA has it
 """
@@ -27,7 +27,7 @@ def main(folder: Path, examples: int = 500, epochs: int = 30) -> dict[str, float
     train_set, wrong = noisy.examples, set(noisy.touched.nonzero().flatten().tolist())
     print(f"{examples} images of {name}, {len(wrong)} of them with a wrong label")
 
-    # 1. Train as always, with a recorder looking on.
+    # 1. Train as always, with a recorder.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(train_set.x[0].numel(), 32), nn.Tanh(), nn.Linear(32, 10))
     loss_fn = nn.CrossEntropyLoss()
@@ -41,7 +41,8 @@ def main(folder: Path, examples: int = 500, epochs: int = 30) -> dict[str, float
                 optimizer.step()
     run = lo.open_run(folder / "run")
 
-    # 2. Score every training image by what the validation loss would be without it, and check the scores.
+    # 2. Score every training image by how the validation loss would change without it, and check the scores.
+    #    SGD-IE is SGD-influence estimation: the derivative of training in the image's weight.
     task = lo.Task(model, loss_fn, train_set)
     scores = lo.SGDIE().score(run, task, data.val)
     check = lo.verify(scores, run, task, data.val, replays=32)
@@ -55,11 +56,11 @@ def main(folder: Path, examples: int = 500, epochs: int = 30) -> dict[str, float
     for i in suspects[:5]:
         print(f"  image {i}: labelled {int(train_set.y[i])}, really {int(data.train.y[i])}")
 
-    # 4. Train again without the suspects; as a control, without as many images drawn at random.
+    # 4. Retrain without the suspects; as a control, without as many images drawn at random.
     curve = lo.cleanse(scores, run, task, data.test, remove=[len(wrong) // 4, len(wrong) // 2, len(wrong)])
     print(curve)
 
-    # 5. One page to look at: open it in a browser.
+    # 5. Write the report: open it in a browser.
     side = round(train_set.x[0].numel() ** 0.5)
     show = lo.Show(example=lambda example: example[0].reshape(side, side), title=f"{name}, a fifth of the labels wrong")
     page = lo.report(folder / "report.html", run, scores, check, curve, task=task, query=data.val, show=show)

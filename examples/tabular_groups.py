@@ -1,8 +1,8 @@
 """Tables with groups: which source of the data would we be better off without?
 
-The rows of a table come from several sources, and one of them is bad: here a hospital with many wrong labels. A
-source leaves as a whole, which is not the sum of its rows, and every estimate is held against the truth: the run
-trained again without the source.
+The rows of a table come from several sources, and one of them is bad: here a hospital with many wrong labels. Leaving out
+a source as a whole is not the sum of leaving out its rows. Every estimate is compared with the truth: the run retrained
+without the source.
 
     python examples/tabular_groups.py [directory]    # breast cancer; Adult where LEAVEOUT_DATA has it
 """
@@ -28,7 +28,7 @@ Groups = dict[str, list[int]]
 
 
 def hospitals(seed: int = 0) -> tuple[TensorDataset, TensorDataset, Groups, str]:
-    """Six hospitals by a seeded draw; the third gets two fifths of its labels wrong."""
+    """Split the rows over six hospitals by a seeded draw; the third has about two fifths of its labels flipped."""
     x, y = load_breast_cancer(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(y))
     train, val = order[:400], order[400:]
@@ -45,7 +45,7 @@ def hospitals(seed: int = 0) -> tuple[TensorDataset, TensorDataset, Groups, str]
 
 
 def census() -> tuple[TensorDataset, TensorDataset, Groups, str]:
-    """People by the kind of their work; those who work for local government all have the wrong label."""
+    """Group people by kind of employer; everyone who works for local government has the wrong label."""
     data = lo.data.load("adult", n_train=400, n_val=400)
     named = {name: i for i, name in enumerate(data.features) if name.startswith("workclass:")}
     groups = {name: (data.train.x[:, i] > 0).nonzero().flatten().tolist() for name, i in named.items()}
@@ -64,7 +64,8 @@ def main(folder: Path, epochs: int = 30) -> dict[str, float]:
     task = lo.Task(model, nn.BCEWithLogitsLoss(), train, l2=1e-2)
     run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), epochs, 50, seed=0, out=folder / "run")
 
-    # Groups displace the model far: exact transport, and the loss taken at the displaced parameters.
+    # Leaving out a group moves the model far: use ACC (accumulative SGD-influence estimation) with exact transport, and
+    # evaluate the loss at the displaced parameters.
     acc = lo.ACC("exact", readout="exact").score(run, task, val, groups=groups)
     truth = lo.Replay().score(run, task, val, groups=groups)
     single = lo.SGDIE().score(run, task, val).mean()
@@ -77,7 +78,7 @@ def main(folder: Path, epochs: int = 30) -> dict[str, float]:
         },
         index=pd.Index(groups, name="source"),
     ).sort_values("ACC")
-    print("\nChange of the validation loss without each source (negative: better off without it):")
+    print("\nChange of the validation loss without each source (negative: the model is better without it):")
     print(table.to_string(float_format=lambda value: f"{value:+.4f}"))
     worst = table.index[0]
     print(f"\nBetter off without: {worst!r}" if table["ACC"].iloc[0] < 0 else "\nEvery source helps.")

@@ -1,8 +1,8 @@
 """Text: which training messages make the model say what it says about a new one?
 
-Short messages are about cooking or about gardening; words are weighted by tf-idf and a logistic regression is trained.
-Some training messages have the wrong label. For one validation message that the model gets wrong, the training
-messages that push it there are printed: the wrong labels among them are what to correct.
+Short messages are about cooking or about gardening. A logistic regression on tf-idf features is trained, and some training
+messages have the wrong label. For the validation message that the model does worst on, the training messages that pushed
+it there are printed: the wrong labels among them are the ones to correct.
 
     python examples/text_classification.py [directory]    # messages made up here; 20News where LEAVEOUT_DATA has it
 """
@@ -31,7 +31,7 @@ BOTH = "tomato,basil,water,fresh,leaves,cut,season,pepper,green,sun,warm,week,sm
 
 @dataclass(frozen=True)
 class Messages:
-    """Weighted words, labels, and something to print for each message."""
+    """Hold tf-idf features, labels, and the words to print for each message."""
 
     train: lo.data.Examples
     val: lo.data.Examples
@@ -39,13 +39,13 @@ class Messages:
     classes: tuple[str, ...]
 
     def excerpt(self, x: Tensor) -> str:
-        """The message's words of largest weight."""
+        """Return the words of largest weight in a message."""
         order = x.argsort(descending=True)[:6]
         return " ".join(self.words[i] for i in order if x[i] > 0)
 
 
 def made_up(count: int, seed: int = 0) -> Messages:
-    """Messages of eight words: a few of their topic, most of both."""
+    """Make up messages of eight words: a few from their topic, most from both."""
     draw = random.Random(seed)
     labels = [draw.randrange(2) for _ in range(count + 100)]
     names = tuple(TOPICS)
@@ -79,7 +79,8 @@ def main(folder: Path, examples: int = 400, epochs: int = 30) -> dict[str, float
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     run = lo.train(task, optimizer, epochs, batch_size=50, seed=0, out=folder / "run")
 
-    # A column for every validation message; "outputs" because the loss is far from linear over such displacements.
+    # One column per validation message; "outputs" because the loss is far from linear over such displacements.
+    # ACC is accumulative SGD-influence estimation.
     scores = lo.ACC(readout="outputs").score(run, task, val, queries="each")
     check = lo.verify(scores, run, task, val, replays=32)
     print(check)

@@ -78,12 +78,25 @@ def test_links_lead_somewhere(name):
         assert (document.parent / target).exists(), target
 
 
+def drawn_files(text: str) -> set[str]:
+    """The files of the map in a document: names indented below their folders, whose names end with a slash."""
+    tree = next(match[2] for match in FENCE.finditer(text) if match[2].startswith("src/leaveout/"))
+    folders: list[str] = []
+    files = set()
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders[depth:] = [name]
+        if not name.endswith("/"):
+            files.add("".join(folders))
+    return files
+
+
 def test_every_source_file_is_on_the_map():
-    text = (ROOT / "docs/architecture.md").read_text()
-    source = ROOT / "src/leaveout"
-    for path in [*source.glob("*.py"), *(p for p in source.iterdir() if (p / "__init__.py").exists())]:
-        name = path.name if path.suffix else f"{path.name}/"
-        assert f"`{name}`" in text or f"  {name}" in text, name
+    drawn = drawn_files((ROOT / "docs/architecture.md").read_text())
+    files = [path for path in (ROOT / "src/leaveout").rglob("*.py") if path.name != "__init__.py"]
+    there = {str(path.relative_to(ROOT)) for path in files} | {"src/leaveout/__init__.py"}
+    assert there == drawn, {"not on the map": there - drawn, "only on the map": drawn - there}
 
 
 if __name__ == "__main__":

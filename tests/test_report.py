@@ -150,7 +150,7 @@ def test_search_filter_and_order(visit, reports):
     assert all(i == 17 for i in ids(page)), "no class or text of this report holds the word 17"
     page.get_by_label("Search").fill("nowhere to be found")
     assert ids(page) == []
-    assert "No example fits" in page.locator("#count").inner_text()
+    assert "No example matches" in page.locator("#count").inner_text()
     page.get_by_label("Search").fill("")
     page.get_by_label("Label", exact=True).select_option(label=CLASSES[1])
     page.get_by_label("Order").select_option("id")

@@ -42,10 +42,10 @@ def _sentence(frame: pd.DataFrame, base: pd.Series, measure: str, size: int) -> 
     control = frame[(frame["choice"] == RANDOM) & (frame["removed"] == best["removed"])]
     beside = ""
     if len(control):
-        beside = f"; without as many chosen at random it is {style.format(control.iloc[0][measure])}"
+        beside = f"; with as many removed at random it is {style.format(control.iloc[0][measure])}"
     if best[measure] >= base[measure]:
-        return f"Leaving out the most harmful examples did not lower {what}: it is {start} with all of them{beside}."
+        return f"Removing the most harmful examples did not lower {what}: it is {start} with all of them in{beside}."
     return (
-        f"Trained again without the {best['removed']:,} most harmful examples by {best['choice']}, {what} falls from "
+        f"After retraining without the {best['removed']:,} most harmful examples by {best['choice']}, {what} falls from "
         f"{start} to {style.format(best[measure])}{beside}."
     )

@@ -33,11 +33,11 @@ def gather(topic: Topic, check: Check | None, cleansing: content.Cleansing | Non
     if not whole:
         notes.append(f"Pictures beyond {rows.PICTURE_BYTES // 10**6} MB were left out.")
     if len(listed) < len(mean):
-        notes.append(f"The {len(listed):,} most extreme of {len(mean):,} scores are listed; sums are over all of them.")
+        notes.append(f"The {len(listed):,} most extreme of {len(mean):,} scores are listed; sums are over all scores.")
     table = rows.table(topic, listed)
     parts_of, parts = _parts(topic, when)
     return content.Content(
-        title=show.title or f"What shaped {topic.run.path.name}",
+        title=show.title or f"Training data influence: {topic.run.path.name}",
         made=date.today().isoformat(),
         method=scores.method,
         groups=topic.groups,
@@ -70,12 +70,12 @@ def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
     if task is None or query is None or not show.timeline or (topic.groups and topic.members is None):
         return None, []
     if scores.queries == SELF:
-        return None, ["When influence arose is told of query losses, not of an example's own."]
+        return None, ["When influence arose is only computed for query losses, not for an example's own loss."]
     which: dict[str, Any] = {"groups": topic.members} if topic.groups else {"ids": list(scores.train_ids)}
     try:
         found = timeline(topic.run, task, query, resources=topic.resources, **which)
     except UnsupportedError as error:
-        return None, [f"When influence arose cannot be told: {error}"]
+        return None, [f"When influence arose could not be computed: {error}"]
     found.check_same_queries(scores)
     return found, []
 
@@ -123,5 +123,5 @@ def _facts(topic: Topic) -> list[tuple[str, str]]:
     if topic.asked is not None:
         facts.append(("Query loss at the end", f"{float(topic.asked.losses.mean()):.4g}"))
     facts.append(("Method", scores.method))
-    facts.append(("Scoring took", f"{scores.cost.seconds:.1f} s, {scores.cost.hvps:,} Hessian products"))
+    facts.append(("Scoring took", f"{scores.cost.seconds:.1f} s, {scores.cost.hvps:,} Hessian-vector products"))
     return facts

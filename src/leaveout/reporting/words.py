@@ -65,16 +65,16 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
     if scores.queries == SELF:
         what = "its own loss"
     if scores.unit != UNIT:
-        return f"{scores.method} ranked {whose} by what it did to {what}, counted in {scores.unit}."
+        return f"{scores.method} ranked {whose} by its effect on {what}, measured in {scores.unit}."
     how = "measured by exact replays" if scores.all_exact else "estimated"
-    return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out."
+    return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out of training."
 
 
 def found(table: Table, total: int, harmful: int, *, groups: bool, loss: bool) -> str:
     """The outcome, and its most harmful row."""
     what = "groups" if groups else "examples"
     if not harmful:
-        return f"None of the {total:,} {what} did harm: without any of them the loss would be higher."
+        return f"None of the {total:,} {what} did harm: leaving out any of them would raise the loss."
     worst = table.id[0]
     named = ""
     if table.label and table.label[0] >= 0:
@@ -82,22 +82,22 @@ def found(table: Table, total: int, harmful: int, *, groups: bool, loss: bool) -
         named += f", the model says {table.names[table.says[0]]})" if table.says[0] != table.label[0] else ")"
     brought = f"without it the loss would fall by {-table.score[0]:.3g}"
     if not loss:
-        brought = f"its score is {table.score[0]:.3g}, which tells its place and not by how much the loss would change"
-    return f"{harmful:,} of the {total:,} {what} did harm on balance. The most harmful is {worst}{named}: {brought}."
+        brought = f"its score is {table.score[0]:.3g}, which ranks it but does not say by how much the loss would change"
+    return f"{harmful:,} of the {total:,} {what} did harm. The most harmful is {worst}{named}: {brought}."
 
 
 def trusted(scores: Scores, check: Check | None) -> Trust:
     """How far the scores can be trusted."""
     if scores.all_exact:
         return Trust(
-            "exact", "Exact", "Every score is an exact replay of the run without the example: nothing is estimated."
+            "exact", "Exact", "Every score comes from retraining exactly without the example: nothing is estimated."
         )
     if check is None:
         return Trust(
             "unchecked",
             "Not verified",
-            "These scores have not been compared with exact replays yet, so how far they can be trusted here is not "
-            "known. lo.verify(scores, run, task, query), or leaveout verify, measures it.",
+            "These scores have not been compared with exact replays, so it is not known how far they can be trusted. "
+            "Run lo.verify(scores, run, task, query), or leaveout verify, to find out.",
         )
     return Trust(check.verdict.level, TITLES[check.verdict], check.sentence)
 
@@ -112,7 +112,7 @@ def measures(check: Check) -> list[tuple[str, str, str]]:
     ]
     if not math.isnan(check.spread["extreme"]):  # scores in another unit than the loss have no error in it
         rows.append(("typical error (RMSE)", str(extreme.rmse), str(random.rmse)))
-        rows.append(("spread of the truth", f"{check.spread['extreme']:.2g}", f"{check.spread['random']:.2g}"))
+        rows.append(("spread of the true changes", f"{check.spread['extreme']:.2g}", f"{check.spread['random']:.2g}"))
     shared = [percent for percent in extreme.jaccard if percent in random.jaccard]
     return rows + [
         (f"overlap of the top {percent:g}%", str(extreme.jaccard[percent]), str(random.jaccard[percent]))

@@ -13,37 +13,38 @@ import torch
 
 HEAD = """# Benchmarks
 
-Measured by `leaveout bench` (or `make bench`) with the real data sets at hand (`LEAVEOUT_DATA`). Every figure is a
-ratio of two things measured in the same run, or a rank correlation; "meets" compares it with the target beside it.
-Cases are also measured alone (`--only`), and then replace their own rows: not all were measured on the same day. Very
-long and very wide runs: [load](load.md); the whole of a data set: [all of MNIST](mnist.md).
+Measured by `leaveout bench` (or `make bench`) with the real data sets (`LEAVEOUT_DATA`). ACC is accumulative SGD-influence
+estimation, SGD-IE is SGD-influence estimation ([methods](methods.md)). Every figure is a ratio of two things measured in
+the same run, or a rank correlation; "meets" compares it with its target. A case can be measured alone (`--only`) and then
+replaces its own rows, so not all rows are from the same day. For very long and very wide runs see [load](load.md); for a
+whole data set, [all of MNIST](mnist.md).
 
 """
 
 NOTES = """
-## Near their targets
+## Close to their targets
 
-Some ratios are so near their targets that of several runs on two shared cores one meets them and another does not.
+Some ratios are so close to their targets that on two shared cores one run meets them and the next does not.
 
-*Replay / plain loops*: 0.0170 to 0.0228. The next row tells how much of a step the gradients take; reading and checking
-the recorded step is the same for one network or 400.
+*Replay / plain loops*: 0.0170 to 0.0228. The next row shows how much of a step the gradients take; reading and checking
+the recorded step costs the same for one network as for 400.
 
-*Exact ACC / Replay*: 1.31 to 1.52. On a network this small both are bound by elementwise work and calls, not by matrix
-products. A hidden layer of exact ACC takes two products forward and five back where a gradient takes one and two; the
-first layer, whose inputs do not move, one and one where the gradient has the same. On wide inputs, where the first
-layer counts, the two are closer (the rates above).
+*Exact ACC / Replay*: 1.31 to 1.52. On a network this small both are bound by elementwise work and call overhead, not by
+matrix products. A hidden layer of exact ACC takes two products forward and five backward where a gradient takes one and
+two; the first layer, whose inputs do not move, takes one and one, as the gradient does. On wide inputs, where the first
+layer dominates, the two are closer (the rates above).
 
-*Recording*: 1.08 to 1.2. The checksum of each batch and the copy of each state are made in the training thread, only
-writing is not, and on a step of a few milliseconds they show.
+*Recording*: 1.08 to 1.2. Hashing each batch and copying each state happen in the training thread, only writing does not,
+and on a step of a few milliseconds that shows.
 
-*ACC / SGD-IE*: 1.46. ACC forms a gradient and a product for each example where SGD-IE forms only their mean, and moves
-each example's 13,750 numbers in and out of its row.
+*ACC / SGD-IE*: 1.46. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and moves each
+example's 13,750 numbers in and out of its row.
 """
 
 LOAD = """
 ## Load
 
-By `leaveout load`; [what the columns mean](load.md).
+Measured by `leaveout load`; [what the columns mean](load.md).
 
 """
 
@@ -91,7 +92,7 @@ def write(rows: Sequence[Row], folder: Path) -> None:
 
 def load_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What ``leaveout load`` measured."""
-    lines = ["| what | time | processor | a step | peak memory | growth a step | on disk |"]
+    lines = ["| what | time | CPU time | per step | peak memory | growth per step | on disk |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     for row in rows:
         disk = f"{row['disk'] / 1e6:,.0f} MB" if "disk" in row else "-"

@@ -147,7 +147,7 @@ def every_table(frame: pd.DataFrame) -> str:
         name = "SGD, learning rate 0.1" if optimizer == "sgd" else "Adam, learning rate 0.01"
         counts = sorted(of_optimizer.groupby(["data", "model"])["seed"].nunique().unique())
         seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-        shown.append(f"### {name} (seeds a task: {seeds})\n\n" + table(["method", *head, "time / Replay's"], rows))
+        shown.append(f"### {name} ({seeds} seeds per task)\n\n" + table(["method", *head, "time / Replay's"], rows))
     return f"{EVERY_SETTING}\n\n" + "\n\n".join(shown)
 
 

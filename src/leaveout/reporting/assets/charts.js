@@ -80,7 +80,7 @@ function histogram() {
     return root;
   };
   const rows = counts.map((count, i) => [`${short(edges[i])} to ${short(edges[i + 1])}`, count]);
-  chart("histogram", draw, asTable("How many have which score", ["Score", "Count"], rows));
+  chart("histogram", draw, asTable("Number of scores per bin", ["Score", "Count"], rows));
 }
 
 // Only the horizontal axis, with its zero marked.
@@ -235,7 +235,7 @@ function scatter() {
 // A bar for each part of training: when an example's influence arose.
 function spark(values) {
   const largest = values.reduce((best, value, i) => (Math.abs(value) > Math.abs(values[best]) ? i : best), 0);
-  const words = `Influence mostly from ${DATA.spans[largest]}`;
+  const words = `Most influence from ${DATA.spans[largest]}`;
   const width = 160, height = 34;
   const low = Math.min(0, ...values), high = Math.max(0, ...values);
   const y = scale(low, high, height - 1, 1), step = width / values.length;

@@ -31,8 +31,8 @@ function target(label) {
 function opinion(label, says, p) {
   if (!says) return null;
   if (p === null || p === undefined) return el("p", { class: "says" }, "model says " + minus(says));
-  if (says === label) return el("p", { class: "says" }, `model agrees, ${percent(p)} sure`);
-  return el("p", { class: "says differs" }, `model says ${says}; gives the label ${percent(p)}`);
+  if (says === label) return el("p", { class: "says" }, `model agrees, ${percent(p)} confident`);
+  return el("p", { class: "says differs" }, `model says ${says}; label probability ${percent(p)}`);
 }
 
 // `score` is the one shown: that of the mean loss, or that of one query.
@@ -95,7 +95,7 @@ function examples() {
     $("cards").append(...next.map((row) => card(row, TABLE.score[row], true)));
     shown += next.length;
     $("more").hidden = shown >= rows.length;
-    $("count").textContent = rows.length ? `${shown} of ${rows.length.toLocaleString("en")} ${noun(rows.length)}` : `No ${noun(1)} fits: search for something else or choose All.`;
+    $("count").textContent = rows.length ? `${shown} of ${rows.length.toLocaleString("en")} ${noun(rows.length)}` : `No ${noun(1)} matches: search for something else or choose All.`;
   };
   const update = () => {
     const choice = chosen();
