@@ -1,8 +1,9 @@
 """Functions that PyTorch computes and draws for in one go, written as functions of their draws.
 
-Each does what PyTorch's own does on a CPU, operation by operation, so that values and gradients are equal to the last bit.
-The first argument is ``take(kinds, shape)``, which gives the next draw.
+Each does what PyTorch's own does on a CPU, operation by operation, so that values and gradients are equal to the last
+bit. The first argument is ``take(kinds, shape)``, which gives the next draw; the others are named as PyTorch's.
 """
+# ruff: noqa: A001, A002
 
 from __future__ import annotations
 
@@ -25,9 +26,16 @@ SELU = 1.7580993408473766
 
 
 def dropout(
-    take: Take, input: Tensor, p: float, train: bool, *, features: bool = False, alpha: bool = False, inplace: bool = False
+    take: Take,
+    input: Tensor,
+    p: float,
+    train: bool,
+    *,
+    features: bool = False,
+    alpha: bool = False,
+    inplace: bool = False,
 ) -> Tensor:
-    """x · m/(1 − p) with a mask m; of whole channels with ``features``; keeping mean and variance with ``alpha``."""
+    """Drops units: x · m/(1 − p) with a mask m; of whole channels with ``features``, keeping moments with ``alpha``."""
     if p == 0 or not train or input.numel() == 0:
         return input
     multiply = input.mul_ if inplace else input.mul
@@ -43,7 +51,7 @@ def dropout(
 
 
 def native_dropout(take: Take, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Dropout and its mask."""
+    """Drops units and returns the mask as well."""
     if train is False:
         return torch.native_dropout(input, p, train)
     mask = take(MASKS, input.shape)
@@ -56,11 +64,10 @@ def rrelu(
     lower: float = 1 / 8,
     upper: float = 1 / 3,
     training: bool = False,
-    generator: torch.Generator | None = None,
     *,
     inplace: bool = False,
 ) -> Tensor:
-    """x, times a random slope where x ≤ 0."""
+    """Multiplies x by a random slope where x ≤ 0."""
     if not training:
         return (torch.rrelu_ if inplace else torch.rrelu)(input, lower, upper, training)
     slope = take(("rrelu_with_noise", "rrelu_with_noise_"), input.shape)
@@ -80,7 +87,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """dropout(softmax(QKᵀ·scale + mask)) V: PyTorch's weights, then dropout with the draw, then the product."""
+    """Computes dropout(softmax(QKᵀ·scale + mask)) V: PyTorch's weights, then dropout with the draw, then the product."""
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -96,7 +103,7 @@ def attention(
 
 
 def recurrent(take: Take, function: Callable, *args: Any) -> tuple[Tensor, ...]:
-    """Layers of an RNN, LSTM or GRU one after the other, with dropout between them.
+    """Computes the layers of an RNN, LSTM or GRU one after the other, with dropout between them.
 
     Arguments are those of ``torch.lstm``: of a padded batch (input, state, weights, ...), or of a packed one (data,
     batch sizes, state, weights, ...).

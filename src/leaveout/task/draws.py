@@ -1,9 +1,9 @@
 """Random draws of a forward pass: noted once, in eager mode, and handed out again under any transform.
 
 A forward pass is a function of parameters, inputs and draws ξ. From the generator's state before the pass (recorded;
-5,056 bytes on a CPU) one eager pass takes the same ξ as training did, bit for bit. ``torch.func`` does not: from the same
-state it draws other masks for permuted tensors, without a word. So ξ is noted in eager mode, and inside a transform
-it is an *input* like the batch:
+5,056 bytes on a CPU) one eager pass takes the same ξ as training did, bit for bit. ``torch.func`` does not: from the
+same state it draws other masks for permuted tensors, without a word. So ξ is noted in eager mode, and inside a
+transform it is an *input* like the batch:
 
     draws = note(lambda: model(x), state)
 
@@ -45,7 +45,7 @@ NEW = ("bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "ran
 
 
 def random_state(*devices: str | torch.device) -> RandomState:
-    """The states of the CPU's random generator and of those of these devices."""
+    """Returns the states of the CPU's random generator and of those of these devices."""
     # Also where the caller is being transformed or traced: a state is not part of that.
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         states = {"cpu": torch.get_rng_state()}
@@ -71,7 +71,7 @@ def _index(device: torch.device) -> tuple:
 
 
 def has_randomness(function: Callable[[], Any], *devices: str | torch.device) -> bool:
-    """Whether a call draws random numbers; the generators are left as they were."""
+    """Says whether a call draws random numbers; the generators are left as they were."""
     before = random_state(*devices)
     try:
         function()
@@ -86,8 +86,9 @@ def note(function: Callable[[], Any], state: RandomState | None = None) -> Draws
     The generators are left as they were. Bernoulli draws are kept as booleans. What leaves no trace in PyTorch's own
     generators (``random``, numpy) is not noticed.
 
-    >>> note(lambda: torch.nn.functional.dropout(torch.ones(4), 0.5), {"cpu": torch.Generator().manual_seed(0).get_state()})
-    {'0 bernoulli_': tensor([ True, False,  True,  True])}
+    >>> state = {"cpu": torch.Generator().manual_seed(0).get_state()}
+    >>> note(lambda: torch.nn.functional.dropout(torch.ones(4), 0.5), state)
+    {'0 bernoulli_': tensor([False, False,  True, False])}
     """
     before = random_state(*(state or ()))
     try:
@@ -105,7 +106,7 @@ def note(function: Callable[[], Any], state: RandomState | None = None) -> Draws
 def replay(draws: Draws) -> Iterator[None]:
     """Hands out these draws, in order, to the forward pass that is carried out within, under any transform.
 
-    Raises a ``MismatchError`` if the pass asks for other draws than were noted, for more, for fewer, or draws by itself.
+    Raises a ``MismatchError`` if the pass asks for other draws than were noted, for more or fewer, or draws by itself.
     """
     mode = _Handing(draws)
     devices = {str(value.device) for value in draws.values()}
@@ -196,9 +197,7 @@ class _Handing(FunctionMode):
         self._draws = draws
         self._names = list(draws)
         self._taken = 0
-        handlers: dict[Any, Callable] = {
-            function: _bound(layer, self._take) for function, layer in LAYERS.items()
-        }
+        handlers: dict[Any, Callable] = {function: _bound(layer, self._take) for function, layer in LAYERS.items()}
         for name in (*IN_PLACE, *NEW):
             fill = self._filled if name in IN_PLACE else self._new
             for owner in (torch, torch.Tensor):

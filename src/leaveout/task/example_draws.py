@@ -31,7 +31,7 @@ Axes: TypeAlias = dict[str, Axis | None]
 
 
 def by_example(draws: Draws, axes: Axes, count: int) -> Draws:
-    """The draws with the batch's ``count`` examples in front: entry i is what example i alone would have drawn.
+    """Puts the batch's ``count`` examples in front of each draw: entry i is what belongs to example i.
 
     ``vmap`` over the first dimension hands each example its own; a loop takes ``{name: value[i] ...}``.
     """
@@ -44,10 +44,10 @@ def by_example(draws: Draws, axes: Axes, count: int) -> Draws:
 
 
 def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) -> Axes:
-    """Where the draws of ``rows(batch)`` count the examples.
+    """Finds where the draws of ``rows(batch)`` count the examples.
 
-    They are found by comparing with what a batch of one draws, and confirmed: examples alone, with their part of the draws,
-    must give what they give in the batch.
+    They are found by comparing with what a batch of one draws, and confirmed: examples alone, with their part of the
+    draws, must give what they give in the batch.
 
     Args:
         rows: a forward pass that returns one row per example, such as its losses.
@@ -62,8 +62,8 @@ def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) ->
         alone = note(lambda: rows(_only(batch, 0)))
         if list(alone) != list(draws):
             raise UnsupportedError(
-                f"{count} examples together take {len(draws)} random draws, and one alone takes {len(alone)}, or others: "
-                "they cannot be told apart by example."
+                f"{count} examples together take {len(draws)} random draws, and one alone takes {len(alone)}, or "
+                "others: they cannot be told apart by example."
             )
         outer = {name: _axis(name, value, alone[name], count) for name, value in draws.items()}
         inner = {name: axis and axis._replace(inner=True) for name, axis in outer.items()}
@@ -73,8 +73,8 @@ def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) ->
             if _confirmed(rows, batch, by_example(draws, axes, count), together):
                 return axes
     raise UnsupportedError(
-        "An example alone, with its part of the batch's random draws, does not give what it gives in the batch: draws are "
-        "in an order that is not known, or examples are mixed."
+        "An example alone, with its part of the batch's random draws, does not give what it gives in the batch: draws "
+        "are in an order that is not known, or examples are mixed."
     )
 
 
@@ -90,7 +90,9 @@ def _cut(value: Tensor, axis: Axis | None, count: int) -> Tensor:
 def _axis(name: str, value: Tensor, alone: Tensor, count: int) -> Axis | None:
     pairs = list(zip(value.shape, alone.shape, strict=False))
     other = [dim for dim, (many, one) in enumerate(pairs) if many != one]
-    known = value.ndim == alone.ndim and len(other) <= 1 and all(pairs[dim][0] == count * pairs[dim][1] for dim in other)
+    known = (
+        value.ndim == alone.ndim and len(other) <= 1 and all(pairs[dim][0] == count * pairs[dim][1] for dim in other)
+    )
     if not known or (other and name.split()[1] == "randperm"):
         raise UnsupportedError(
             f"Random draw {name} has shape {list(value.shape)} for {count} examples and {list(alone.shape)} for one: "
