@@ -87,7 +87,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Computes dropout(softmax(QKᵀ·scale + mask)) V: PyTorch's weights, then dropout with the draw, then the product."""
+    """Computes dropout(softmax(QKᵀ·scale + mask)) V from PyTorch's own weights, with the draw as the mask."""
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
