@@ -279,6 +279,26 @@ def test_other_parameters_get_the_draws_of_the_recorded_pass():
     assert abs(subject.loss(params, subject.x, subject.draws) - (out - 0.3).square().mean()) < 1e-15
 
 
+def test_a_slope_that_was_never_drawn_is_that_of_evaluation_mode():
+    x = torch.tensor([-1.0, 2.0, -3.0])
+    draws = note(lambda: F.rrelu(x, training=True))
+    with replay(draws):
+        again, other = F.rrelu(x, training=True), None
+    with replay(draws):
+        other = F.rrelu(torch.tensor([-1.0, -2.0, 3.0]), training=True)
+    assert torch.equal(again, torch.stack([other[0], x[1], again[2]]))
+    assert torch.equal(other[1:], torch.tensor([-2 * (1 / 8 + 1 / 3) / 2, 3.0]))
+
+
+def test_a_batch_of_one_has_its_draws():
+    subject = Subject("MultiheadAttention")
+    x = subject.x[:1]
+    draws = note(lambda: subject.model(x))
+    cut = by_example(draws, example_axes(lambda x: subject.rows(subject.params, x), x, draws), 1)
+    found = vmap(subject.loss, (None, 0, 0))(subject.params, x.unsqueeze(1), cut)
+    assert abs(found[0] - subject.loss(subject.params, x, draws)) < 1e-15
+
+
 def test_noting_and_asking_leave_the_generator_alone():
     subject, before = Subject("Dropout"), random_state()
     assert has_randomness(lambda: subject.model(subject.x))

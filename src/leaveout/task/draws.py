@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from leaveout.errors import MismatchError, UnsupportedError
+from leaveout.errors import InputError, MismatchError, UnsupportedError
 from leaveout.task.drawn_layers import LAYERS
 from leaveout.task.function_mode import FunctionMode
 
@@ -46,12 +46,11 @@ NEW = ("bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "ran
 
 def random_state(*devices: str | torch.device) -> RandomState:
     """Returns the states of the CPU's random generator and of those of these devices."""
-    # Also where the caller is being transformed or traced: a state is not part of that.
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
-        states = {"cpu": torch.get_rng_state()}
-        for device in map(torch.device, devices):
-            if device.type != "cpu":
-                states[str(device)] = torch.get_device_module(device).get_rng_state(*_index(device))
+    states = {"cpu": torch.get_rng_state()}
+    for name in devices:
+        device = torch.empty(0, device=name).device  # "cuda" is "cuda:0"
+        if device.type != "cpu":
+            states[str(device)] = torch.get_device_module(device).get_rng_state(*_index(device))
     return states
 
 
@@ -83,8 +82,8 @@ def has_randomness(function: Callable[[], Any], *devices: str | torch.device) ->
 def note(function: Callable[[], Any], state: RandomState | None = None) -> Draws:
     """Calls ``function()``, an eager forward pass, from this state of the generators, and returns what it drew.
 
-    The generators are left as they were. Bernoulli draws are kept as booleans. What leaves no trace in PyTorch's own
-    generators (``random``, numpy) is not noticed.
+    Without a state it starts from the CPU's as it is. The generators are left as they were. Bernoulli draws are kept as
+    booleans. What leaves no trace in PyTorch's own generators (``random``, numpy) is not noticed.
 
     >>> state = {"cpu": torch.Generator().manual_seed(0).get_state()}
     >>> note(lambda: torch.nn.functional.dropout(torch.ones(4), 0.5), state)
@@ -110,11 +109,14 @@ def replay(draws: Draws) -> Iterator[None]:
     """
     mode = _Handing(draws)
     devices = {str(value.device) for value in draws.values()}
-    before = random_state(*devices)
+    with _outside():
+        before = random_state(*devices)
     with mode:
         yield
     mode.finish()
-    if not _same(random_state(*devices), before):
+    with _outside():
+        untouched = _same(random_state(*devices), before)
+    if not untouched:
         raise MismatchError(
             "A random draw went past those that were noted: the forward pass calls an operation that draws numbers in "
             "a way that cannot be replayed."
@@ -140,6 +142,11 @@ class _Noting(TorchDispatchMode):
         _check_generator(name, (*args, *kwargs.values()))
         values = _values(name, result, args)
         if values is not None:
+            if str(values.device) not in self._devices:
+                raise InputError(
+                    f"The forward pass draws on {values.device}: give the state of its generator as well, which is "
+                    f"random_state({str(values.device)!r}) before the pass."
+                )
             self.draws[f"{len(self.draws)} {name}"] = values
             self._state = random_state(*self._devices)
         elif not _same(random_state(*self._devices), self._state):
@@ -281,5 +288,11 @@ def _bound(function: Callable, first: Any) -> Callable:
 
 
 def _same(a: RandomState, b: RandomState) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Steps out of the transform or trace that the caller is in: a generator's state is not part of that."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
-        return all(torch.equal(a[name], b[name]) for name in a)
+        yield

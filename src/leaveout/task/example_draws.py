@@ -51,13 +51,15 @@ def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) ->
 
     Args:
         rows: a forward pass that returns one row per example, such as its losses.
-        batch: at least two examples.
+        batch: the examples; of a single one nothing can be told, and all is shared.
         draws: what ``note`` noted of ``rows(batch)``.
 
     Raises:
         UnsupportedError: where the draws cannot be told apart by example; take the batch as a whole then.
     """
     count = len(leaves(batch)[0])
+    if count == 1:
+        return dict.fromkeys(draws)
     with torch.no_grad():
         alone = note(lambda: rows(_only(batch, 0)))
         if list(alone) != list(draws):
