@@ -1,0 +1,242 @@
+"""BatchNorm in training mode as a function of the weights of the batch's examples.
+
+With weights w, and p positions (pixels, time steps) per example and channel,
+
+    n = p Σ w,   μ = Σ w x / n,   σ² = Σ w (x − μ)² / n,   y = (x − μ)/√(σ² + ε) · γ + β
+    running mean ← (1 − m) · running mean + m μ,   running variance ← (1 − m) · running variance + m σ² n/(n − 1)
+
+With weights of 0 and 1 that is the batch from which the former were taken out; with weights of 1 it is what PyTorch
+does. Everything is written out, out of place, so that there are derivatives of every order in the inputs, parameters,
+weights and incoming running statistics (PyTorch's own kernel has none in the latter), under transforms and in traces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from leaveout.errors import InputError, UnsupportedError
+from leaveout.task.function_mode import FunctionMode
+
+COUNT = "num_batches_tracked"
+
+
+@contextmanager
+def weighted_batch_norm(
+    weights: Float[Tensor, " batch"] | None, buffers: Mapping[str, Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Carries out BatchNorm and InstanceNorm within by their formulas, with these weights of the batch's examples.
+
+        with weighted_batch_norm(weights, buffers) as new:
+            outputs = functional_call(model, {**params, **buffers}, (x,))
+
+    Afterwards ``new`` has the new value of every buffer that the pass has changed, by its name; ``buffers`` are as they
+    were. Enter it inside the function that is transformed, and return ``new`` from there. In evaluation mode the
+    running statistics are used as they are, with derivatives in them.
+
+    *When every example has left* (all weights 0) no batch was seen: the running statistics and their count stay as
+    they were, and outputs, finite, mean nothing. *When a single value is left* (n = 1) the unbiased variance is not
+    defined. PyTorch raises an error for such a batch. So does this, where the weights' values can be looked at; under
+    ``vmap`` and in a trace the new running variance is NaN. ``refuse_single_values`` looks beforehand.
+
+    Args:
+        weights: of the examples, one per row of what BatchNorm sees; None for weights of 1, which keeps left-out
+            examples in the statistics.
+        buffers: those given to ``functional_call``, the very same tensors: that is how they are recognised.
+    """
+    mode = _Weighted(weights, buffers)
+    with mode:
+        yield mode.new
+
+
+def refuse_synchronised(model: nn.Module) -> None:
+    """Raises an ``UnsupportedError`` for SyncBatchNorm, whose statistics are those of batches on other machines too."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if names:
+        raise UnsupportedError(
+            f"{len(names)} SyncBatchNorm layers ({names[0]!r}, ...) take statistics over several processes, of which "
+            "only one is recorded: train with BatchNorm, or in one process."
+        )
+
+
+def refuse_single_values(weights: Float[Tensor, "*rows batch"], positions: int) -> None:
+    """Raises an ``InputError`` where weights leave one value per channel, of which there is no unbiased variance.
+
+    Args:
+        weights: of a batch's examples, in one row or several.
+        positions: the least that any BatchNorm of the model sees per example: 1 for ``BatchNorm1d`` of vectors.
+    """
+    left = weights.sum(-1) * positions
+    if bool(((left > 0) & (left <= 1)).any()):
+        raise InputError(
+            "After leaving examples out, a batch has a single value per channel, and BatchNorm has no variance of that "
+            "(PyTorch raises an error for it): use larger batches, leave fewer examples of one batch out, or keep them "
+            "in the statistics with statistics='stay'."
+        )
+
+
+class _Weighted(FunctionMode):
+    """Stands in for the functions that compute and update statistics."""
+
+    def __init__(self, weights: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
+        self.new: dict[str, Tensor] = {}
+        self._weights = weights
+        self._buffers = buffers
+        self._names = {id(value): name for name, value in buffers.items()}
+        handlers: dict[Any, Callable] = {torch.batch_norm: self._batch_norm, torch.instance_norm: self._instance_norm}
+        # Modules count their batches in place, and read the count as a number. The count is kept here instead, and a
+        # number that can be recognised stands for it.
+        for advance in (Tensor.add_, Tensor.__iadd__):
+            handlers[advance] = self._unless_count(advance, lambda count: count)
+        for read in (Tensor.__float__, Tensor.item):
+            handlers[read] = self._unless_count(read, lambda _: math.nan)
+        super().__init__(handlers)
+
+    def _unless_count(self, method: Callable, answer: Callable[[Tensor], Any]) -> Callable:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            counts = self._names.get(id(tensor), "").endswith(COUNT)
+            return answer(tensor) if counts else method(tensor, *args, **kwargs)
+
+        return call
+
+    def _batch_norm(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        _cudnn: bool,
+    ) -> Tensor:
+        values = _precise(x)
+        if not training:
+            mean, var = self._current(running_mean), self._current(running_var)
+            return _normalised(values, mean, var, scale, shift, eps).to(x.dtype)
+        weights = self._example_weights(values)
+        n, mean, var = _moments(values, weights)
+        if running_mean is not None:
+            _check_single(n)
+            self._update(running_mean, running_var, n, mean, var * (n / (n - 1)), momentum, counted=True)
+        return _normalised(values, mean, var, scale, shift, eps).to(x.dtype)
+
+    def _instance_norm(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn: bool,
+    ) -> Tensor:
+        """Each example by its own statistics; the running ones follow their weighted mean over the batch."""
+        if running_mean is None:
+            return torch.instance_norm(x, scale, shift, running_mean, running_var, training, momentum, eps, cudnn)
+        values = _precise(x)
+        if not training:
+            mean, var = self._current(running_mean), self._current(running_var)
+            return _normalised(values, mean, var, scale, shift, eps).to(x.dtype)
+        weights = self._example_weights(values)
+        positions = values.flatten(2)
+        mean, var = positions.mean(-1), positions.var(-1, correction=0)
+        n = weights.sum()
+        share = (weights / _above_zero(n)).unsqueeze(1)
+        unbiased = var * (positions.shape[-1] / (positions.shape[-1] - 1))
+        self._update(
+            running_mean, running_var, n, (share * mean).sum(0), (share * unbiased).sum(0), momentum, counted=False
+        )
+        return _normalised(values, mean, var, scale, shift, eps).to(x.dtype)
+
+    def _example_weights(self, x: Tensor) -> Tensor:
+        if self._weights is None:
+            return torch.ones(len(x), dtype=x.dtype, device=x.device)
+        if len(self._weights) != len(x):
+            raise UnsupportedError(
+                f"A BatchNorm sees {len(x)} rows of a batch of {len(self._weights)} examples, so it is not known which "
+                "rows are whose: give it one row per example, with time or patches as further dimensions, or keep "
+                "left-out examples in the statistics with statistics='stay'."
+            )
+        return self._weights.to(x.dtype)
+
+    def _update(
+        self,
+        running_mean: Tensor,
+        running_var: Tensor | None,
+        n: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        momentum: float,
+        *,
+        counted: bool,
+    ) -> None:
+        """Moves the running statistics towards these, unless nothing was seen."""
+        names = [self._names.get(id(each)) for each in (running_mean, running_var)]
+        if None in names:
+            raise InputError(
+                "A BatchNorm's running statistics are not among the buffers given: give every buffer of the model, the "
+                "same tensors as to functional_call."
+            )
+        factor: Any = momentum
+        count = str(names[0]).removesuffix("running_mean") + COUNT
+        if counted and count in self._buffers:
+            batches = self.new.get(count, self._buffers[count])
+            self.new[count] = batches + (n > 0)
+            factor = 1 / (batches + 1).to(mean.dtype) if math.isnan(momentum) else momentum
+        for name, running, now in ((names[0], running_mean, mean), (names[1], running_var, var)):
+            old = self._current(running)
+            moved = (1 - factor) * old + factor * now.to(old.dtype)
+            self.new[str(name)] = torch.where(n > 0, moved, old)
+
+    def _current(self, running: Any) -> Tensor:
+        """A running statistic, as an earlier layer of this pass that shares it has left it."""
+        return self.new.get(self._names.get(id(running), ""), running)
+
+
+def _moments(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """n, μ and σ² per channel."""
+    rows = weights.view(-1, *(1 for _ in x.shape[1:]))
+    dims = (0, *range(2, x.ndim))
+    n = weights.sum() * math.prod(x.shape[2:])
+    mean = (rows * x).sum(dims, keepdim=True) / _above_zero(n)
+    var = (rows * (x - mean).square()).sum(dims) / _above_zero(n)
+    return n, mean.flatten(), var
+
+
+def _normalised(x: Tensor, mean: Tensor, var: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
+    """(x − μ)/√(σ² + ε) · γ + β, for μ and σ² per channel, or per example and channel."""
+
+    def spread(values: Tensor) -> Tensor:
+        return values.view(*(() if values.ndim == 2 else (1,)), *values.shape, *(1 for _ in x.shape[2:]))
+
+    out = (x - spread(mean)) * spread((var + eps).rsqrt())
+    out = out if scale is None else out * spread(scale)
+    return out if shift is None else out + spread(shift)
+
+
+def _above_zero(n: Tensor) -> Tensor:
+    """A denominator: n, or 1 where nothing is left and sums are 0."""
+    return torch.where(n > 0, n, torch.ones_like(n))
+
+
+def _check_single(n: Tensor) -> None:
+    try:
+        refuse_single_values(n.detach().unsqueeze(-1), 1)
+    except RuntimeError:
+        # Under vmap or in a trace there is no value to look at.
+        return
+
+
+def _precise(x: Tensor) -> Tensor:
+    """Half precision as float32, as PyTorch computes statistics."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,0 +1,118 @@
+"""Which part of a batch's random draws is whose: draws cut by example, for ``vmap`` over examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from leaveout.errors import MismatchError, UnsupportedError
+from leaveout.task.batches import Batch, leaves, map_leaves
+from leaveout.task.draws import Draws, note, replay
+
+
+class Axis(NamedTuple):
+    """Where a draw counts the batch's examples.
+
+    Attributes:
+        dim: the dimension.
+        inner: whether examples are its inner part where other things are merged into it, as in (time · examples);
+            otherwise the outer, as in attention's (examples · heads).
+    """
+
+    dim: int
+    inner: bool = False
+
+
+Axes: TypeAlias = dict[str, Axis | None]
+"""For every draw its axis of examples, None for one that all examples share, such as a mask of weights."""
+
+
+def by_example(draws: Draws, axes: Axes, count: int) -> Draws:
+    """Puts the batch's ``count`` examples in front of each draw: entry i is what belongs to example i.
+
+    ``vmap`` over the first dimension hands each example its own; a loop takes ``{name: value[i] ...}``.
+    """
+    if list(draws) != list(axes):
+        raise MismatchError(
+            "The forward pass took another path than the one whose draws were looked at: "
+            f"{', '.join(draws)} instead of {', '.join(axes)}."
+        )
+    return {name: _cut(value, axes[name], count) for name, value in draws.items()}
+
+
+def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) -> Axes:
+    """Finds where the draws of ``rows(batch)`` count the examples.
+
+    They are found by comparing with what a batch of one draws, and confirmed: examples alone, with their part of the
+    draws, must give what they give in the batch.
+
+    Args:
+        rows: a forward pass that returns one row per example, such as its losses.
+        batch: the examples; of a single one nothing can be told, and all is shared.
+        draws: what ``note`` noted of ``rows(batch)``.
+
+    Raises:
+        UnsupportedError: where the draws cannot be told apart by example; take the batch as a whole then.
+    """
+    count = len(leaves(batch)[0])
+    if count == 1:
+        return dict.fromkeys(draws)
+    with torch.no_grad():
+        alone = note(lambda: rows(_only(batch, 0)))
+        if list(alone) != list(draws):
+            raise UnsupportedError(
+                f"{count} examples together take {len(draws)} random draws, and one alone takes {len(alone)}, or "
+                "others: they cannot be told apart by example."
+            )
+        outer = {name: _axis(name, value, alone[name], count) for name, value in draws.items()}
+        inner = {name: axis and axis._replace(inner=True) for name, axis in outer.items()}
+        with replay(draws):
+            together = rows(batch)
+        for axes in (outer, inner):
+            if _confirmed(rows, batch, by_example(draws, axes, count), together):
+                return axes
+    raise UnsupportedError(
+        "An example alone, with its part of the batch's random draws, does not give what it gives in the batch: draws "
+        "are in an order that is not known, or examples are mixed."
+    )
+
+
+def _cut(value: Tensor, axis: Axis | None, count: int) -> Tensor:
+    if axis is None:
+        return value.expand(count, *value.shape)
+    rest = value.shape[axis.dim] // count
+    if axis.inner:
+        return value.unflatten(axis.dim, (rest, count)).movedim(axis.dim + 1, 0)
+    return value.unflatten(axis.dim, (count, rest)).movedim(axis.dim, 0)
+
+
+def _axis(name: str, value: Tensor, alone: Tensor, count: int) -> Axis | None:
+    pairs = list(zip(value.shape, alone.shape, strict=False))
+    other = [dim for dim, (many, one) in enumerate(pairs) if many != one]
+    known = (
+        value.ndim == alone.ndim and len(other) <= 1 and all(pairs[dim][0] == count * pairs[dim][1] for dim in other)
+    )
+    if not known or (other and name.split()[1] == "randperm"):
+        raise UnsupportedError(
+            f"Random draw {name} has shape {list(value.shape)} for {count} examples and {list(alone.shape)} for one: "
+            "it cannot be told apart by example."
+        )
+    return Axis(other[0]) if other else None
+
+
+def _confirmed(rows: Callable[[Batch], Tensor], batch: Batch, cut: Draws, together: Tensor) -> bool:
+    """Whether some examples alone give what they give together."""
+    count = len(together)
+    for i in {1, count // 2, count - 1}:
+        with replay({name: value[i] for name, value in cut.items()}):
+            row = rows(_only(batch, i))
+        if not torch.allclose(row, together[i : i + 1], rtol=1e-3, atol=1e-5, equal_nan=True):
+            return False
+    return True
+
+
+def _only(batch: Batch, i: int) -> Batch:
+    return map_leaves(lambda leaf: leaf[i : i + 1], batch)

@@ -1,0 +1,60 @@
+"""Calls of PyTorch functions seen from above ``torch.func``, wherever in a forward pass they are made."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+GUARDS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+"""What PyTorch's Python functions ask before they hand a call to a mode."""
+
+OPENED = ("torch.nn.functional", "torch.nn.init")
+"""Modules whose functions call others that a mode may want to see."""
+
+
+class FunctionMode(TorchFunctionMode):
+    """Answers some functions by handlers of its own and leaves the others as they are.
+
+    A mode is off while it answers, so what ``F.multi_head_attention_forward`` calls would escape an ordinary one. Here
+    the functions of ``torch.nn.functional`` are carried out with the mode on, and those written in C++ are leaves.
+    Tensors are seen as the model sees them, whatever transforms surround it: of one example under ``vmap``.
+    """
+
+    def __init__(self, handlers: dict[Any, Callable]) -> None:
+        super().__init__()
+        self._handlers = handlers
+
+    def __torch_function__(
+        self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(function)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        if getattr(function, "__module__", None) not in OPENED or (opened := _opened(function)) is None:
+            return function(*args, **(kwargs or {}))
+        with self:
+            return opened(*args, **(kwargs or {}))
+
+
+@cache
+def _opened(function: Any) -> Callable | None:
+    """The function without its guards, so that it runs instead of coming back to the mode; None if it has none."""
+    if not isinstance(function, types.FunctionType):
+        return None
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    inner = [_opened(value) if isinstance(value, types.FunctionType) else None for value in cells]
+    if not any(inner) and not set(GUARDS) & set(function.__code__.co_names):
+        return None
+    names = {**function.__globals__, **dict.fromkeys(GUARDS, _never)}
+    closure = tuple(types.CellType(opened or value) for opened, value in zip(inner, cells, strict=True))
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _never(*_: Any) -> bool:
+    return False
