@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 TOOLS = $(VENV)/.tools
 
-.PHONY: demo test test-all lint format docs bench screenshots clean
+.PHONY: demo test test-all test-rest lint format docs bench screenshots clean
 
 demo: $(READY)  ## the main job, offline, in seconds once it is set up
 	$(BIN)/leaveout demo
@@ -13,8 +13,15 @@ demo: $(READY)  ## the main job, offline, in seconds once it is set up
 test: $(TOOLS) lint  ## lint, types, doctests and tests
 	$(BIN)/pytest -n 2
 
-test-all: $(TOOLS) lint  ## the same with the long tables: every layer and operation of PyTorch
-	$(BIN)/pytest -n 2 -m ""
+test-all: test test-rest  ## the same and everything that is long by nature
+
+# Arrays and types are checked at run time here; that takes longer than the tests of the ordinary run have.
+TYPED = --jaxtyping-packages=leaveout,beartype.beartype
+CHECKED = tests/test_optimizers.py tests/test_ids.py tests/test_timeline.py tests/test_jump.py tests/test_curvature.py tests/test_engine.py tests/test_cleanse.py
+
+test-rest: $(TOOLS)  ## what test-all adds to test
+	$(BIN)/pytest -n 2 -m full $(TYPED)
+	$(BIN)/pytest -n 2 -m 'not full' $(TYPED) $(CHECKED)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

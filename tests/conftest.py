@@ -27,6 +27,11 @@ def untyped():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def pytest_configure(config):
+    """Leaveout's own warnings are words to its user; those of others that arise in it are errors."""
+    config.addinivalue_line("filterwarnings", "default::leaveout.LeaveoutWarning")
+
+
 def pytest_report_header():
     data = os.environ.get("LEAVEOUT_DATA")
     return f"real data: {data}" if data else "real data: LEAVEOUT_DATA is not set, tests on real data are skipped"

@@ -5,6 +5,7 @@ Nothing here uses leaveout's own losses, steps, products or loops; only what a r
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -12,11 +13,30 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 
+def remembered(method):
+    """Keep a method's results by its arguments."""
+
+    def part(given):
+        if isinstance(given, Tensor):
+            return tuple(given.shape), tuple(given.flatten().tolist())
+        return tuple(map(part, given)) if isinstance(given, list) else given
+
+    @functools.wraps(method)
+    def remember(self, *args, **named):
+        key = (method.__name__, *map(part, args), *((name, part(value)) for name, value in sorted(named.items())))
+        if key not in self.results:
+            self.results[key] = method(self, *args, **named)
+        return self.results[key].clone()
+
+    return remember
+
+
 class Oracle:
     """A recorded run with its steps as functions of one flat state vector and the weights of all training examples."""
 
     def __init__(self, run, model: nn.Module, loss, inputs: Tensor, targets: Tensor, l2: float = 0.0) -> None:
         self.run, self.model, self.loss, self.inputs, self.targets, self.l2 = run, model, loss, inputs, targets, l2
+        self.results: dict[tuple, Tensor] = {}
         self.names = list(run.rule.groups)
         self.shapes = [run.manifest.shapes[name] for name in self.names]
         self.p = sum(math.prod(shape) for shape in self.shapes)
@@ -72,6 +92,7 @@ class Oracle:
     def jacobian(self, i: int, state: Tensor, weights: Tensor) -> Tensor:
         return torch.autograd.functional.jacobian(lambda s: self.step(i, s, weights), state)
 
+    @remembered
     def displacements(self, method: str, rows: list[list[int]]) -> Tensor:
         """δ_N of every row (a list of left-out examples), by the recurrences with dense matrices."""
         ones = torch.ones(len(self.inputs), dtype=torch.float64)
@@ -118,6 +139,7 @@ class Oracle:
         A = torch.autograd.functional.hessian(loss, outputs(theta)).reshape(len(J), len(J))
         return J.T @ A @ J + ridge
 
+    @remembered
     def family(self, rows: list[list[int]], kind: str = "hessian", where=None, path: Tensor | None = None) -> Tensor:
         """δ_N of every row, any curvature; corrected ``where``; ``path`` maps what enters the gradient."""
         jacobian = torch.autograd.functional.jacobian
@@ -146,6 +168,7 @@ class Oracle:
                 moved[r] = carry @ moved[r] + enter @ change + jump
         return torch.stack(moved)[:, : self.p].detach()
 
+    @remembered
     def freely_corrected(self, query: Tensor, rows: list[list[int]], where=lambda _step, _row: True) -> Tensor:
         """⟨query, δ⟩ for every row with SGD-IE's transport and gradients corrected by a curvature-free displacement."""
         ones = torch.ones(len(self.inputs), dtype=torch.float64)
@@ -175,6 +198,7 @@ class Oracle:
                 free[r] = carry @ free[r] - enter @ plain / len(ids)
         return moved[:, : self.p] @ query
 
+    @remembered
     def jumps(self, query: Tensor, rows: list[list[int]], where=lambda _step, _row: True) -> Tensor:
         """Σ_i ⟨u_{i+1}, F_i(s_i; w without the row) − F_i(s_i; w)⟩ with u_i = ∂F_iᵀ u_{i+1}; γ where not corrected."""
         ones = torch.ones(len(self.inputs), dtype=torch.float64)
@@ -194,6 +218,7 @@ class Oracle:
             u = self.jacobian(i, state, ones).T @ u
         return totals
 
+    @remembered
     def retrained(self, row: list[int], weight: float = 0.0) -> Tensor:
         """θ'_N: the run again from its start with the row's examples weighted."""
         weights = torch.ones(len(self.inputs), dtype=torch.float64)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from oracle import Oracle
+
+CHECK = False
+"""Whether the tasks here compare their derivatives when they are made: that guard has its own tests."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ def recorded(
     batches: list[list[int]] | None = None,
     epochs: list[int] | None = None,
     seed: int = 0,
+    keep: int | str = "auto",
 ) -> Problem:
     """A run from a plain loop with a schedule; by default three epochs of ragged batches."""
     make, loss, l2 = MODELS[model_name]
@@ -98,7 +106,7 @@ def recorded(
     train, query = data_for(model_name, n, seed), data_for(model_name, 4, seed + 1)
     made = OPTIMIZERS[optimizer](model) if isinstance(optimizer, str) else optimizer(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.97)
-    recorder = lo.Recorder(path, model, made)
+    recorder = lo.Recorder(path, model, made, keep=keep)
     for i, ids in enumerate(batches or shuffled(n, 4, 3)):
         made.zero_grad()
         x, y = train.tensors[0][ids], train.tensors[1][ids]
@@ -108,8 +116,52 @@ def recorded(
         made.step()
         schedule.step()
     run = recorder.finish()
-    task = lo.Task(model, loss, train, l2=l2)
+    task = lo.Task(model, loss, train, l2=l2, check=CHECK)
     return Problem(run, task, train, query, Oracle(run, model, loss, *train.tensors, l2=l2))
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="leaveout-tests-")
+
+
+def shared(
+    model_name: str = "mlp",
+    optimizer: str | Callable[[nn.Module], torch.optim.Optimizer] = "sgd",
+    *,
+    n: int = 6,
+    batches: list[list[int]] | None = None,
+    epochs: list[int] | None = None,
+    seed: int = 0,
+) -> Problem:
+    """What ``recorded`` gives, recorded once per process: for tests that only read the run.
+
+    Problems with the same model and data share one task, and with it what has been traced.
+    """
+    plan = None if batches is None else tuple(map(tuple, batches))
+    return _shared(model_name, optimizer, n, plan, None if epochs is None else tuple(epochs), seed)
+
+
+@functools.cache
+def _shared(model_name, optimizer, n, batches, epochs, seed) -> Problem:
+    folder = Path(tempfile.mkdtemp(dir=_FOLDER.name))
+    plan = None if batches is None else list(map(list, batches))
+    with torch.random.fork_rng():
+        problem = recorded(folder / "run", model_name, optimizer, n=n, batches=plan, epochs=epochs, seed=seed)
+        return replace(problem, task=_task(model_name, n, seed))
+
+
+@functools.cache
+def _task(model_name: str, n: int, seed: int) -> lo.Task:
+    make, loss, l2 = MODELS[model_name]
+    return lo.Task(make(), loss, data_for(model_name, n, seed), l2=l2, check=CHECK)
+
+
+def mostly_full(cases: Iterable, *ordinary) -> list:
+    """The cases for ``parametrize``, of which only the ``ordinary`` ones are part of ``make test``."""
+    cases = list(cases)
+    assert all(case in cases for case in ordinary)
+    several = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [() if case in ordinary else pytest.mark.full for case in cases]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(several, marks, strict=True)]
 
 
 def flat(scores: lo.Scores, names: list[str]) -> Tensor:

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import leaveout as lo
-from problems import recorded
+from problems import mostly_full, shared
 from test_estimators import BATCHES, close
 
 
 @pytest.mark.parametrize("transport", ["free", lo.Subspace(2)])
-@pytest.mark.parametrize("readout", ["linear", "outputs"])
+@pytest.mark.parametrize("readout", mostly_full(["linear", "outputs"], "linear"))
 def test_methods_that_share_a_sweep_score_as_they_do_alone(tmp_path, readout, transport):
     optimizer = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5)  # noqa: E731
-    problem = recorded(tmp_path / "run", "conv", optimizer, batches=BATCHES)
+    problem = shared("conv", optimizer, batches=BATCHES)
     args = (problem.run, problem.task, problem.query)
     estimators = [lo.TracIn(), lo.SGDIE(readout), lo.ACC(transport, readout), lo.ACC("exact"), lo.Replay()]
     together = lo.score(estimators, *args, queries="each")
@@ -25,7 +25,7 @@ def test_methods_that_share_a_sweep_score_as_they_do_alone(tmp_path, readout, tr
 
 
 def test_groups_together(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "nesterov", batches=BATCHES)
+    problem = shared("mlp", "nesterov", batches=BATCHES)
     args = (problem.run, problem.task, problem.query)
     groups = {"a": [0, 1], "b": [2]}
     estimators = [lo.SGDIE(), lo.ACC()]
@@ -36,7 +36,7 @@ def test_groups_together(tmp_path):
 
 @pytest.mark.parametrize("queries", ["mean", "each"])
 def test_the_most_extreme_are_replaced_by_replays(tmp_path, queries):
-    problem = recorded(tmp_path / "run", "mlp", "sgd", n=12, batches=None)
+    problem = shared("mlp", "sgd", n=12, batches=None)
     args = (problem.run, problem.task, problem.query)
     rough = lo.TracIn().score(*args, queries=queries)
     truth = lo.Replay().score(*args, queries=queries)
@@ -58,7 +58,7 @@ def test_the_most_extreme_are_replaced_by_replays(tmp_path, queries):
 
 
 def test_groups_are_replayed_too(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "sgd", n=12, batches=None)
+    problem = shared("mlp", "sgd", n=12, batches=None)
     args = (problem.run, problem.task, problem.query)
     groups = {f"source {i}": [i, (i + 1) % 12, (i + 5) % 12] for i in range(9)}
     rough, truth = (method.score(*args, groups=groups) for method in (lo.SGDIE(), lo.Replay()))
@@ -74,7 +74,7 @@ def test_groups_are_replayed_too(tmp_path):
 
 
 def test_scores_of_another_unit_are_checked_by_their_order(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "adam", n=12, batches=None)
+    problem = shared("mlp", "adam", n=12, batches=None)
     args = (problem.run, problem.task, problem.query)
     check = lo.verify(lo.AdamIE().score(*args), *args, replays=8)
     assert "tau" in check.sentence
@@ -83,7 +83,7 @@ def test_scores_of_another_unit_are_checked_by_their_order(tmp_path):
 
 
 def test_refinements_that_cannot_be_are_refused(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
+    problem = shared("mlp", "sgd", batches=BATCHES)
     args = (problem.run, problem.task, problem.query)
     with pytest.raises(lo.InputError, match="counted in inner product of gradients"):
         lo.refine(lo.TracIn(learning_rate=False).score(*args), *args)

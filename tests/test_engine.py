@@ -159,6 +159,7 @@ def died_once(folder: Path, item: int) -> int:
     return item
 
 
+@pytest.mark.full
 def test_deaths_are_counted_for_each_item(tmp_path, monkeypatch):
     monkeypatch.setattr("leaveout.compute.engines.RETRIES", 1)
     assert dict(lo.Local(2).run(partial(died_once, tmp_path), range(4))) == {i: i for i in range(4)}

@@ -7,12 +7,18 @@ import pytest
 import torch
 
 import leaveout as lo
-from problems import MODELS, OPTIMIZERS, flat, recorded, shuffled, with_least_memory
+from problems import MODELS, OPTIMIZERS, flat, mostly_full, shared, shuffled, with_least_memory
 
 ESTIMATORS = {"tracin": lo.TracIn, "sgdie": lo.SGDIE, "acc": partial(lo.ACC, "exact")}
 
 BATCHES = [[0, 1, 2, 3], [4, 5], [1, 4, 0, 1], [2, 3, 5], [0, 5, 3, 2], [4, 1]]
 """Ragged; example 1 twice in one batch, every example several times."""
+
+
+PAIRS = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
+FEW = [("mlp", "nesterov"), ("conv", "momentum"), ("logistic", "decay"), ("mlp", "adamw")]
+"""Every model, and steps with and without momentum, linear in the gradient and not."""
+MORE = [*FEW, ("mlp", "sgd"), ("logistic", "adam")]
 
 
 def close(actual, expected, tolerance=1e-9):
@@ -21,10 +27,9 @@ def close(actual, expected, tolerance=1e-9):
     assert (actual - expected).abs().max() <= tolerance * scale
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "optimizer"), mostly_full(PAIRS, *MORE))
 def test_displacements_equal_dense_products(tmp_path, model, optimizer):
-    problem = recorded(tmp_path / "run", model, optimizer, batches=BATCHES)
+    problem = shared(model, optimizer, batches=BATCHES)
     rows = [[k] for k in range(problem.n)]
     for method, estimator in ESTIMATORS.items():
         scores = estimator().score(problem.run, problem.task, problem.query, displacements=True)
@@ -37,12 +42,11 @@ def test_displacements_equal_dense_products(tmp_path, model, optimizer):
             assert (moved[a] - moved[b]).norm() > 1e-4 * moved[a].norm()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "optimizer"), mostly_full(PAIRS, *FEW))
 @pytest.mark.parametrize("method", ESTIMATORS)
 @pytest.mark.parametrize("readout", ["linear", "outputs"])
 def test_forward_equals_backward(tmp_path, model, optimizer, method, readout):
-    problem = recorded(tmp_path / "run", model, optimizer, batches=BATCHES)
+    problem = shared(model, optimizer, batches=BATCHES)
     for queries in ("mean", "each"):
         forward, backward = (
             ESTIMATORS[method](readout=readout, direction=direction).score(
@@ -57,7 +61,7 @@ def test_forward_equals_backward(tmp_path, model, optimizer, method, readout):
 @pytest.mark.parametrize("method", ESTIMATORS)
 @pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
 def test_readouts_equal_their_definitions(tmp_path, method, optimizer):
-    problem = recorded(tmp_path / "run", "conv", optimizer, batches=BATCHES)
+    problem = shared("conv", optimizer, batches=BATCHES)
     oracle, query = problem.oracle, problem.query.tensors
     theta = oracle.flat(problem.run.final())[: oracle.p].requires_grad_()
     moved = oracle.displacements(method, [[k] for k in range(problem.n)])
@@ -80,10 +84,9 @@ def test_readouts_equal_their_definitions(tmp_path, method, optimizer):
         close(scores.score(problem.run, problem.task, problem.query).values, values.mean(1, keepdim=True))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "optimizer"), mostly_full(PAIRS, *MORE))
 def test_sgdie_is_the_derivative_of_retraining(tmp_path, model, optimizer):
-    problem = recorded(tmp_path / "run", model, optimizer, batches=BATCHES)
+    problem = shared(model, optimizer, batches=BATCHES)
     step = 1e-4
     up, down = (
         lo.Replay(weight=1 + sign * step).score(problem.run, problem.task, problem.query, queries="each").values
@@ -93,10 +96,9 @@ def test_sgdie_is_the_derivative_of_retraining(tmp_path, model, optimizer):
     close(scores.values, -(up - down) / (2 * step), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "optimizer"), mostly_full(PAIRS, *MORE))
 def test_replay_equals_retraining_in_a_plain_loop(tmp_path, model, optimizer):
-    problem = recorded(tmp_path / "run", model, optimizer, batches=BATCHES)
+    problem = shared(model, optimizer, batches=BATCHES)
     oracle = problem.oracle
     theta = oracle.flat(problem.run.final())[: oracle.p]
     truth = lo.Replay().score(problem.run, problem.task, problem.query, queries="each", displacements=True)
@@ -108,7 +110,7 @@ def test_replay_equals_retraining_in_a_plain_loop(tmp_path, model, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["nesterov", "adam"])
 def test_groups_leave_together(tmp_path, optimizer):
-    problem = recorded(tmp_path / "run", "mlp", optimizer, batches=BATCHES)
+    problem = shared("mlp", optimizer, batches=BATCHES)
     groups = {"ann": [0, 2], "bob": [1, 2, 5], "all but one": [0, 1, 2, 3, 4]}
     rows = list(groups.values())
     for method, estimator in ESTIMATORS.items():
@@ -125,8 +127,9 @@ def test_groups_leave_together(tmp_path, optimizer):
     close(single.values[1], lo.Replay().score(problem.run, problem.task, problem.query).values[1])
 
 
+@pytest.mark.full
 def test_memory_budget_changes_no_score(tmp_path):
-    problem = recorded(tmp_path / "run", "conv", "adam", batches=BATCHES)
+    problem = shared("conv", "adam", batches=BATCHES)
     for estimator in (lo.SGDIE(), lo.ACC("exact"), lo.ACC("exact", direction="backward"), lo.TracIn(), lo.Replay()):
         for queries in ("mean", "each"):
             ask = partial(estimator.score, problem.run, problem.task, problem.query, queries=queries)
@@ -135,7 +138,7 @@ def test_memory_budget_changes_no_score(tmp_path):
 
 
 def test_an_example_that_never_occurs_scores_zero(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "momentum", batches=[[0, 1], [2, 3], [3, 0]])
+    problem = shared("mlp", "momentum", batches=[[0, 1], [2, 3], [3, 0]])
     for estimator in (lo.SGDIE(), lo.ACC("exact"), lo.ACC("exact", direction="backward"), lo.TracIn(), lo.Replay()):
         values = estimator.score(problem.run, problem.task, problem.query).values[:, 0]
         assert values[4] == values[5] == 0
@@ -143,7 +146,7 @@ def test_an_example_that_never_occurs_scores_zero(tmp_path):
 
 
 def test_cost_counts_products(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
+    problem = shared("mlp", "sgd", batches=BATCHES)
     n, steps = problem.n, len(problem.run)
     args = (problem.run, problem.task, problem.query)
     assert lo.TracIn().score(*args).cost.hvps == 0
@@ -181,9 +184,9 @@ def test_acc_is_exact_on_quadratic_losses_and_sgdie_is_not(tmp_path):
 def test_error_falls_with_the_square_of_the_learning_rate(tmp_path):
     rates = [0.2 * 0.5**j for j in range(5)]
     errors = {"acc": [], "sgdie": []}
-    for j, rate in enumerate(rates):
-        problem = recorded(
-            tmp_path / str(j), "mlp", lambda m, rate=rate: torch.optim.SGD(m.parameters(), lr=rate), n=8,
+    for rate in rates:
+        problem = shared(
+            "mlp", lambda m, rate=rate: torch.optim.SGD(m.parameters(), lr=rate), n=8,
             batches=shuffled(8, 4, 4),
         )  # fmt: skip
         args = (problem.run, problem.task, problem.query)
@@ -204,7 +207,7 @@ def _slope(x, y):
 
 def test_options_given_as_lists_serve_as_well(tmp_path):
     """An estimator is looked up by what it is, so that its options must be hashable."""
-    problem = recorded(tmp_path / "run", "logistic", batches=BATCHES)
+    problem = shared("logistic", batches=BATCHES)
     (scores,) = lo.score([lo.Replay([3, 1])], problem.run, problem.task, problem.query)
     assert scores.train_ids == (3, 1)
     assert lo.Replay(torch.tensor([3, 1])) == lo.Replay(np.array([3, 1])) == lo.Replay((3, 1))

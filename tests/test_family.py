@@ -8,9 +8,11 @@ import torch
 import leaveout as lo
 from leaveout.sweep.free_transport import Layout, sketch
 from leaveout.sweep.schedule import schedule_of
-from oracle import Oracle
-from problems import OPTIMIZERS, flat, recorded, with_least_memory
+from problems import OPTIMIZERS, flat, mostly_full, recorded, shared, with_least_memory
 from test_estimators import BATCHES, close
+
+LONG = BATCHES * 2
+"""Each state between kept ones lies between two of them."""
 
 CASES = [("mlp", "nesterov"), ("conv", "sgd"), ("mlp", "adam")]
 
@@ -34,10 +36,10 @@ def everywhere(_step, _row):
     return True
 
 
-@pytest.mark.parametrize(("model", "optimizer"), CASES)
+@pytest.mark.parametrize(("model", "optimizer"), mostly_full(CASES, ("mlp", "nesterov"), ("mlp", "adam")))
 @pytest.mark.parametrize("curvature", ["ggn", "fisher"])
 def test_dvemb_equals_dense_products(tmp_path, model, optimizer, curvature):
-    problem = recorded(tmp_path / "run", model, optimizer, batches=BATCHES)
+    problem = shared(model, optimizer, batches=BATCHES)
     gradients = query_gradients(problem)
     for acc, where in ((False, None), (True, everywhere)):
         method = lo.DVEmb(curvature, acc=acc, transport="exact")
@@ -50,7 +52,7 @@ def test_dvemb_equals_dense_products(tmp_path, model, optimizer, curvature):
 
 
 def test_dvemb_of_groups(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "momentum", batches=BATCHES)
+    problem = shared("mlp", "momentum", batches=BATCHES)
     groups = {"ann": [0, 2], "bob": [1, 3, 5]}
     moved = problem.oracle.family(list(groups.values()), "ggn", everywhere)
     scores = score(problem, lo.DVEmb(acc=True, transport="exact"), groups=groups)
@@ -59,7 +61,7 @@ def test_dvemb_of_groups(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["nesterov", "adam"])
 def test_projected_dvemb_equals_dense_products(tmp_path, optimizer):
-    problem = recorded(tmp_path / "run", "mlp", optimizer, batches=BATCHES)
+    problem = shared("mlp", optimizer, batches=BATCHES)
     oracle = problem.oracle
     layout = Layout(problem.run.rule, problem.run.final()["param"])
     unit = torch.eye(oracle.p, dtype=torch.float64)
@@ -77,9 +79,9 @@ def _columns(oracle, matrix):
     return matrix.split([int(torch.tensor(shape).prod()) for shape in oracle.shapes], dim=1)
 
 
-@pytest.mark.parametrize(("model", "optimizer"), CASES)
+@pytest.mark.parametrize(("model", "optimizer"), mostly_full(CASES, ("mlp", "nesterov"), ("mlp", "adam")))
 def test_layers_equal_a_dense_restriction(tmp_path, model, optimizer):
-    problem = recorded(tmp_path / "run", model, optimizer, batches=BATCHES)
+    problem = shared(model, optimizer, batches=BATCHES)
     oracle, gradient = problem.oracle, query_gradients(problem).mean(0)
     kept = [name for name in oracle.names if name.startswith("0.")]
     mask = torch.cat([torch.full((len(t.T),), float(n in kept)).double()
@@ -105,7 +107,7 @@ def test_layers_equal_a_dense_restriction(tmp_path, model, optimizer):
 @pytest.mark.parametrize("layers", ["2.*", "*.weight", "*.bias"])
 def test_cheap_transports_of_layers_are_that_of_the_restricted_model(tmp_path, layers):
     """Weights and biases are groups of the optimizer, of which one may be left out."""
-    problem = recorded(tmp_path / "run", "mlp", "momentum", batches=BATCHES)
+    problem = shared("mlp", "momentum", batches=BATCHES)
     orders = [
         score(problem, lo.ACC("free", layers=layers, direction=direction), queries="each").values
         for direction in ("forward", "backward")
@@ -119,7 +121,7 @@ def test_cheap_transports_of_layers_are_that_of_the_restricted_model(tmp_path, l
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("options", [{"probability": 0.5, "seed": 3}, {"epochs": (1, 2)}, {"epochs": "first"}])
 def test_corrections_where_they_are_asked_for(tmp_path, optimizer, options):
-    problem = recorded(tmp_path / "run", "mlp", optimizer, batches=BATCHES)
+    problem = shared("mlp", optimizer, batches=BATCHES)
     chosen = schedule_of(options.get("probability", 1.0), options.get("epochs"), options.get("seed", 0))
 
     def where(step, row):
@@ -141,10 +143,9 @@ def test_corrections_where_they_are_asked_for(tmp_path, optimizer, options):
             close(score(problem, lo.ACC("free", direction=direction, **options)).values[:, 0], free)
         full = lo.Subspace(problem.oracle.p)
         with_subspace = [
-            score(recorded(tmp_path / "one", "mlp", _one_group, batches=BATCHES), method).values
-            for method in (lo.ACC(full, **options),)
+            score(shared("mlp", _one_group, batches=BATCHES), method).values for method in (lo.ACC(full, **options),)
         ]
-        again = recorded(tmp_path / "two", "mlp", _one_group, batches=BATCHES)
+        again = shared("mlp", _one_group, batches=BATCHES)
         close(with_subspace[0], score(again, lo.ACC("exact", **options)).values)
 
 
@@ -153,7 +154,7 @@ def _one_group(model):
 
 
 def test_options_at_their_ends(tmp_path):
-    problem = recorded(tmp_path / "run", "conv", "nesterov", batches=BATCHES)
+    problem = shared("conv", "nesterov", batches=BATCHES)
     sgdie, acc = score(problem, lo.SGDIE()), score(problem, lo.ACC("exact"))
     assert (sgdie.values - acc.values).norm() > 1e-3 * acc.values.norm()
     close(score(problem, lo.ACC("exact", probability=0.0)).values, sgdie.values)
@@ -167,7 +168,7 @@ def test_options_at_their_ends(tmp_path):
 
 
 def test_options_cost_what_they_should(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
+    problem = shared("mlp", "sgd", batches=BATCHES)
     steps = len(problem.run)
     for options in ({}, {"probability": 0.0}, {"epochs": (1, 2)}, {"direction": "backward"}):
         assert score(problem, lo.ACC("exact", **options)).cost.hvps == steps * problem.n
@@ -232,7 +233,7 @@ def test_long_training_leads_to_influence_functions(tmp_path):
 
 
 def test_influence_functions_of_a_network(tmp_path):
-    problem = recorded(tmp_path / "run", "conv", "adam", batches=BATCHES)
+    problem = shared("conv", "adam", batches=BATCHES)
     oracle = problem.oracle
     theta = oracle.flat(problem.run.final())[: oracle.p]
     decay = oracle.per_parameter(problem.run.record(len(problem.run) - 1).hypers, "weight_decay")
@@ -270,7 +271,7 @@ def at(problem, state):
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_tracin_of_checkpoints(tmp_path, optimizer):
-    problem = recorded(tmp_path / "run", "mlp", optimizer, batches=BATCHES)
+    problem = shared("mlp", optimizer, batches=BATCHES)
     oracle = problem.oracle
     expected, bare = 0, 0
     for state, steps in checkpoints(problem):
@@ -287,7 +288,7 @@ def test_tracin_of_checkpoints(tmp_path, optimizer):
 
 
 def test_tracin_without_the_learning_rate(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
+    problem = shared("mlp", "sgd", batches=BATCHES)
     expected = torch.zeros(problem.n, dtype=torch.float64)
     gradient = query_gradients(problem).mean(0)
     for i in range(len(problem.run)):
@@ -299,7 +300,7 @@ def test_tracin_without_the_learning_rate(tmp_path):
 
 @pytest.mark.parametrize("acc", [False, True])
 def test_adamie_equals_its_formula(tmp_path, acc):
-    problem = recorded(tmp_path / "run", "mlp", lambda m: torch.optim.Adam(m.parameters(), lr=0.05), batches=BATCHES)
+    problem = shared("mlp", lambda m: torch.optim.Adam(m.parameters(), lr=0.05), batches=BATCHES)
     oracle, p = problem.oracle, problem.oracle.p
     expected = torch.zeros(problem.n, dtype=torch.float64)
     moved = torch.zeros(problem.n, p, dtype=torch.float64)
@@ -331,7 +332,7 @@ ALL = [
 
 @pytest.mark.parametrize("method", ALL, ids=lambda method: method.name)
 def test_self_influence_is_the_diagonal(tmp_path, method):
-    problem = recorded(tmp_path / "run", "mlp", "momentum", batches=BATCHES)
+    problem = shared("mlp", "momentum", batches=BATCHES)
     whole = method.score(problem.run, problem.task, problem.train, queries="each").values.diagonal()
     own = method.self_influence(problem.run, problem.task)
     close(own.values[:, 0], whole)
@@ -343,19 +344,22 @@ def test_self_influence_is_the_diagonal(tmp_path, method):
 
 
 def test_self_influence_of_adamie(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "adamw", batches=BATCHES)
+    problem = shared("mlp", "adamw", batches=BATCHES)
     whole = lo.AdamIE(True).score(problem.run, problem.task, problem.train, queries="each").values.diagonal()
     close(lo.AdamIE(True).self_influence(problem.run, problem.task).values[:, 0], whole)
 
 
 def test_interpolated_checkpoints_serve_everyone(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "adam", batches=BATCHES)
-    oracle = Oracle(problem.run, problem.oracle.model, problem.oracle.loss, *problem.train.tensors)
-    assert oracle.p == problem.oracle.p
-    for method in (lo.SGDIE(), lo.ACC("exact"), lo.DVEmb(), lo.TracIn("epochs"), lo.AdamIE()):
-        # Every state of this run is kept, so that there is nothing to interpolate.
-        exact = method.score(problem.run, problem.task, problem.query).values
-        close(method.score(problem.run.interpolated(), problem.task, problem.query).values, exact)
+    """Between two kept states the line between them is taken: near the run's own scores, and not equal to them."""
+    whole = shared("mlp", "adam", batches=LONG)
+    sparse = recorded(tmp_path / "sparse", "mlp", "adam", batches=LONG, keep=3)
+    assert len(sparse.run.kept) < len(whole.run.kept)
+    line = sparse.run.interpolated()
+    for method in (lo.SGDIE(), lo.ACC("exact"), lo.DVEmb(), lo.TracIn(), lo.AdamIE()):
+        exact = score(whole, method).values
+        close(method.score(whole.run.interpolated(), whole.task, whole.query).values, exact)  # every state is kept
+        off = (method.score(line, whole.task, whole.query).values - exact).norm() / exact.norm()
+        assert 1e-6 < off < 0.5, (method.name, float(off))
 
 
 REFUSED = {
@@ -376,17 +380,17 @@ REFUSED = {
 
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_refusals(tmp_path, sentence):
-    problem = recorded(tmp_path / "run", "mlp", "sgd", batches=BATCHES)
+    problem = shared("mlp", "sgd", batches=BATCHES)
     with pytest.raises(lo.LeaveoutError, match=sentence):
         REFUSED[sentence](problem)
 
 
 def test_refusals_of_adamie_and_of_unknown_epochs(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "adam", batches=BATCHES)
+    problem = shared("mlp", "adam", batches=BATCHES)
     with pytest.raises(lo.InputError, match=r"Cosines do not add up.*use SGDIE"):
         score(problem, lo.AdamIE(), groups=[[0, 1]])
     with pytest.raises(lo.InputError, match="has no displacements, only cosines"):
         score(problem, lo.AdamIE(), displacements=True)
-    short = recorded(tmp_path / "short", "mlp", "sgd", batches=BATCHES[:2])
+    short = shared("mlp", "sgd", batches=BATCHES[:2])
     with pytest.raises(lo.InputError, match="one epoch only"):
         score(short, lo.ACC("exact", epochs=1))

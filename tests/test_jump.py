@@ -5,7 +5,7 @@ import torch
 
 import leaveout as lo
 from oracle import Oracle
-from problems import Problem, recorded
+from problems import Problem, shared
 from test_estimators import BATCHES, close
 
 NONLINEAR = ["adam", "adamw"]
@@ -14,7 +14,7 @@ NONLINEAR = ["adam", "adamw"]
 @pytest.fixture(scope="module", params=[(model, rule) for model in ("mlp", "conv") for rule in NONLINEAR])
 def problem(request, tmp_path_factory) -> Problem:
     model, optimizer = request.param
-    return recorded(tmp_path_factory.mktemp("jump") / "run", model, optimizer, batches=BATCHES)
+    return shared(model, optimizer, batches=BATCHES)
 
 
 def query_gradients(oracle: Oracle, query) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_only_chosen_occurrences_jump(problem):
 
 
 def test_for_sgd_the_jump_is_sgdie(tmp_path):
-    problem = recorded(tmp_path / "run", "mlp", "nesterov", batches=BATCHES)
+    problem = shared("mlp", "nesterov", batches=BATCHES)
     close(scored(problem, lo.ACC("jump")), scored(problem, lo.SGDIE()))
 
 

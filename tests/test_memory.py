@@ -61,6 +61,7 @@ for place, one, kind in cases:
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak of a block is only known on Linux")
 def test_the_peak_keeps_to_the_budget(tmp_path):
     """120 query vectors alone are 12 MB, and each is held about ten times over; so are 100 rows."""

@@ -31,6 +31,7 @@ def optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("planned", [False, True])
 def test_predictions_come_within_a_factor(tmp_path, planned):
     """Within 4 here, because other tests run at the same time; one of four attempts may meet a quiet moment."""

@@ -216,6 +216,7 @@ def leaveout(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.full
 @REAL
 def test_the_command_computes_and_reports(tmp_path):
     done = leaveout("reproduce", "convex", "--quick", "--seeds", "1", "--out", "results", cwd=tmp_path)

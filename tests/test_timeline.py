@@ -5,7 +5,7 @@ import torch
 
 import leaveout as lo
 from leaveout.estimators.timeline import timeline
-from problems import OPTIMIZERS, recorded
+from problems import OPTIMIZERS, shared
 
 EPOCHS = [0, 0, 1, 1, 2, 2]
 BATCHES = [[0, 1, 2, 3], [4, 5], [1, 4, 0, 1], [2, 3, 5], [0, 5, 3, 2], [4, 1]]
@@ -34,7 +34,7 @@ def dense(problem, rows, epochs) -> torch.Tensor:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_epochs_equal_dense_products_and_sum_to_the_score(tmp_path, optimizer):
-    problem = recorded(tmp_path / "run", "mlp", optimizer, batches=BATCHES, epochs=EPOCHS)
+    problem = shared("mlp", optimizer, batches=BATCHES, epochs=EPOCHS)
     found = timeline(problem.run, problem.task, problem.query)
     expected = dense(problem, [[k] for k in range(problem.n)], EPOCHS)
     assert found.spans == ("epoch 1", "epoch 2", "epoch 3")
@@ -46,7 +46,7 @@ def test_epochs_equal_dense_products_and_sum_to_the_score(tmp_path, optimizer):
 
 
 def test_chosen_examples_and_groups(tmp_path):
-    problem = recorded(tmp_path / "run", batches=BATCHES, epochs=EPOCHS)
+    problem = shared(batches=BATCHES, epochs=EPOCHS)
     whole = timeline(problem.run, problem.task, problem.query)
     some = timeline(problem.run, problem.task, problem.query, ids=[4, 1])
     torch.testing.assert_close(some.values, whole.values[[4, 1]])
@@ -56,7 +56,7 @@ def test_chosen_examples_and_groups(tmp_path):
 
 
 def test_without_epochs_the_steps_are_told_apart(tmp_path):
-    problem = recorded(tmp_path / "run", batches=BATCHES, epochs=[0] * 6)
+    problem = shared(batches=BATCHES, epochs=[0] * 6)
     found = timeline(problem.run, problem.task, problem.query)
     assert found.spans == tuple(f"step {i}" for i in range(1, 7))
     expected = dense(problem, [[k] for k in range(problem.n)], list(range(6)))
@@ -66,7 +66,7 @@ def test_without_epochs_the_steps_are_told_apart(tmp_path):
 
 
 def test_other_queries_are_refused(tmp_path):
-    problem = recorded(tmp_path / "run", batches=BATCHES)
+    problem = shared(batches=BATCHES)
     found = timeline(problem.run, problem.task, problem.query)
     found.check_same_queries(lo.SGDIE().score(problem.run, problem.task, problem.query))
     with pytest.raises(lo.InputError, match=r"other queries.*give the query set"):
