@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError
-from leaveout.task.classes import Reading, class_logits, label_numbers, own_probability, readings
+from leaveout.task.classes import Reading, class_logits, class_names, label_numbers, own_probability, readings
 from leaveout.task.task import Task
 
 BLOCK = 512
@@ -61,7 +60,7 @@ def opinions(
         reading = Reading.LOGIT if Reading.LOGIT in allowed else Reading.PROBABILITY
         logits = class_logits(reading, table[:, 1])
         choice, p = logits.argmax(1), own_probability(logits, labels)
-    return Opinions(_names(labels, classes), _names(choice, classes), p, losses)
+    return Opinions(class_names(labels, classes), class_names(choice, classes), p, losses)
 
 
 def _compact(outputs: Tensor, targets: Any, count: int, allowed: set[Reading]) -> Tensor | None:
@@ -72,14 +71,6 @@ def _compact(outputs: Tensor, targets: Any, count: int, allowed: set[Reading]) -
     if isinstance(targets, Tensor) and targets.numel() == outputs.numel() == count:
         return torch.stack([targets.flatten().double(), outputs.flatten().double()], dim=1)
     return None
-
-
-def _names(numbers: Tensor, classes: Sequence[str]) -> list[str]:
-    if classes and int(numbers.max()) >= len(classes):
-        raise InputError(
-            f"Class {int(numbers.max())} occurs, and classes= has {len(classes)} names: name every class, from 0 on."
-        )
-    return [str(classes[i]) if classes else str(i) for i in numbers.tolist()]
 
 
 def _number(value: Tensor) -> str:

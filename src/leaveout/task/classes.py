@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from leaveout.errors import InputError
 
 TINY = 1e-12
 """Probabilities are kept this far from 0 and 1 before their logarithm is taken."""
@@ -80,6 +83,19 @@ def margins(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Fl
     return (logits.gather(1, own) - others.max(1, keepdim=True).values)[:, 0]
 
 
-def label_numbers(targets: Shaped[Tensor, "..."]) -> Int[Tensor, " n"]:
+def label_numbers(targets: Tensor) -> Int[Tensor, " n"]:
     """Give the targets of a classifier as class numbers."""
     return targets.flatten().long()
+
+
+def class_names(numbers: Int[Tensor, " n"], classes: Sequence[str]) -> list[str]:
+    """Give the classes' names, or their numbers where they have no names.
+
+    >>> class_names(torch.tensor([1, 0]), ("cat", "dog")), class_names(torch.tensor([1]), ())
+    (['dog', 'cat'], ['1'])
+    """
+    if classes and int(numbers.max()) >= len(classes):
+        raise InputError(
+            f"Class {int(numbers.max())} occurs, and classes= has {len(classes)} names: name every class, from 0 on."
+        )
+    return [str(classes[i]) if classes else str(i) for i in numbers.tolist()]
