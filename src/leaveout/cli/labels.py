@@ -9,7 +9,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from leaveout.builtin.config import Subject
 from leaveout.cli.app import AsJson, MemoryOption, console, opened, print_json, resumable
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, subject_of
@@ -57,10 +56,14 @@ def labels(
     recorded, out = opened(run), Beside(run).labels
     scores, check = _verified(recorded, method)
     question = Question(states, folds, seed, None if scores is None else scores.method)
-    subject = subject_of(run, task)
+    flipped: tuple[int, ...] = ()
     if out.exists() and not again:
         answer = _answering(out, recorded, question)
+        if task is None:
+            flipped = subject_of(run, task).flipped
     else:
+        subject = subject_of(run, task)
+        flipped = subject.flipped
         with resumable("Nothing was written; the same command begins again."):
             answer = lo_labels(
                 recorded,
@@ -79,7 +82,7 @@ def labels(
     if as_json:
         print_json(_content(answer, run, out, top))
     else:
-        _print(answer, subject, out, top)
+        _print(answer, flipped, out, top)
 
 
 def _verified(run: Run, method: str | None) -> tuple[Scores | None, Check | None]:
@@ -118,22 +121,22 @@ def _content(answer: Labels, run: Path, out: Path, top: int) -> dict[str, Any]:
     }
 
 
-def _print(answer: Labels, subject: Subject, out: Path, top: int) -> None:
+def _print(answer: Labels, flipped: tuple[int, ...], out: Path, top: int) -> None:
     console.print(str(answer), highlight=False, markup=False)
     issues = answer.issues[:top]
     if len(issues):
         table = Table("example", "given → suggested", "score", "why")
         for row in issues.itertuples():
             words = f"{row.given_label} → {row.predicted_label}"
-            table.add_row(str(row.Index), Text(words), f"{row.label_score:.3f}", Text(row.why))
+            table.add_row(str(row.Index), Text(words), f"{row.label_score:.3f}", Text(str(row.why)))
         console.print(table)
     if len(answer) > top:
         console.print(f"  and {len(answer) - top} more: --top {len(answer)}, or --csv", highlight=False)
     if answer.question.influence is not None:
         words = f"{answer.question.influence} counts with weight {answer.weight:.2f} beside the margins."
         console.print(words, highlight=False, markup=False)
-    if subject.flipped:
-        count = len(subject.flipped)
-        hits = len(set(subject.flipped) & set(answer.ranked(count).index))
+    if flipped:
+        count = len(flipped)
+        hits = len(set(flipped) & set(answer.ranked(count).index))
         console.print(f"  {hits} of the {count} flipped labels are among the first {count}", highlight=False)
     console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)

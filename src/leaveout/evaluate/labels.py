@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -191,7 +192,7 @@ def labels(
     resources = resources or Resources()
     influence = _influence(run, task, scores, check)
     seen = dynamics(run, task, states=states, folds=folds, seed=seed, resources=resources)
-    weight = 0.0 if influence is None or check is None else trust(check) * max(0.0, 1 - seen.misfit / MEMORISED)
+    weight = 0.0 if check is None else influence_weight(check, seen.misfit)
     values = seen.confidence.double()
     if influence is not None and weight > 0:
         # The order is the sum's, the values stay those of the margins.
@@ -248,10 +249,15 @@ def robust(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     return distance / spread if spread > 0 else torch.zeros_like(values)
 
 
-def trust(check: Check) -> float:
-    """Give the lower end of Kendall's τ with the exact replays, in the worse of both samples, at least 0."""
+def influence_weight(check: Check, misfit: float) -> float:
+    """Say how much influence counts beside the margins: max(0, τ) · max(0, 1 − misfit / 0.05).
+
+    τ is the lower end of Kendall's τ with exact replays in the worse of both samples. Margins are the better signal
+    unless the run has fitted nearly every label, and then they say little.
+    """
     low = min(part.kendall.low for part in (check.extreme, check.random))
-    return max(0.0, low) if low == low else 0.0
+    trust = 0.0 if math.isnan(low) else max(0.0, low)
+    return trust * max(0.0, 1 - misfit / MEMORISED)
 
 
 def _influence(run: Run, task: Task, scores: Scores | None, check: Check | None) -> Tensor | None:
