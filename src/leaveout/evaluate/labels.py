@@ -232,7 +232,7 @@ def confident_count(opinions: Float[Tensor, "n classes"], labels: Int[Tensor, " 
     own = opinions.gather(1, labels[:, None])[:, 0]
     thresholds = torch.zeros(classes, dtype=torch.float64).index_add_(0, labels, own) / counted(everyone)
     thresholds = thresholds.nan_to_num(nan=torch.inf)  # a class without labels
-    best = torch.where(opinions >= thresholds - 1e-9, opinions, -1.0).max(1)
+    best = torch.where(opinions >= thresholds - 1e-6, opinions, -1.0).max(1)
     sure = best.values >= 0
     share = counted(sure & (best.indices != labels)) / counted(sure).clamp_min(1)
     return round(float((share * counted(everyone)).sum()))
@@ -255,8 +255,8 @@ def influence_weight(check: Check, misfit: float) -> float:
     τ is the lower end of Kendall's τ with exact replays in the worse of both samples. Margins are the better signal
     unless the run has fitted nearly every label, and then they say little.
     """
-    low = min(part.kendall.low for part in (check.extreme, check.random))
-    trust = 0.0 if math.isnan(low) else max(0.0, low)
+    lows = [part.kendall.low for part in (check.extreme, check.random)]
+    trust = 0.0 if any(map(math.isnan, lows)) else max(0.0, min(lows))
     return trust * max(0.0, 1 - misfit / MEMORISED)
 
 
