@@ -9,17 +9,16 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from leaveout.cli.app import AsJson, MemoryOption, console, opened, print_json, resumable
+from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, working
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
-from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.evaluate.dynamics import STATES
 from leaveout.evaluate.labels import Labels, Question
 from leaveout.evaluate.labels import labels as lo_labels
 from leaveout.evaluate.verify import Check
-from leaveout.run.paths import Beside
+from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 
@@ -41,6 +40,7 @@ def labels(
     csv: Annotated[Path | None, typer.Option(help="Write a row for every example to this file.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Replace what is there already.")] = False,
     memory: MemoryOption = "auto",
+    results: ResultsOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which training labels look wrong, from the recorded run alone: no query, no retraining.
@@ -53,8 +53,9 @@ def labels(
 
     The answer goes to runs/x/labels.json, and is read from there the next time.
     """
-    recorded, out = opened(run), Beside(run).labels
-    scores, check = _verified(recorded, method)
+    recorded, paths = opened(run), RunPaths(run, results)
+    out = paths.labels
+    scores, check = _verified(recorded, paths, method)
     question = Question(states, folds, seed, None if scores is None else scores.method)
     flipped: tuple[int, ...] = ()
     if out.exists() and not again:
@@ -64,7 +65,7 @@ def labels(
     else:
         subject = subject_of(run, task)
         flipped = subject.flipped
-        with resumable("Nothing was written; the same command begins again."):
+        with working(recorded, ("labels", question), [out], memory) as resources:
             answer = lo_labels(
                 recorded,
                 subject.task,
@@ -74,9 +75,9 @@ def labels(
                 states=states,
                 classes=() if subject.data is None else subject.data.classes,
                 seed=seed,
-                resources=Resources(memory),
+                resources=resources,
             )
-        answer.save(out, overwrite=again)
+            answer.save(out, overwrite=again)
     if csv is not None:
         answer.to_csv(csv, overwrite=again)
     if as_json:
@@ -85,12 +86,12 @@ def labels(
         _print(answer, flipped, out, top)
 
 
-def _verified(run: Run, method: str | None) -> tuple[Scores | None, Check | None]:
+def _verified(run: Run, paths: RunPaths, method: str | None) -> tuple[Scores | None, Check | None]:
     """The scores of a method and their check, which must be there."""
     if method is None:
         return None, None
-    file = chosen(run, [method])[0]
-    place = Beside(run.path).check(file)
+    file = chosen(run, paths, [method])[0]
+    place = paths.check(file)
     if not place.exists():
         raise InputError(
             f"{file} was not verified, so nobody knows how far to trust it: run leaveout verify {run.path} "

@@ -24,7 +24,7 @@ from leaveout.task.batches import Batch
 from leaveout.task.classes import Reading, class_logits, label_numbers, own_probability, readings
 from leaveout.task.classes import margins as margins_of
 from leaveout.task.task import Task
-from leaveout.trajectory.left_out import members_of
+from leaveout.trajectory.left_out import leave_out
 from leaveout.trajectory.replay import courses
 from leaveout.trajectory.trajectory import Trajectory
 
@@ -224,9 +224,9 @@ def _replayed(
 ) -> None:
     """Look at each example through the training that leaves its fold out."""
     task, place_of = trajectory.task, {step: place for place, step in enumerate(steps)}
-    members = members_of(task.size, groups=folds)
-    for moment, stack in courses(trajectory, members, 0.0, resources, Cost()):
-        place = place_of.get(moment.record.index + 1)
+    left_out = leave_out(task.size, groups=folds)
+    for recorded, stack in courses(trajectory, left_out, 0.0, resources, Cost()):
+        place = place_of.get(recorded.record.index + 1)
         if place is None:
             continue
         for number, fold in enumerate(folds):

@@ -52,7 +52,7 @@ class RunPaths:
     @property
     def labels(self) -> Path:
         """The labels to check."""
-        return self.run / "labels.json"
+        return self._home / "labels.json"
 
     @property
     def cleanse(self) -> Path:
