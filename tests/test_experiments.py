@@ -9,7 +9,18 @@ import torch
 from torch import nn
 
 import leaveout as lo
-from leaveout.paper.reproduce import SPECS, along, bounds, cleansing, epochs, groups, mismatch, problems, readouts
+from leaveout.paper.reproduce import (
+    SPECS,
+    along,
+    bounds,
+    cleansing,
+    epochs,
+    groups,
+    labels,
+    mismatch,
+    problems,
+    readouts,
+)
 from leaveout.paper.reproduce.fidelity import METHODS
 from leaveout.paper.reproduce.markdown import number
 from leaveout.paper.reproduce.plots import interactive, png
@@ -201,3 +212,22 @@ def test_readings_of_displacements_are_those_of_the_estimators():
     assert rows[readouts.REAL, "linear"]["missed"] == 0
     text = shown("readouts", SMALL, list(rows.values()))
     assert "| 8-8 network | digits | clean | real displacement |" in text
+
+
+def test_flipped_labels_are_ranked_by_every_signal():
+    cell = {**labels.cells(1, False)[0], "n": 120, "val": 40, "epochs": 6, "replays": 8}
+    rows = {row["method"]: row for row in labels.compute(cell)}
+    assert list(rows)[:2] == ["labels()", "labels(folds=5)"]
+    assert rows["labels()"]["wrong"] == 12
+    with labels.flipped_run(cell) as (problem, wrong):
+        final = problem.run.final()["param"]
+        x, y = problem.task.train_set.tensors
+        loss = nn.functional.cross_entropy(
+            torch.func.functional_call(problem.task.model, final, (x,)), y, reduction="none"
+        )
+        first = loss.argsort(descending=True)[:12]
+        assert rows["last loss"]["found"] == pytest.approx(float(wrong[first].double().mean()))
+        expected = lo.SGDIE().score(problem.run, problem.task, problem.val).harmful(12)
+        assert rows["SGD-IE"]["found"] == pytest.approx(float(wrong[expected].double().mean()))
+        assert rows["labels()"]["issues"] == len(lo.labels(problem.run, problem.task))
+    assert "| labels() |" in shown("labels", cell, list(rows.values()))

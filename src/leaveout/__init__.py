@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from leaveout.estimators.timeline import Timeline, timeline
     from leaveout.evaluate import metrics
     from leaveout.evaluate.cleanse import Curve, cleanse
+    from leaveout.evaluate.labels import Labels, labels
     from leaveout.evaluate.plan import plan
     from leaveout.evaluate.precision import Rounding, rounding
     from leaveout.evaluate.refine import refine
@@ -65,6 +66,7 @@ _HOMES = {
     "estimators.timeline": ("Timeline", "timeline"),
     "evaluate": ("metrics",),
     "evaluate.cleanse": ("Curve", "cleanse"),
+    "evaluate.labels": ("Labels", "labels"),
     "evaluate.plan": ("plan",),
     "evaluate.precision": ("Rounding", "rounding"),
     "evaluate.refine": ("refine",),

@@ -31,6 +31,7 @@ COMMANDS = {
     "train": Command("Train and record a built-in model on a built-in data set."),
     "score": Command("Score every training example: how would the query loss change without it?"),
     "verify": Command("Compare scores with exact leave-one-out replays: can they be trusted?"),
+    "labels": Command("Say which training labels look wrong, from the recorded run alone: no query, no retraining."),
     "cleanse": Command("Remove the most harmful examples, train again, and measure on the test set."),
     "report": Command(
         "Write one page to look at: pictures, scores, how far to trust them. It needs no network and no other file."

@@ -46,6 +46,7 @@ def _sentence(frame: pd.DataFrame, base: pd.Series, measure: str, size: int) -> 
     if best[measure] >= base[measure]:
         return f"Removing the most harmful examples did not lower {what}: it is {start} with all of them in{beside}."
     return (
-        f"After retraining without the {best['removed']:,} most harmful examples by {best['choice']}, {what} falls from "
+        f"After retraining without the {best['removed']:,} most harmful examples by {best['choice']}, {what} "
+        "falls from "
         f"{start} to {style.format(best[measure])}{beside}."
     )

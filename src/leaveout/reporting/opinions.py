@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError
+from leaveout.task.classes import Reading, class_logits, class_names, label_numbers, own_probability, readings
 from leaveout.task.task import Task
 
 BLOCK = 512
@@ -29,75 +29,48 @@ class Opinions:
     losses: Float[Tensor, " examples"]
 
 
-@dataclass(frozen=True)
-class _Block:
-    outputs: Tensor
-    targets: Any
-    losses: Tensor
-
-
 def opinions(
     task: Task, params: Params, dataset: Dataset, ids: Sequence[int], classes: Sequence[str], resources: Resources
 ) -> Opinions:
-    """The final model on these examples.
+    """Ask the final model about these examples.
 
-    Integer targets and a row of outputs are classes; one output and targets 0 and 1 are two classes if the loss is
-    −log of what the sigmoid (or the output itself) gives the target; one output otherwise is a number.
+    Where its outputs are scores of classes (``task.classes``) it has a choice and a probability of the label; one
+    output per example that is not such a score is a number.
     """
     starts = range(0, len(ids), BLOCK)
-    parts = []
+    allowed, blocks, values = set(Reading), [], []
     for start in resources.track(starts, len(starts), "asking the model"):
         batch = task.read(ids[start : start + BLOCK], dataset)
         with torch.no_grad():
             outputs, targets = task.outputs(params, batch)
-            parts.append(_summed(outputs, targets, task.output_losses(outputs, targets)))
-    losses = torch.cat([part.losses for part in parts])
-    if any(part.targets is None for part in parts):
+            values.append(task.output_losses(outputs, targets))
+        here = readings(outputs, targets, values[-1])
+        allowed &= here
+        blocks.append(_compact(outputs, targets, len(values[-1]), here))
+    losses = torch.cat(values).double().cpu()
+    if any(block is None for block in blocks):
         return Opinions([], [], None, losses)
-    outputs, targets = torch.cat([part.outputs for part in parts]), torch.cat([part.targets for part in parts])
-    if outputs.ndim == 2:  # (choice, probability of the label)
-        choice = outputs[:, 0].long()
-        return Opinions(_names(targets, classes), _names(choice, classes), outputs[:, 1], losses)
-    sure = _probability(outputs, targets, losses)
-    if sure is None:
-        return Opinions([_number(t) for t in targets], [_number(z) for z in outputs], None, losses)
-    own = torch.where(targets == 1, sure, 1 - sure)
-    return Opinions(_names(targets.long(), classes), _names((sure > 0.5).long(), classes), own, losses)
+    table = torch.cat([block for block in blocks if block is not None]).cpu()
+    if not allowed:
+        return Opinions([_number(t) for t in table[:, 0]], [_number(z) for z in table[:, 1]], None, losses)
+    labels = label_numbers(table[:, 0])
+    if Reading.CLASSES in allowed:
+        choice, p = table[:, 1].long(), table[:, 2]
+    else:
+        reading = Reading.LOGIT if Reading.LOGIT in allowed else Reading.PROBABILITY
+        logits = class_logits(reading, table[:, 1])
+        choice, p = logits.argmax(1), own_probability(logits, labels)
+    return Opinions(class_names(labels, classes), class_names(choice, classes), p, losses)
 
 
-def _summed(outputs: Tensor, targets: Any, losses: Tensor) -> _Block:
-    """What is kept of a block: two numbers an example for classes, one where the model gives one."""
-    outputs, losses = outputs.double().cpu(), losses.double().cpu()
-    if not isinstance(targets, Tensor) or targets.numel() != len(losses):
-        return _Block(outputs, None, losses)
-    targets = targets.flatten().cpu()
-    whole = not targets.is_floating_point() and targets.dtype != torch.bool
-    if whole and outputs.ndim == 2 and outputs.shape[1] > 1 and int(targets.min()) >= 0:
-        own = outputs.softmax(1).gather(1, targets.long()[:, None])[:, 0]  # of log-probabilities as of logits
-        return _Block(torch.stack([outputs.argmax(1).double(), own], dim=1), targets.long(), losses)
-    if outputs.numel() == len(losses):
-        return _Block(outputs.flatten(), targets.double(), losses)
-    return _Block(outputs, None, losses)
-
-
-def _probability(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor | None:
-    """The probability of class 1, where the loss shows how the outputs tell it."""
-    if not bool(((targets == 0) | (targets == 1)).all()):
-        return None
-    for sure in (outputs.sigmoid(), outputs):
-        own = torch.where(targets == 1, sure, 1 - sure)
-        if torch.allclose(own, torch.exp(-losses), atol=1e-4):
-            return sure
+def _compact(outputs: Tensor, targets: Any, count: int, allowed: set[Reading]) -> Tensor | None:
+    """Keep a few numbers per example: the target and the output, or for classes the choice and the label's p."""
+    if Reading.CLASSES in allowed:
+        labels, logits = label_numbers(targets), class_logits(Reading.CLASSES, outputs)
+        return torch.stack([labels.double(), logits.argmax(1).double(), own_probability(logits, labels)], dim=1)
+    if isinstance(targets, Tensor) and targets.numel() == outputs.numel() == count:
+        return torch.stack([targets.flatten().double(), outputs.flatten().double()], dim=1)
     return None
-
-
-def _names(numbers: Tensor, classes: Sequence[str]) -> list[str]:
-    if classes and int(numbers.max()) >= len(classes):
-        raise InputError(
-            f"Class {int(numbers.max())} occurs, and classes= has {len(classes)} names: name every class, from 0 on.",
-            code="class-without-name",
-        )
-    return [str(classes[i]) if classes else str(i) for i in numbers.tolist()]
 
 
 def _number(value: Tensor) -> str:

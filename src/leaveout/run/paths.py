@@ -3,6 +3,7 @@
 ``runs/x/config.toml``                   ``leaveout train --config`` repeats the run from it
 ``runs/x/scores/<method>.safetensors``   ``Scores``
 ``runs/x/checks/<method>.json``          the ``Check`` of the scores of the same name
+``runs/x/labels.json``                   the labels to check
 ``runs/x/cleanse.json``                  the cleansing curve
 ``runs/x/report.html``                   the page
 
@@ -47,6 +48,11 @@ class RunPaths:
     def config(self) -> Path:
         """The config that made the run, if ``leaveout train`` did."""
         return self.run / CONFIG
+
+    @property
+    def labels(self) -> Path:
+        """The labels to check."""
+        return self._home / "labels.json"
 
     @property
     def cleanse(self) -> Path:

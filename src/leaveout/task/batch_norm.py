@@ -61,7 +61,8 @@ def refuse_synchronised(model: nn.Module) -> None:
     if names:
         raise UnsupportedError(
             f"{len(names)} SyncBatchNorm layers ({names[0]!r}, ...) take statistics over several processes, of which "
-            "only one is recorded: train with BatchNorm, or in one process."
+            "only one is recorded: train with BatchNorm, or in one process.",
+            code="sync-batch-norm",
         )
 
 
@@ -77,7 +78,8 @@ def refuse_single_values(weights: Float[Tensor, "*rows batch"], positions: int) 
         raise InputError(
             "After leaving examples out, a batch has a single value per channel, and BatchNorm has no variance of that "
             "(PyTorch raises an error for it): use larger batches, leave fewer examples of one batch out, or keep them "
-            "in the statistics with statistics='stay'."
+            "in the statistics with statistics='stay'.",
+            code="batch-norm-single-value",
         )
 
 
@@ -165,7 +167,8 @@ class _Weighted(FunctionMode):
             raise UnsupportedError(
                 f"A BatchNorm sees {len(x)} rows of a batch of {len(self._weights)} examples, so it is not known which "
                 "rows are whose: give it one row per example, with time or patches as further dimensions, or keep "
-                "left-out examples in the statistics with statistics='stay'."
+                "left-out examples in the statistics with statistics='stay'.",
+                code="batch-norm-rows-unknown",
             )
         return self._weights.to(x.dtype)
 
@@ -185,7 +188,8 @@ class _Weighted(FunctionMode):
         if None in names:
             raise InputError(
                 "A BatchNorm's running statistics are not among the buffers given: give every buffer of the model, the "
-                "same tensors as to functional_call."
+                "same tensors as to functional_call.",
+                code="batch-norm-buffers-missing",
             )
         factor: Any = momentum
         count = str(names[0]).removesuffix("running_mean") + COUNT

@@ -119,7 +119,8 @@ def replay(draws: Draws) -> Iterator[None]:
     if not untouched:
         raise MismatchError(
             "A random draw went past those that were noted: the forward pass calls an operation that draws numbers in "
-            "a way that cannot be replayed."
+            "a way that cannot be replayed.",
+            code="draw-not-replayed",
         )
 
 
@@ -145,12 +146,13 @@ class _Noting(TorchDispatchMode):
             if str(values.device) not in self._devices:
                 raise InputError(
                     f"The forward pass draws on {values.device}: give the state of its generator as well, which is "
-                    f"random_state({str(values.device)!r}) before the pass."
+                    f"random_state({str(values.device)!r}) before the pass.",
+                    code="generator-state-missing",
                 )
             self.draws[f"{len(self.draws)} {name}"] = values
             self._state = random_state(*self._devices)
         elif not _same(random_state(*self._devices), self._state):
-            raise UnsupportedError(_unknown(name))
+            raise UnsupportedError(_unknown(name), code="draw-not-known")
         return result
 
     def finish(self) -> None:
@@ -160,7 +162,8 @@ class _Noting(TorchDispatchMode):
         if not _same(random_state(*self._devices), self._state):
             raise UnsupportedError(
                 "The forward pass draws random numbers by an operation that does not say so (a custom kernel?): "
-                "write it with PyTorch's random functions, or set it to evaluation mode."
+                "write it with PyTorch's random functions, or set it to evaluation mode.",
+                code="draw-not-declared",
             )
 
 
@@ -184,7 +187,8 @@ def _check_generator(name: str, given: tuple) -> None:
     if any(isinstance(each, torch.Generator) and each is not torch.default_generator for each in given):
         raise UnsupportedError(
             f"The forward pass draws by {name} from a generator of its own, whose state is not recorded: "
-            "leave out generator= in the model, and seed with torch.manual_seed."
+            "leave out generator= in the model, and seed with torch.manual_seed.",
+            code="draw-from-private-generator",
         )
 
 
@@ -218,7 +222,8 @@ class _Handing(FunctionMode):
         if self._taken < len(self._names):
             raise MismatchError(
                 f"The forward pass took another path than the one that was noted: {self._taken} random draws instead "
-                f"of {len(self._names)}."
+                f"of {len(self._names)}.",
+                code="draws-too-few-taken",
             )
 
     def _take(self, kinds: Sequence[str], shape: Sequence[int]) -> Tensor:
@@ -227,14 +232,16 @@ class _Handing(FunctionMode):
         if self._taken == len(self._names):
             raise MismatchError(
                 f"The forward pass took another path than the one that was noted: after all of its {len(self._names)} "
-                f"random draws it asks for {wanted}."
+                f"random draws it asks for {wanted}.",
+                code="draws-too-many-asked",
             )
         name = self._names[self._taken]
         value = self._draws[name]
         if name.split()[1] not in kinds or value.shape != tuple(shape):
             raise MismatchError(
                 f"The forward pass took another path than the one that was noted: it asks for {wanted} where random "
-                f"draw {name} of shape {list(value.shape)} was taken."
+                f"draw {name} of shape {list(value.shape)} was taken.",
+                code="draws-of-other-kind",
             )
         self._taken += 1
         return value
@@ -246,12 +253,15 @@ class _Handing(FunctionMode):
         except RuntimeError as error:
             raise UnsupportedError(
                 f"The forward pass draws by {name} into a tensor that all examples share, where each example has "
-                f"draws of its own: draw into torch.empty(...) or torch.empty_like(...) instead. ({error})"
+                f"draws of its own: draw into torch.empty(...) or torch.empty_like(...) instead. ({error})",
+                code="draw-into-shared-tensor",
             ) from None
 
     def _new(self, name: str, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
         if out is not None:
-            raise UnsupportedError(f"The forward pass draws by torch.{name}(out=...): leave out= out.")
+            raise UnsupportedError(
+                f"The forward pass draws by torch.{name}(out=...): leave out= out.", code="draw-into-out"
+            )
         value = self._take([name], _size(name, args, kwargs))
         return value.to(args[0].dtype, copy=True) if name == "bernoulli" else value.clone()
 

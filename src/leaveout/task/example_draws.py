@@ -38,7 +38,8 @@ def by_example(draws: Draws, axes: Axes, count: int) -> Draws:
     if list(draws) != list(axes):
         raise MismatchError(
             "The forward pass took another path than the one whose draws were looked at: "
-            f"{', '.join(draws)} instead of {', '.join(axes)}."
+            f"{', '.join(draws)} instead of {', '.join(axes)}.",
+            code="draws-of-other-path",
         )
     return {name: _cut(value, axes[name], count) for name, value in draws.items()}
 
@@ -65,7 +66,8 @@ def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) ->
         if list(alone) != list(draws):
             raise UnsupportedError(
                 f"{count} examples together take {len(draws)} random draws, and one alone takes {len(alone)}, or "
-                "others: they cannot be told apart by example."
+                "others: they cannot be told apart by example.",
+                code="draws-not-by-example",
             )
         outer = {name: _axis(name, value, alone[name], count) for name, value in draws.items()}
         inner = {name: axis and axis._replace(inner=True) for name, axis in outer.items()}
@@ -76,7 +78,8 @@ def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) ->
                 return axes
     raise UnsupportedError(
         "An example alone, with its part of the batch's random draws, does not give what it gives in the batch: draws "
-        "are in an order that is not known, or examples are mixed."
+        "are in an order that is not known, or examples are mixed.",
+        code="example-draws-differ",
     )
 
 
@@ -98,7 +101,8 @@ def _axis(name: str, value: Tensor, alone: Tensor, count: int) -> Axis | None:
     if not known or (other and name.split()[1] == "randperm"):
         raise UnsupportedError(
             f"Random draw {name} has shape {list(value.shape)} for {count} examples and {list(alone.shape)} for one: "
-            "it cannot be told apart by example."
+            "it cannot be told apart by example.",
+            code="draw-shape-not-by-example",
         )
     return Axis(other[0]) if other else None
 

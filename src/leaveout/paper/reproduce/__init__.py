@@ -5,6 +5,7 @@ from leaveout.paper.reproduce.cleansing import CLEANSING, CLEANSING_FULL
 from leaveout.paper.reproduce.epochs import EPOCHS
 from leaveout.paper.reproduce.family import FAMILY, METHODS
 from leaveout.paper.reproduce.groups import GROUPS
+from leaveout.paper.reproduce.labels import LABELS
 from leaveout.paper.reproduce.mismatch import MISMATCH
 from leaveout.paper.reproduce.readouts import READOUTS
 from leaveout.paper.reproduce.sensitivity import SENSITIVITY
@@ -15,7 +16,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         *(CONVEX, NONCONVEX, FAMILY, METHODS, SENSITIVITY, EPOCHS, GROUPS, BOUNDS),
-        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH),
+        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS),
     )
 }
 

@@ -1,0 +1,147 @@
+"""leaveout labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, working
+from leaveout.cli.commands import app
+from leaveout.cli.subject import TaskOption, subject_of
+from leaveout.cli.verify import chosen
+from leaveout.errors import InputError
+from leaveout.evaluate.dynamics import STATES
+from leaveout.evaluate.labels import Labels, Question
+from leaveout.evaluate.labels import labels as lo_labels
+from leaveout.evaluate.verify import Check
+from leaveout.run.paths import RunPaths
+from leaveout.run.reader import Run
+from leaveout.scores import Scores
+
+
+@app.command()
+def labels(
+    run: Annotated[Path, typer.Argument(help="A recorded run of a classifier.")],
+    task: TaskOption = None,
+    folds: Annotated[
+        int | None,
+        typer.Option(help="Train again this often, each time without a part, and judge every label out of sample."),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Scores that were verified, to be mixed in as far as they can be trusted.")
+    ] = None,
+    states: Annotated[int, typer.Option(help="How many recorded states to look at.")] = STATES,
+    seed: Annotated[int, typer.Option(help="Of the division into folds.")] = 0,
+    top: Annotated[int, typer.Option(help="How many to show.")] = 20,
+    csv: Annotated[Path | None, typer.Option(help="Write a row for every example to this file.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Replace what is there already.")] = False,
+    memory: MemoryOption = "auto",
+    results: ResultsOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which training labels look wrong, from the recorded run alone: no query, no retraining.
+
+    [dim]$[/dim] leaveout labels runs/digits
+
+    [dim]$[/dim] leaveout labels runs/digits --csv labels.csv --again
+
+    [dim]$[/dim] leaveout labels runs/mine --task mypackage.mymodule:make_task --folds 5
+
+    The answer goes to runs/x/labels.json, and is read from there the next time.
+    """
+    recorded, paths = opened(run), RunPaths(run, results)
+    out = paths.labels
+    scores, check = _verified(recorded, paths, method)
+    question = Question(states, folds, seed, None if scores is None else scores.method)
+    flipped: tuple[int, ...] = ()
+    if out.exists() and not again:
+        answer = _answering(out, recorded, question)
+        if task is None:
+            flipped = subject_of(run, task).flipped
+    else:
+        subject = subject_of(run, task)
+        flipped = subject.flipped
+        with working(recorded, ("labels", question), [out], memory) as resources:
+            answer = lo_labels(
+                recorded,
+                subject.task,
+                scores=scores,
+                check=check,
+                folds=folds,
+                states=states,
+                classes=() if subject.data is None else subject.data.classes,
+                seed=seed,
+                resources=resources,
+            )
+            answer.save(out, overwrite=again)
+    if csv is not None:
+        answer.to_csv(csv, overwrite=again)
+    if as_json:
+        print_json(_content(answer, run, out, top))
+    else:
+        _print(answer, flipped, out, top)
+
+
+def _verified(run: Run, paths: RunPaths, method: str | None) -> tuple[Scores | None, Check | None]:
+    """The scores of a method and their check, which must be there."""
+    if method is None:
+        return None, None
+    file = chosen(run, paths, [method])[0]
+    place = paths.check(file)
+    if not place.exists():
+        raise InputError(
+            f"{file} was not verified, so nobody knows how far to trust it: run leaveout verify {run.path} "
+            f"--method {method!r} first.",
+            code="scores-not-verified",
+        )
+    return Scores.load(file), Check.load(place)
+
+
+def _answering(file: Path, run: Run, question: Question) -> Labels:
+    """The labels in a file, if they answer this question about this run."""
+    answer = Labels.load(file)
+    if answer.question != question or answer.run_fingerprint != run.fingerprint:
+        raise InputError(
+            f"{file} is of another run or was asked for with other options: give --again to replace it.",
+            code="labels-of-other-question",
+        )
+    return answer
+
+
+def _content(answer: Labels, run: Path, out: Path, top: int) -> dict[str, Any]:
+    rows = answer.ranked(top)
+    shown = rows.astype(object).where(rows.notna(), None).reset_index().to_dict("records")
+    return {
+        "run": str(run),
+        "file": str(out),
+        "sentence": answer.sentence,
+        "count": len(answer),
+        "ids": answer.ids,
+        "influence_weight": answer.weight,
+        "rows": shown,
+    }
+
+
+def _print(answer: Labels, flipped: tuple[int, ...], out: Path, top: int) -> None:
+    console.print(str(answer), highlight=False, markup=False)
+    issues = answer.issues[:top]
+    if len(issues):
+        table = Table("example", "given → suggested", "score", "why")
+        for row in issues.itertuples():
+            words = f"{row.given_label} → {row.predicted_label}"
+            table.add_row(str(row.Index), Text(words), f"{row.label_score:.3f}", Text(str(row.why)))
+        console.print(table)
+    if len(answer) > top:
+        console.print(f"  and {len(answer) - top} more: --top {len(answer)}, or --csv", highlight=False)
+    if answer.question.influence is not None:
+        words = f"{answer.question.influence} counts with weight {answer.weight:.2f} beside the margins."
+        console.print(words, highlight=False, markup=False)
+    if flipped:
+        count = len(flipped)
+        hits = len(set(flipped) & set(answer.ranked(count).index))
+        console.print(f"  {hits} of the {count} flipped labels are among the first {count}", highlight=False)
+    console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)

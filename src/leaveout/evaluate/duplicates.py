@@ -1,0 +1,66 @@
+"""The same input with different labels: at least one of them is wrong, or the input does not tell."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from leaveout._util.hashing import mixed, row_hashes
+from leaveout._util.trees import Params
+from leaveout.compute.resources import Resources
+from leaveout.task import batches
+from leaveout.task.batches import Batch
+from leaveout.task.task import Task
+
+BLOCK = 512
+
+
+def conflicts(task: Task, params: Params, labels: Int[Tensor, " n"], resources: Resources) -> dict[int, int]:
+    """Find the training examples whose input another one has with another label, and name one such other.
+
+    Inputs are everything in a batch but the targets, compared byte by byte through a hash of 64 bits.
+    """
+    hashes = []
+    starts = range(0, task.size, BLOCK)
+    for start in resources.track(starts, len(starts), "comparing inputs"):
+        batch = task.read(range(start, min(start + BLOCK, task.size)))
+        with torch.no_grad():
+            targets = task.outputs(params, batch)[1]
+        hashes.append(input_hashes(batch, targets))
+    if any(part is None for part in hashes):
+        return {}
+    same: dict[int, list[int]] = defaultdict(list)
+    for number, value in enumerate(np.concatenate([part for part in hashes if part is not None]).tolist()):
+        same[value].append(number)
+    given = labels.tolist()
+    return {
+        one: next(other for other in group if given[other] != given[one])
+        for group in same.values()
+        if len({given[number] for number in group}) > 1
+        for one in group
+    }
+
+
+def input_hashes(batch: Batch, targets: Any) -> np.ndarray | None:
+    """Hash each example's input, or give None where it holds something else than tensors with a row per example.
+
+    >>> x, y = torch.tensor([[1.0, 2.0], [1.0, 2.0], [2.0, 1.0]]), torch.tensor([0, 1, 0])
+    >>> a, b, c = input_hashes([x, y], y)
+    >>> bool(a == b), bool(a == c)
+    (True, False)
+    """
+    total = np.zeros(len(targets), np.uint64)
+    for place, leaf in enumerate(batches.leaves(batch)):
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != len(targets):
+            return None
+        if leaf.numel() == targets.numel() and bool((leaf.flatten() == targets.flatten()).all()):
+            continue
+        rows = leaf.detach().cpu().reshape(len(leaf), -1).contiguous()
+        if rows.numel():
+            total = mixed(total + row_hashes(rows.view(torch.uint8).numpy()) + np.uint64(place))
+    return total

@@ -1,0 +1,261 @@
+"""Training dynamics: how a recorded run treated each training example, by forward passes at its kept states."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from leaveout._util.equality import Comparable
+from leaveout._util.trees import PARAM, Params, each
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, UnsupportedError, check_seed, is_whole
+from leaveout.run.reader import Run
+from leaveout.task import batches
+from leaveout.task.batches import Batch
+from leaveout.task.classes import Reading, class_logits, label_numbers, own_probability, readings
+from leaveout.task.classes import margins as margins_of
+from leaveout.task.task import Task
+from leaveout.trajectory.left_out import leave_out
+from leaveout.trajectory.replay import courses
+from leaveout.trajectory.trajectory import Trajectory
+
+STATES = 20
+"""States that are looked at by default."""
+BLOCK = 512
+EARLY = 2
+"""States that are looked at before the first of the evenly spaced ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dynamics(Comparable):
+    """What a run made of its training examples: a row per state that was looked at, a column per example.
+
+    ``steps`` are the states' numbers and ``epochs`` the epochs that they end or lie in; ``margins`` are the given
+    label's logit minus the best other one, ``probabilities`` those of the given label. ``opinions`` has for each
+    example the predicted distribution over the classes, averaged over the states.
+    """
+
+    steps: tuple[int, ...]
+    epochs: tuple[int, ...]
+    labels: Int[Tensor, " n"]
+    margins: Float[Tensor, "states n"]
+    losses: Float[Tensor, "states n"]
+    probabilities: Float[Tensor, "states n"]
+    predicted: Int[Tensor, "states n"]
+    opinions: Float[Tensor, "n classes"]
+
+    @cached_property
+    def confidence(self) -> Float[Tensor, " n"]:
+        """exp(mean_t log σ(margin_t)): the given label's share against the best other, a geometric mean over states."""
+        return logsigmoid(self.margins).mean(0).exp()
+
+    @cached_property
+    def margin(self) -> Float[Tensor, " n"]:
+        """The margin averaged over the states (area under the margin)."""
+        return self.margins.mean(0)
+
+    @cached_property
+    def loss(self) -> Float[Tensor, " n"]:
+        """The loss averaged over the states."""
+        return self.losses.mean(0)
+
+    @cached_property
+    def probability(self) -> Float[Tensor, " n"]:
+        """The probability of the given label averaged over the states."""
+        return self.probabilities.mean(0)
+
+    @cached_property
+    def variability(self) -> Float[Tensor, " n"]:
+        """The standard deviation of the given label's probability over the states."""
+        return self.probabilities.std(0, correction=0)
+
+    @cached_property
+    def fitted(self) -> Tensor:
+        """Whether each state predicts the given label."""
+        return self.predicted == self.labels
+
+    @cached_property
+    def forgotten(self) -> Int[Tensor, " n"]:
+        """How often the given label was predicted at one state and no longer at the next."""
+        return (self.fitted[:-1] & ~self.fitted[1:]).sum(0)
+
+    @cached_property
+    def learned(self) -> Int[Tensor, " n"]:
+        """The position of the first state from which on the given label is always predicted; their number if never."""
+        place = torch.arange(1, len(self.steps) + 1, device=self.fitted.device)[:, None]
+        return torch.where(self.fitted, 0, place).amax(0)
+
+    @property
+    def misfit(self) -> float:
+        """The share of the examples that the last state predicts as something else than their label."""
+        return 1 - float(self.fitted[-1].double().mean())
+
+
+def dynamics(
+    run: Run,
+    task: Task,
+    *,
+    states: int = STATES,
+    folds: int | None = None,
+    seed: int = 0,
+    resources: Resources | None = None,
+) -> Dynamics:
+    """Look at every training example through some states of the run, before and after it may have been memorised.
+
+    Args:
+        run: the recorded run.
+        task: what was trained, a classifier.
+        states: how many kept states to look at: evenly spaced ones up to the last, and two of the beginning.
+        folds: train the run again this often, each time without another part of the examples, and look at each
+            example through the training that did not see it.
+        seed: of the division into folds.
+        resources: memory budget and progress.
+    """
+    if not is_whole(states, 1):
+        raise InputError(f"states={states!r} must be a whole number of at least 1.", code="states-not-a-count")
+    if folds is not None and not is_whole(folds, 2, task.size):
+        raise InputError(
+            f"folds={folds!r} must be a whole number from 2 to the number of examples, or None.",
+            code="folds-not-a-count",
+        )
+    resources = resources or Resources()
+    trajectory = Trajectory(run, task)
+    trajectory.batch(0)  # compared with what was recorded
+    steps = chosen_states(range(len(run) + 1) if folds else run.kept, states)
+    found = _Collected(task, len(steps))
+    if folds is None:
+        _recorded(found, run, task, steps, resources)
+    else:
+        _replayed(found, trajectory, steps, parts(task.size, folds, seed), resources)
+    return found.result(tuple(steps), tuple(run.record(step - 1).epoch for step in steps))
+
+
+def chosen_states(kept: Sequence[int], count: int) -> list[int]:
+    """Choose evenly spaced states up to the last, and two of the beginning, from those that are kept.
+
+    >>> chosen_states(range(61), 8), chosen_states([0, 10, 20], 8)
+    ([3, 7, 10, 20, 30, 40, 50, 60], [10, 20])
+    """
+    early = EARLY if count > 2 * EARLY else 0
+    even = count - early
+    wanted = [(place + 1) / even for place in range(even)]
+    wanted += [(place + 1) / (early + 1) / even for place in range(early)]
+    return sorted({_nearest(kept, share * kept[-1]) for share in wanted})
+
+
+def _nearest(kept: Sequence[int], step: float) -> int:
+    """Give the kept state nearest to a step, never the initial one."""
+    place = max(1, bisect_left(kept, step))
+    return min(kept[max(1, place - 1)], kept[place], key=lambda state: abs(state - step))
+
+
+def parts(size: int, folds: int, seed: int) -> list[list[int]]:
+    """Divide the examples into folds of equal size, but for one, at random.
+
+    >>> [len(part) for part in parts(7, 2, 0)]
+    [4, 3]
+    """
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(check_seed(seed)))
+    return [order[first::folds].sort().values.tolist() for first in range(folds)]
+
+
+class _Collected:
+    """What the forward passes gave so far: a few numbers per state and example, one distribution per example."""
+
+    def __init__(self, task: Task, states: int) -> None:
+        self.task = task
+        self.reading: Reading | None = None
+        self.labels = torch.zeros(task.size, dtype=torch.long)
+        self.numbers = torch.zeros(3, states, task.size)
+        self.predicted = torch.zeros(states, task.size, dtype=torch.long)
+        self.sums = torch.zeros(0)
+
+    def add(self, place: int, params: Params, ids: Sequence[int], batch: Batch) -> None:
+        """Look at some examples through one state."""
+        with torch.no_grad():
+            outputs, targets = self.task.outputs(params, batch)
+            losses = self.task.output_losses(outputs, targets)
+        allowed = readings(outputs, targets, losses)
+        if not allowed or (self.reading is not None and self.reading not in allowed):
+            raise UnsupportedError(_refusal(outputs, targets), code="labels-not-classes")
+        if self.reading is None:
+            self.reading = next(reading for reading in Reading if reading in allowed)
+        logits, labels = class_logits(self.reading, outputs).cpu(), label_numbers(targets).cpu()
+        chances, index = logits.softmax(1).to(self.numbers.dtype), torch.as_tensor(ids)
+        if not len(self.sums):
+            self.sums = torch.zeros(self.task.size, chances.shape[1])
+        self.labels[index] = labels
+        for kind, values in enumerate((margins_of(logits, labels), losses.cpu(), own_probability(logits, labels))):
+            self.numbers[kind, place, index] = values.to(self.numbers.dtype)
+        self.predicted[place, index] = logits.argmax(1)
+        self.sums[index] += chances
+
+    def result(self, steps: tuple[int, ...], epochs: tuple[int, ...]) -> Dynamics:
+        """Give the tables."""
+        margins, losses, probabilities = self.numbers
+        opinions = self.sums / len(steps)
+        return Dynamics(steps, epochs, self.labels, margins, losses, probabilities, self.predicted, opinions)
+
+
+def _recorded(found: _Collected, run: Run, task: Task, steps: list[int], resources: Resources) -> None:
+    """Look through the recorded states, at as many examples together as memory holds, so that each is read once."""
+    example = task.read([0])
+    bytes_each = 2 * sum(leaf.numel() * leaf.element_size() for leaf in batches.leaves(example) if _is_tensor(leaf))
+    size = resources.chunk(bytes_each, task.size)
+    chunks = [range(first, min(first + size, task.size)) for first in range(0, task.size, size)]
+    work = ((chunk, place) for chunk in chunks for place in range(len(steps)))
+    read: list[tuple[Sequence[int], Batch]] = []
+    for chunk, place in resources.track(work, len(chunks) * len(steps), "looking through states"):
+        if place == 0:
+            read = [(ids, task.read(ids)) for ids in _blocks(chunk)]
+        params = each(lambda tensor: tensor.to(task.device), run.state(steps[place])[PARAM])
+        for ids, batch in read:
+            found.add(place, params, ids, batch)
+
+
+def _replayed(
+    found: _Collected, trajectory: Trajectory, steps: list[int], folds: list[list[int]], resources: Resources
+) -> None:
+    """Look at each example through the training that leaves its fold out."""
+    task, place_of = trajectory.task, {step: place for place, step in enumerate(steps)}
+    left_out = leave_out(task.size, groups=folds)
+    for recorded, stack in courses(trajectory, left_out, 0.0, resources, Cost()):
+        place = place_of.get(recorded.record.index + 1)
+        if place is None:
+            continue
+        for number, fold in enumerate(folds):
+            params = {name: tensor[number] for name, tensor in stack.items()}
+            for ids in _blocks(fold):
+                found.add(place, params, ids, task.read(ids))
+
+
+def _blocks(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    for first in range(0, len(ids), BLOCK):
+        yield ids[first : first + BLOCK]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _refusal(outputs: Tensor, targets: Any) -> str:
+    kind = (
+        f"{str(targets.dtype).removeprefix('torch.')} of shape {list(targets.shape)}"
+        if isinstance(targets, Tensor)
+        else f"of type {type(targets).__name__}"
+    )
+    return (
+        "Labels can be checked where targets are class numbers and the model gives a row of logits, or where they are "
+        "0 and 1 and the model gives one logit or probability and the loss is its cross-entropy; here outputs have "
+        f"shape {list(outputs.shape)} and targets are {kind}: give a Task of the same model with such a loss or "
+        "forward=, or leave labels alone."
+    )
