@@ -1,8 +1,8 @@
 """Tables with groups: which source of the data would we be better off without?
 
-The rows of a table come from several sources, and one of them is bad: here a hospital with many wrong labels. Leaving out
-a source as a whole is not the sum of leaving out its rows. Every estimate is compared with the truth: the run retrained
-without the source.
+The rows of a table come from several sources, and one of them is bad: here a hospital with many wrong labels. Leaving
+out a source as a whole is not the sum of leaving out its rows. Every estimate is compared with the truth: the run
+retrained without the source.
 
     python examples/tabular_groups.py [directory]    # breast cancer; Adult where LEAVEOUT_DATA has it
 """

@@ -1,8 +1,8 @@
 """Text: which training messages make the model say what it says about a new one?
 
-Short messages are about cooking or about gardening. A logistic regression on tf-idf features is trained, and some training
-messages have the wrong label. For the validation message that the model does worst on, the training messages that pushed
-it there are printed: the wrong labels among them are the ones to correct.
+Short messages are about cooking or about gardening. A logistic regression on tf-idf features is trained, and some
+training messages have the wrong label. For the validation message that the model does worst on, the training messages
+that pushed it there are printed: the wrong labels among them are the ones to correct.
 
     python examples/text_classification.py [directory]    # messages made up here; 20News where LEAVEOUT_DATA has it
 """

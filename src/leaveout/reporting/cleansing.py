@@ -45,6 +45,6 @@ def _sentence(frame: pd.DataFrame, base: pd.Series, measure: str, size: int) -> 
     if best[measure] >= base[measure]:
         return f"Removing the most harmful examples did not lower {what}: it is {start} with all of them in{beside}."
     return (
-        f"After retraining without the {best['removed']:,} most harmful examples by {best['choice']}, {what} falls from "
-        f"{start} to {style.format(best[measure])}{beside}."
+        f"After retraining without the {best['removed']:,} most harmful examples by {best['choice']}, {what} falls "
+        f"from {start} to {style.format(best[measure])}{beside}."
     )

@@ -13,11 +13,11 @@ import torch
 
 HEAD = """# Benchmarks
 
-Measured by `leaveout bench` (or `make bench`) with the real data sets (`LEAVEOUT_DATA`). ACC is accumulative SGD-influence
-estimation, SGD-IE is SGD-influence estimation ([methods](methods.md)). Every figure is a ratio of two things measured in
-the same run, or a rank correlation; "meets" compares it with its target. A case can be measured alone (`--only`) and then
-replaces its own rows, so not all rows are from the same day. For very long and very wide runs see [load](load.md); for a
-whole data set, [all of MNIST](mnist.md).
+Measured by `leaveout bench` (or `make bench`) with the real data sets (`LEAVEOUT_DATA`). ACC is accumulative
+SGD-influence estimation, SGD-IE is SGD-influence estimation ([methods](methods.md)). Every figure is a ratio of two
+things measured in the same run, or a rank correlation; "meets" compares it with its target. A case can be measured
+alone (`--only`) and then replaces its own rows, so not all rows are from the same day. For very long and very wide runs
+see [load](load.md); for a whole data set, [all of MNIST](mnist.md).
 
 """
 
@@ -34,8 +34,8 @@ matrix products. A hidden layer of exact ACC takes two products forward and five
 two; the first layer, whose inputs do not move, takes one and one, as the gradient does. On wide inputs, where the first
 layer dominates, the two are closer (the rates above).
 
-*Recording*: 1.08 to 1.2. Hashing each batch and copying each state happen in the training thread, only writing does not,
-and on a step of a few milliseconds that shows.
+*Recording*: 1.08 to 1.2. Hashing each batch and copying each state happen in the training thread, only writing does
+not, and on a step of a few milliseconds that shows.
 
 *ACC / SGD-IE*: 1.46. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and moves each
 example's 13,750 numbers in and out of its row.
