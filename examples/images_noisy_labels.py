@@ -66,11 +66,12 @@ def main(folder: Path, examples: int = 500, epochs: int = 30) -> dict[str, float
     page = lo.report(folder / "report.html", run, scores, check, curve, task=task, query=data.val, show=show)
     print(f"the report: {page}")
     table = curve.to_frame().set_index(["choice", "removed"])["error"]
+    removed = max(table[scores.method].index)  # no more than are harmful
     return {
         "found": found,
         "before": table["nothing", 0],
-        "after": table[scores.method, len(wrong)],
-        "random": table["random", len(wrong)],
+        "after": table[scores.method, removed],
+        "random": table["random", removed],
     }
 
 

@@ -17,8 +17,7 @@ def cleansing(curve: Curve) -> Cleansing:
     if not np.isfinite(frame[measure]).all():
         raise InputError(
             f"The curve has a test {measure} that is NaN or infinite: look at what was removed there, or leave the "
-            "curve out.",
-            code="values-not-finite",
+            "curve out."
         )
     base = frame[frame["choice"] == NOTHING].iloc[0]
     lines = []
@@ -46,7 +45,6 @@ def _sentence(frame: pd.DataFrame, base: pd.Series, measure: str, size: int) -> 
     if best[measure] >= base[measure]:
         return f"Removing the most harmful examples did not lower {what}: it is {start} with all of them in{beside}."
     return (
-        f"After retraining without the {best['removed']:,} most harmful examples by {best['choice']}, {what} "
-        "falls from "
-        f"{start} to {style.format(best[measure])}{beside}."
+        f"After retraining without the {best['removed']:,} most harmful examples by {best['choice']}, {what} falls "
+        f"from {start} to {style.format(best[measure])}{beside}."
     )

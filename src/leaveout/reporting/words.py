@@ -82,9 +82,7 @@ def found(table: Table, total: int, harmful: int, *, groups: bool, loss: bool) -
         named += f", the model says {table.names[table.says[0]]})" if table.says[0] != table.label[0] else ")"
     brought = f"without it the loss would fall by {-table.score[0]:.3g}"
     if not loss:
-        brought = (
-            f"its score is {table.score[0]:.3g}, which ranks it but does not say by how much the loss would change"
-        )
+        brought = f"its score is {table.score[0]:.3g}, which ranks it but does not say how much the loss would change"
     return f"{harmful:,} of the {total:,} {what} did harm. The most harmful is {worst}{named}: {brought}."
 
 

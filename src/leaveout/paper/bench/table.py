@@ -16,8 +16,8 @@ HEAD = """# Benchmarks
 Measured by `leaveout bench` (or `make bench`) with the real data sets (`LEAVEOUT_DATA`). ACC is accumulative
 SGD-influence estimation, SGD-IE is SGD-influence estimation ([methods](methods.md)). Every figure is a ratio of two
 things measured in the same run, or a rank correlation; "meets" compares it with its target. A case can be measured
-alone (`--only`) and then replaces its own rows, so not all rows are from the same day. For very long and very wide
-runs see [load](load.md); for a whole data set, [all of MNIST](mnist.md).
+alone (`--only`) and then replaces its own rows, so not all rows are from the same day. For very long and very wide runs
+see [load](load.md); for a whole data set, [all of MNIST](mnist.md).
 
 """
 
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def meets(self) -> bool:
-        """Say whether the figure is on the right side of its target."""
+        """Whether the figure is on the right side of its target."""
         return self.value <= self.target if self.bound == "<=" else self.value >= self.target
 
 
