@@ -17,7 +17,8 @@ def cleansing(curve: Curve) -> Cleansing:
     if not np.isfinite(frame[measure]).all():
         raise InputError(
             f"The curve has a test {measure} that is NaN or infinite: look at what was removed there, or leave the "
-            "curve out."
+            "curve out.",
+            code="values-not-finite",
         )
     base = frame[frame["choice"] == NOTHING].iloc[0]
     lines = []
