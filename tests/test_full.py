@@ -139,14 +139,14 @@ def test_rows_in_a_file_are_written_whole_or_said_to_be_lost(tmp_path: Path, mon
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))  # amid the second row
     try:
-        with pytest.raises(lo.RunError, match="make room there, set TMPDIR"):
+        with pytest.raises(lo.RunError, match="make room, set TMPDIR"):
             held[torch.tensor([1])] = values[:1]
-        with pytest.raises(lo.RunError, match="make room there, set TMPDIR"):
+        with pytest.raises(lo.RunError, match="make room, set TMPDIR"):
             RowFile((3, 1, 1000), like)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(lo.RunError, match="make room there, set TMPDIR"):
+    with pytest.raises(lo.RunError, match="make room, set TMPDIR"):
         RowFile((3, 1, 1000), like)
 
 

@@ -980,12 +980,12 @@ def test_query_sets_that_do_not_fit(name: str, scored: tuple[lo.Run, lo.Task]) -
         ((2, 5, 2), ["Example 2 is named twice", "once"]),
         ((), ["ids is empty", "at least one"]),
         ((1.7,), ["ids holds 1.7", "example numbers"]),
-        ((True, False), ["ids holds True", "of a mask"]),
+        ((True, False), ["ids holds True", "for a mask"]),
         (("a",), ["ids holds 'a'"]),
         ("12", ["ids holds '1'"]),
         (5, ["ids is 5", "give a list"]),
         (torch.tensor(5), ["ids is tensor(5)", "give a list"]),
-        (torch.tensor([[1, 2]]), ["ids holds tensor([1, 2])"]),
+        (torch.tensor([[1, 2]]), ["ids holds [1, 2]"]),
     ],
 )
 def test_ids_of_examples_that_are_not_there(

@@ -233,7 +233,7 @@ def test_a_killed_command_goes_on(tmp_path, monkeypatch, capsys):
     process.kill()
     process.communicate()
     shards = {file: file.stat().st_mtime_ns for file in work.glob("*/[!.]*")}
-    assert not list((tmp_path / "run").glob("scores/*"))
+    assert not list((tmp_path / "run").glob("scores/[!.]*"))
     process = started("score", "run", "--method", "replay", cwd=tmp_path)
     while process.poll() is None and len(list(work.glob("*/[!.]*"))) < len(shards) + 1:
         time.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ class Replay(Estimator):
             raise InputError(
                 "Replay(ids=...) was given, and ids= or groups= as well: give one of them.", code="ids-given-twice"
             )
-        return leave_out(task.size, tuple(self.ids) if ids is None and self.ids is not None else ids, groups)
+        return leave_out(task.size, cast("Sequence[int] | None", self.ids) if ids is None else ids, groups)
 
     def _exact(self, values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
         return torch.ones(len(values), dtype=torch.bool) if self.weight == 0 else None
