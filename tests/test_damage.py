@@ -308,7 +308,7 @@ def test_nobody_waits_for_a_pipe(name: str, tmp_path: Path) -> None:
     run, _ = recorded(tmp_path / "run", 0, 1)
     (run.path / name).unlink()
     os.mkfifo(run.path / name)
-    with pytest.raises(lo.RunError, match=f"{name}.*no plain file"):
+    with pytest.raises(lo.RunError, match=f"{name}.*not a plain file"):
         lo.open_run(run.path).state(0)
     assert name in lo.check_run(run.path)[0]
     (tmp_path / "scores").unlink(missing_ok=True)

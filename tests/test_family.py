@@ -365,7 +365,7 @@ def test_interpolated_checkpoints_serve_everyone(tmp_path):
 REFUSED = {
     "layers='9.*' names no trained parameter": lambda p: score(p, lo.SGDIE(layers="9.*")),
     "give a number between 0 and 1": lambda p: lo.ACC(probability=1.5),
-    "no choice of epochs": lambda p: lo.ACC(epochs=(2, 1)),
+    "does not choose epochs": lambda p: lo.ACC(epochs=(2, 1)),
     "curvature='kfac' is unknown": lambda p: lo.DVEmb("kfac"),
     "works only with the exact transport": lambda p: lo.DVEmb(project=4, acc=True, transport="free"),
     "is not a width": lambda p: score(p, lo.DVEmb(project=0)),
