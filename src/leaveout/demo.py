@@ -33,12 +33,12 @@ class Demo:
     truth: list[int]
 
     def found(self, method: str) -> int:
-        """How many of the flipped labels are among as many most harmful examples."""
+        """Count the flipped labels among as many most harmful examples."""
         return len(self.flipped & set(self.scores[method].harmful(len(self.flipped))))
 
 
 def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Resources | None = None) -> Demo:
-    """Train a small network on digits with a tenth of the labels flipped, and asks who did the harm.
+    """Train a small network on digits with a tenth of the labels flipped, and ask which examples did harm.
 
     The run goes to the new directory ``out``, with its config, scores, checks, cleansing curve and report beside it.
     """
@@ -53,18 +53,18 @@ def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Re
     assert digits is not None  # noqa: S101 - a config names its data
     scores, checks, paths = {}, {}, RunPaths(out)
     for estimator in (SGDIE(readout="exact"), ACC("exact", readout="exact")):
-        found = estimator.score(run, task, query, queries="each", resources=resources)
-        scores[found.method] = found
-        file = found.save(paths.scores(found.method, "each"))
-        checks[found.method] = verify(found, run, task, query, replays=replays, resources=resources)
-        checks[found.method].save(paths.check(file))
-    curve = cleanse(found, run, task, digits.test, [m for m in REMOVED if m < examples], resources=resources)
+        result = estimator.score(run, task, query, queries="each", resources=resources)
+        scores[result.method] = result
+        file = result.save(paths.scores(result.method, "each"))
+        checks[result.method] = verify(result, run, task, query, replays=replays, resources=resources)
+        checks[result.method].save(paths.check(file))
+    curve = cleanse(result, run, task, digits.test, [m for m in REMOVED if m < examples], resources=resources)
     curve.save(paths.cleanse)
     page = report(
         paths.report,
         run,
-        found,
-        checks[found.method],
+        result,
+        checks[result.method],
         curve,
         task=task,
         query=query,

@@ -75,7 +75,7 @@ class Scores(Comparable):
         return self.exact is not None and bool(self.exact.all())
 
     def mean(self) -> Float[Tensor, " train"]:
-        """The scores averaged over the queries."""
+        """Average the scores over the queries."""
         return self.values.mean(1)
 
     @property
@@ -89,21 +89,21 @@ class Scores(Comparable):
         return int((self.mean() < 0).sum())
 
     def helpful(self, k: int = 10) -> list[int | str]:
-        """The k ids without which the query loss would rise most, most helpful first.
+        """Return the k ids without which the query loss would rise most, most helpful first.
 
         Only those that helped: fewer than k, and a warning, where fewer have a score above zero.
         """
         return self._ranked(k, self.helpful_count, "helpful", descending=True)
 
     def harmful(self, k: int = 10) -> list[int | str]:
-        """The k ids without which the query loss would fall most, most harmful first.
+        """Return the k ids without which the query loss would fall most, most harmful first.
 
         Only those that did harm: fewer than k, and a warning, where fewer have a score below zero.
         """
         return self._ranked(k, self.harmful_count, "harmful", descending=False)
 
     def top(self, k: int = 10, query: int | str | None = None) -> pd.DataFrame:
-        """The k most influential examples, by magnitude: their scores, and which of them are exact.
+        """Return the k most influential examples, by magnitude: their scores, and which of them are exact.
 
         Args:
             k: how many.
@@ -143,7 +143,7 @@ class Scores(Comparable):
             )
 
     def extreme(self, count: int) -> list[int]:
-        """The rows of the most extreme scores: half of them from each tail."""
+        """Return the rows of the most extreme scores: half of them from each tail."""
         order = torch.argsort(self.mean(), stable=True).tolist()
         count = min(count, len(order))
         low = count // 2
@@ -160,7 +160,7 @@ class Scores(Comparable):
         return [self.train_ids[i] for i in order[: min(k, count)].tolist()]
 
     def to_frame(self) -> pd.DataFrame:
-        """A labelled table: training ids down, query ids across."""
+        """Tabulate: training ids down, query ids across."""
         return pd.DataFrame(
             self.values.detach().cpu().numpy(),
             index=pd.Index(self.train_ids, name="train"),
@@ -170,7 +170,7 @@ class Scores(Comparable):
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the scores to one safetensors file, whole or not at all."""
         path = free(path, overwrite=overwrite)
-        told = {
+        facts = {
             "method": self.method,
             "sign": self.sign,
             "unit": self.unit,
@@ -185,30 +185,30 @@ class Scores(Comparable):
         if self.exact is not None:
             tensors["exact"] = self.exact
         tensors |= {f"displacements/{name}": tensor for name, tensor in (self.displacements or {}).items()}
-        save_sealed(path, tensors, told)
+        save_sealed(path, tensors, facts)
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Scores:
         """Read what ``save`` wrote."""
         try:
-            tensors, told = read_sealed(Path(path))
-            if told["method"] == "Replay":  # version 0.1 did not mark replays as exact
+            tensors, facts = read_sealed(Path(path))
+            if facts["method"] == "Replay":  # version 0.1 did not mark replays as exact
                 tensors.setdefault("exact", torch.ones(len(tensors["values"]), dtype=torch.bool))
             moved = {key.removeprefix("displacements/"): t for key, t in tensors.items() if "/" in key}
             return cls(
                 tensors["values"],
-                tuple(told["train_ids"]),
-                tuple(told["query_ids"]),
-                told["method"],
-                Cost(**told["cost"]),
+                tuple(facts["train_ids"]),
+                tuple(facts["query_ids"]),
+                facts["method"],
+                Cost(**facts["cost"]),
                 moved or None,
                 tensors.get("exact"),
-                told["query_fingerprint"],
-                told["sign"],
-                told["unit"],
-                told.get("groups"),
-                told.get("run_fingerprint"),
+                facts["query_fingerprint"],
+                facts["sign"],
+                facts["unit"],
+                facts.get("groups"),
+                facts.get("run_fingerprint"),
             )
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RunError(

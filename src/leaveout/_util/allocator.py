@@ -14,7 +14,7 @@ _DEFAULT_TRIM, _DEFAULT_MMAPS = 128 * 1024, 65536
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """While this lasts, freed memory stays with the process and is used again instead of being asked for anew.
+    """Keep freed memory with the process while this lasts, to be used again instead of being asked for anew.
 
     glibc returns every large block to the system at once, and each fresh one is filled with zeros page by page: on
     stacks of tens of megabytes that takes longer than the arithmetic. Other allocators are left alone.

@@ -29,17 +29,17 @@ BLOCK = 1 << 20
 
 
 def write_text(file: Path, text: str) -> None:
-    """A text file that is there whole or not at all."""
+    """Write a text file that is there whole or not at all."""
     write_whole(file, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
-def write_json(file: Path, told: dict[str, Any]) -> None:
-    """A JSON file that is there whole or not at all, with a checksum of what it says."""
-    write_text(file, json.dumps({"crc32": _json_checksum(told), **told}, indent=1, allow_nan=False))
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file that is there whole or not at all, with a checksum of its content."""
+    write_text(file, json.dumps({"crc32": _json_checksum(content), **content}, indent=1, allow_nan=False))
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """What ``write_json`` wrote.
+    """Read what ``write_json`` wrote.
 
     Raises:
         ValueError: if it says something else now.
@@ -51,24 +51,24 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def plain(file: Path) -> Path:
-    """The file, if it is one: whoever opens a pipe waits for ever."""
+    """Return the file if it is a regular one: whoever opens a pipe waits for ever."""
     if file.exists() and not file.is_file():
         raise OSError(f"{file.name} is not a plain file")
     return file
 
 
-def unsealed(told: Any) -> dict[str, Any]:
-    """What a JSON object says beside its checksum, which must be right."""
-    if not isinstance(told, dict):
+def unsealed(content: Any) -> dict[str, Any]:
+    """Return what a JSON object holds beside its checksum, which must be right."""
+    if not isinstance(content, dict):
         raise ValueError("it is not an object")
-    told = dict(told)
-    if told.pop("crc32", None) != _json_checksum(told):
+    content = dict(content)
+    if content.pop("crc32", None) != _json_checksum(content):
         raise ValueError("its checksum is not that of what it says")
-    return told
+    return content
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file that is there whole or not at all."""
+    """Write a safetensors file that is there whole or not at all."""
 
     def save(aside: Path) -> None:
         aside.touch()
@@ -83,7 +83,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def free(path: str | Path, *, overwrite: bool) -> Path:
-    """The path of a result, which may be there already only if it is to be replaced."""
+    """Return the path of a result, which may be there already only if it is to be replaced."""
     path = Path(path)
     if os.path.exists(path) and not overwrite:  # no OSError of a name that is too long: saving tells that
         raise InputError(
@@ -92,36 +92,36 @@ def free(path: str | Path, *, overwrite: bool) -> Path:
     return path
 
 
-def save_json(file: Path, told: dict[str, Any]) -> None:
-    """A result in a JSON file of the user's choice."""
-    with _told(file):
-        write_json(file, told)
+def save_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a result to a JSON file of the user's choice."""
+    with _writable(file):
+        write_json(file, content)
 
 
 def save_text(file: Path, text: str) -> None:
-    """A result in a text file of the user's choice."""
-    with _told(file):
+    """Write a result to a text file of the user's choice."""
+    with _writable(file):
         write_text(file, text)
 
 
 def check_writable(file: Path) -> None:
     """Say before the work that its result could not be written, not after it; makes the directories above it."""
-    with _told(file):
+    with _writable(file):
         if file.is_dir():
             raise IsADirectoryError("it is a directory")
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):
             pass
 
 
-def save_sealed(file: Path, tensors: dict[str, Tensor], told: dict[str, Any]) -> None:
-    """A result in a safetensors file of the user's choice: tensors, what is to be said of them, a checksum of both."""
-    words = json.dumps(told)
-    with _told(file):
+def save_sealed(file: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """Write a result to a safetensors file of the user's choice: tensors, facts about them, a checksum of both."""
+    words = json.dumps(facts)
+    with _writable(file):
         write_tensors(file, tensors, {"leaveout": words, "crc32": str(_seal(words, tensors))})
 
 
 @contextmanager
-def _told(file: Path) -> Iterator[None]:
+def _writable(file: Path) -> Iterator[None]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -132,7 +132,7 @@ def _told(file: Path) -> Iterator[None]:
 
 
 def read_sealed(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What ``save_sealed`` wrote.
+    """Read what ``save_sealed`` wrote.
 
     Raises:
         ValueError: if it is something else, or was changed.
@@ -147,39 +147,39 @@ def read_sealed(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError("it has no 'leaveout' or no 'crc32' in its metadata")
     if str(_seal(metadata["leaveout"], tensors)) != metadata["crc32"]:
         raise ValueError("its checksum is not that of what it holds")
-    told = json.loads(metadata["leaveout"])
-    if not isinstance(told, dict):
+    facts = json.loads(metadata["leaveout"])
+    if not isinstance(facts, dict):
         raise ValueError("its metadata is not an object")
-    return tensors, told
+    return tensors, facts
 
 
 def checksum(file: Path) -> int:
-    """CRC-32 of a file."""
-    found = 0
+    """Compute the CRC-32 of a file."""
+    crc = 0
     with file.open("rb") as opened:
         while block := opened.read(BLOCK):
-            found = zlib.crc32(block, found)
-    return found
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def tensor_checksum(tensor: Tensor, start: int = 0) -> int:
-    """CRC-32 of a tensor's type, shape and values."""
-    found = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), start)
+    """Compute the CRC-32 of a tensor's type, shape and values."""
+    crc = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), start)
     data = tensor.detach().cpu().contiguous().flatten()
     if data.stride(0) != 1:  # a single value of a larger tensor counts as contiguous
         data = data.clone(memory_format=torch.contiguous_format)
-    return zlib.crc32(data.view(torch.uint8).numpy().data, found) if data.numel() else found
+    return zlib.crc32(data.view(torch.uint8).numpy().data, crc) if data.numel() else crc
 
 
 def _seal(words: str, tensors: dict[str, Tensor]) -> int:
-    found = zlib.crc32(words.encode())
+    crc = zlib.crc32(words.encode())
     for key in sorted(tensors):
-        found = tensor_checksum(tensors[key], zlib.crc32(key.encode(), found))
-    return found
+        crc = tensor_checksum(tensors[key], zlib.crc32(key.encode(), crc))
+    return crc
 
 
-def _json_checksum(told: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
+def _json_checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
@@ -199,7 +199,7 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def or_null(value: Any) -> Any:
-    """The value, or None for NaN and infinity, which JSON does not have.
+    """Return the value, or None for NaN and infinity, which JSON does not have.
 
     >>> or_null(float("nan")), or_null(2.5), or_null("x")
     (None, 2.5, 'x')
@@ -208,7 +208,7 @@ def or_null(value: Any) -> Any:
 
 
 def asides(names: str) -> str:
-    """A pattern of what writing files with such names leaves when it is killed; a file for a version before this."""
+    """Return a pattern of the files that a killed writer of such names leaves; a file for a version before this."""
     return rf"\.(?:{names})\.(?:\d+|[a-z0-9_]{{8}})"
 
 
@@ -260,8 +260,8 @@ os.register_at_fork(after_in_child=_forget_all)
 def _locked(file: Path) -> int:
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        told = os.fstat(descriptor)
-        if not stat.S_ISREG(told.st_mode) or told.st_nlink > 1:  # another's file, by a second name
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # another's file, by a second name
             os.close(descriptor)
             raise OSError(f"{file} is not a lock file")
         try:

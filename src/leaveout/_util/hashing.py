@@ -8,7 +8,7 @@ import numpy as np
 
 
 def row_hashes(rows: np.ndarray) -> np.ndarray:
-    """A hash of each row of bytes: Σ_j w_j x_j mod 2⁶⁴ over its 64-bit words x with fixed odd weights w, mixed.
+    """Hash each row of bytes: Σ_j w_j x_j mod 2⁶⁴ over its 64-bit words x with fixed odd weights w, mixed.
 
     >>> a, b, c = row_hashes(np.array([[1, 2, 3], [1, 2, 3], [3, 2, 1]], dtype=np.uint8))
     >>> bool(a == b), bool(a == c)
@@ -25,12 +25,12 @@ def row_hashes(rows: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def weights(count: int) -> np.ndarray:
-    """Odd numbers without a pattern, always the same."""
+    """Return odd numbers without a pattern, always the same."""
     return mixed(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
 
 
 def mixed(x: np.ndarray) -> np.ndarray:
-    """Numbers of which every bit depends on all bits of the given ones: the last steps of splitmix64."""
+    """Mix the bits of numbers so that each depends on all: the last steps of splitmix64."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return x ^ (x >> np.uint64(31))

@@ -25,7 +25,7 @@ def is_picture(array: np.ndarray) -> bool:
 
 
 def pixels(array: np.ndarray, side: int = 160) -> UInt8[np.ndarray, "height width *channels"]:
-    """An image's values as bytes, its longer side at most ``side``.
+    """Return an image's values as bytes, its longer side at most ``side``.
 
     Values from 0 to 1 stay what they are, bytes too; anything else (standardised inputs) is stretched over its range.
 
@@ -47,18 +47,18 @@ def pixels(array: np.ndarray, side: int = 160) -> UInt8[np.ndarray, "height widt
 
 
 def _shrunk(values: Shaped[np.ndarray, "height width *channels"], side: int) -> np.ndarray:
-    """Means over square blocks, so that the longer side fits."""
+    """Average over square blocks, so that the longer side fits."""
     factor = -(-max(values.shape[:2]) // side)
     if factor == 1:
         return values
     height, width = (max(1, length // factor) for length in values.shape[:2])
-    kept = values[: height * factor, : width * factor]
-    blocks = kept.reshape(height, -1, width, kept.shape[1] // width, *values.shape[2:])
+    region = values[: height * factor, : width * factor]
+    blocks = region.reshape(height, -1, width, region.shape[1] // width, *values.shape[2:])
     return blocks.mean(axis=(1, 3))
 
 
 def png(image: UInt8[np.ndarray, "height width *channels"]) -> bytes:
-    """The bytes of a PNG file: grey (H x W), RGB (H x W x 3) or RGBA (H x W x 4)."""
+    """Return the bytes of a PNG file: grey (H x W), RGB (H x W x 3) or RGBA (H x W x 4)."""
     height, width = image.shape[:2]
     colour = COLOURS[2 if image.ndim == 2 else image.shape[2]]
     raw = b"".join(b"\0" + row.tobytes() for row in np.ascontiguousarray(image))
@@ -71,5 +71,5 @@ def png(image: UInt8[np.ndarray, "height width *channels"]) -> bytes:
 
 
 def data_uri(image: UInt8[np.ndarray, "height width *channels"]) -> str:
-    """The picture as an address that holds it whole."""
+    """Return the picture as an address that holds it whole."""
     return "data:image/png;base64," + base64.b64encode(png(image)).decode()

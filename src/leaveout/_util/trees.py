@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vjp
 
 Params: TypeAlias = dict[str, Tensor]
-"""One tensor a parameter; a *stack* of m such vectors has tensors of shape (m, *shape)."""
+"""One tensor per parameter; a *stack* of m such vectors has tensors of shape (m, *shape)."""
 
 State: TypeAlias = dict[str, Params]
 """Slot (``"param"`` or an optimizer buffer) to parameters."""
@@ -20,7 +20,7 @@ PARAM = "param"
 
 
 def inner(left: Params, right: Params) -> Float[Tensor, "left right"]:
-    """All inner products between two stacks: ``out[i, j] = Σ_p left[p][i] · right[p][j]``.
+    """Compute all inner products between two stacks: ``out[i, j] = Σ_p left[p][i] · right[p][j]``.
 
     >>> inner({"w": torch.eye(2)}, {"w": torch.tensor([[3.0, 4.0]])}).tolist()
     [[3.0], [4.0]]
@@ -29,17 +29,17 @@ def inner(left: Params, right: Params) -> Float[Tensor, "left right"]:
 
 
 def inner_rows(left: Params, right: Params) -> Float[Tensor, " rows"]:
-    """Row by row inner products of two stacks: ``out[i] = Σ_p left[p][i] · right[p][i]``."""
+    """Compute the inner products of two stacks row by row: ``out[i] = Σ_p left[p][i] · right[p][i]``."""
     return sum_of(flat_rows(left[name] * right[name]).sum(1) for name in left)
 
 
 def flat_rows(stack: Tensor) -> Tensor:
-    """A row for each tensor of a stack; single numbers have one column."""
+    """Flatten each tensor of a stack to a row; single numbers have one column."""
     return stack.reshape(len(stack), 1) if stack.ndim == 1 else stack.flatten(1)
 
 
 def sum_of(terms: Iterator[Tensor]) -> Tensor:
-    """Sum of one tensor or more, without a starting zero of some other dtype or device."""
+    """Sum one tensor or more, without a starting zero of some other dtype or device."""
     total = next(terms)
     for term in terms:
         total = total + term
@@ -47,38 +47,38 @@ def sum_of(terms: Iterator[Tensor]) -> Tensor:
 
 
 def memory(tensor: Tensor) -> int:
-    """Where a tensor's memory begins, the same for all views of it."""
+    """Return where a tensor's memory begins, the same for all views of it."""
     return tensor.untyped_storage().data_ptr()
 
 
 def height(stack: Params) -> int:
-    """How many vectors a stack holds."""
+    """Return how many vectors a stack holds."""
     return len(next(iter(stack.values())))
 
 
 def split(stack: Params, size: int) -> Iterator[Params]:
-    """The stack in runs of at most ``size`` vectors."""
+    """Split the stack into runs of at most ``size`` vectors."""
     for start in range(0, height(stack), size):
         yield {name: tensor[start : start + size] for name, tensor in stack.items()}
 
 
 def each(function: Callable[..., Tensor], *trees: Params) -> Params:
-    """The same tensor function for every parameter."""
+    """Apply the same tensor function to every parameter."""
     return {name: function(*(tree[name] for tree in trees)) for name in trees[0]}
 
 
 def rows(stack: Params, index: Int[Tensor, " chosen"]) -> Params:
-    """The chosen vectors of a stack."""
+    """Return the chosen vectors of a stack."""
     return {name: tensor[index] for name, tensor in stack.items()}
 
 
 def state_rows(stack: State, index: Int[Tensor, " chosen"]) -> State:
-    """The chosen states of a stack."""
+    """Return the chosen states of a stack."""
     return {slot: rows(params, index) for slot, params in stack.items()}
 
 
 def replace_rows(stack: State, index: Int[Tensor, " chosen"], new: State) -> State:
-    """The stack with the chosen states replaced."""
+    """Return the stack with the chosen states replaced."""
     return {
         slot: {name: tensor.index_copy(0, index, new[slot][name]) for name, tensor in params.items()}
         for slot, params in stack.items()
@@ -86,7 +86,7 @@ def replace_rows(stack: State, index: Int[Tensor, " chosen"], new: State) -> Sta
 
 
 def gather_sums(terms: Params, index: Int[Tensor, " terms"], count: int) -> Params:
-    """A stack of ``count`` vectors whose row r is the sum of the terms with ``index == r``."""
+    """Return a stack of ``count`` vectors whose row r is the sum of the terms with ``index == r``."""
     return {
         name: tensor.new_zeros((count, *tensor.shape[1:])).index_add_(0, index, tensor)
         for name, tensor in terms.items()
@@ -94,7 +94,7 @@ def gather_sums(terms: Params, index: Int[Tensor, " terms"], count: int) -> Para
 
 
 def expand(state: State, count: int) -> State:
-    """The same state ``count`` times, without copying."""
+    """Repeat the same state ``count`` times, without copying."""
     return {
         slot: {name: tensor.expand(count, *tensor.shape) for name, tensor in params.items()}
         for slot, params in state.items()
@@ -102,7 +102,7 @@ def expand(state: State, count: int) -> State:
 
 
 def zeros(state: State, count: int) -> State:
-    """A stack of ``count`` zero vectors shaped like the state."""
+    """Return a stack of ``count`` zero vectors shaped like the state."""
     return {
         slot: {name: tensor.new_zeros((count, *tensor.shape)) for name, tensor in params.items()}
         for slot, params in state.items()
@@ -110,25 +110,25 @@ def zeros(state: State, count: int) -> State:
 
 
 def embed(params: Params, like: State) -> State:
-    """A stack of parameter vectors as state vectors: zero in every optimizer buffer."""
+    """Embed a stack of parameter vectors as state vectors: zero in every optimizer buffer."""
     count = height(params)
     buffers = {slot: tensors for slot, tensors in like.items() if slot != PARAM}
     return {PARAM: params, **zeros(buffers, count)}
 
 
 def pullback(function: Callable, *at: Any) -> tuple[Any, Callable]:
-    """``torch.func.vjp`` without auxiliary output: the value, and the function that pulls cotangents back."""
+    """Apply ``torch.func.vjp``: return the value, and the function that pulls cotangents back."""
     out = vjp(function, *at)
     return out[0], out[1]
 
 
 def nbytes(state: State) -> int:
-    """Bytes that one state takes."""
+    """Count the bytes that one state takes."""
     return sum(tensor.numel() * tensor.element_size() for params in state.values() for tensor in params.values())
 
 
 def norm(params: Params) -> float:
-    """Euclidean norm of one vector, in float64.
+    """Compute the Euclidean norm of one vector, in float64.
 
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     5.0
@@ -137,7 +137,7 @@ def norm(params: Params) -> float:
 
 
 def distance(left: Params, right: Params) -> float:
-    """Euclidean norm of the difference of two vectors, in float64.
+    """Compute the Euclidean norm of the difference of two vectors, in float64.
 
     >>> distance({"a": torch.tensor([3.0])}, {"a": torch.tensor([1.0])})
     2.0

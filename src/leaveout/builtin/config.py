@@ -119,11 +119,11 @@ TYPES: dict[str, tuple[str, Any]] = {
 
 
 def from_dict(raw: Mapping[str, Any], source: str) -> Config:
-    """A config from nested dictionaries; everything that is wrong with them is said at once."""
+    """Make a config from nested dictionaries; everything that is wrong with them is said at once."""
     problems = list(_problems(raw))
     if problems:
-        told = "\n".join(f"  - {problem}" for problem in problems)
-        raise InputError(f"{source} is not the config of a run; correct these:\n{told}", code="config-invalid")
+        listing = "\n".join(f"  - {problem}" for problem in problems)
+        raise InputError(f"{source} is not the config of a run; correct these:\n{listing}", code="config-invalid")
     return Config(**{name: PARTS[name](**part) for name, part in raw.items()})
 
 
@@ -134,12 +134,12 @@ def _problems(raw: Mapping[str, Any]) -> Iterator[str]:
         elif not isinstance(part, Mapping):
             yield f"{section} is a section of its own: write [{section}] and its keys below it"
         else:
-            known = {f.name: str(f.type).removesuffix(" | None") for f in fields(PARTS[section])}
+            types = {f.name: str(f.type).removesuffix(" | None") for f in fields(PARTS[section])}
             for key, value in part.items():
-                if key not in known:
-                    yield f"[{section}] has no key {key!r}{closest(key, known)}; it has {', '.join(known)}"
-                elif not TYPES[known[key]][1](value):
-                    yield f"[{section}] {key} = {value!r} must be {TYPES[known[key]][0]}"
+                if key not in types:
+                    yield f"[{section}] has no key {key!r}{closest(key, types)}; it has {', '.join(types)}"
+                elif not TYPES[types[key]][1](value):
+                    yield f"[{section}] {key} = {value!r} must be {TYPES[types[key]][0]}"
 
 
 def read(path: str | Path) -> Config:
@@ -164,7 +164,7 @@ def read(path: str | Path) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The config as text; what is left to others is left out."""
+    """Return the config as text; what is left to others is left out."""
     parts = {
         name: {key: value for key, value in part.items() if value is not None} for name, part in asdict(config).items()
     }
@@ -172,16 +172,16 @@ def to_toml(config: Config) -> str:
 
 
 def prepare(config: Config) -> Subject:
-    """The data, and the model as it was before training."""
-    found = data.load(config.data.name, config.data.n_train, config.data.n_val, config.data.seed)
-    noisy = data.flip(found.train, config.data.flip, config.data.flip_seed)
-    task = Task(_model(config.model, found), _loss(found), noisy.examples, l2=config.train.l2)
+    """Load the data, and build the model as it was before training."""
+    dataset = data.load(config.data.name, config.data.n_train, config.data.n_val, config.data.seed)
+    noisy = data.flip(dataset.train, config.data.flip, config.data.flip_seed)
+    task = Task(_model(config.model, dataset), _loss(dataset), noisy.examples, l2=config.train.l2)
     flipped = tuple(noisy.touched.nonzero().flatten().tolist())
-    return Subject(task, found.val, found.test, found, flipped)
+    return Subject(task, dataset.val, dataset.test, dataset, flipped)
 
 
 def run_config(config: Config, out: Path, resources: Resources | None = None) -> tuple[Run, Subject]:
-    """Train and records what a config describes; the config lies beside the run from the first step on.
+    """Train and record what a config describes; the config lies beside the run from the first step on.
 
     A run of the same config that was cut short is gone on with.
     """
@@ -195,15 +195,15 @@ def run_config(config: Config, out: Path, resources: Resources | None = None) ->
 
 
 def _leave(config: Config, out: Path) -> bool:
-    """Write the config into the new directory; says whether a run that it describes was cut short there.
+    """Write the config into the new directory; say whether a run that it describes was cut short there.
 
     As the directory's one writer: of two trainings at once, the second finds the config of the first.
     """
     file = RunPaths(out).config
     lock = claim(out, resume=True)
     try:
-        begun = cut_short(out) and file.exists()
-        if (out / MANIFEST).exists() and not begun:
+        unfinished = cut_short(out) and file.exists()
+        if (out / MANIFEST).exists() and not unfinished:
             raise RunError(
                 f"{out} already holds a run: choose another directory with --out, or delete it first.",
                 code="run-exists",
@@ -221,40 +221,40 @@ def _leave(config: Config, out: Path) -> bool:
             f"{file} describes another run: choose another directory, or give this file as the config.",
             code="config-of-another-run",
         )
-    return begun
+    return unfinished
 
 
-def _model(part: ModelPart, found: data.Data) -> nn.Module:
-    outputs = 1 if len(found.classes) == 2 else len(found.classes)
+def _model(part: ModelPart, dataset: data.Data) -> nn.Module:
+    outputs = 1 if len(dataset.classes) == 2 else len(dataset.classes)
     options: dict[str, Any] = {
         name: value for name in ("hidden", "activation") if (value := getattr(part, name)) is not None
     }
     flat = part.name in ("logistic", "mlp")
     if flat:
-        options["features"] = found.train.x[0].numel()
+        options["features"] = dataset.train.x[0].numel()
     if part.name == "mlp":
         options["outputs"] = outputs
     model = models.build(part.name, part.seed, **options)
-    if flat and found.train.x.ndim > 2:
+    if flat and dataset.train.x.ndim > 2:
         model = nn.Sequential(nn.Flatten(), model)
     with torch.no_grad():
         try:
-            given = tuple(model(found.train.x[:2]).shape[1:])
+            shape = tuple(model(dataset.train.x[:2]).shape[1:])
         except RuntimeError as error:
             raise InputError(
-                f"The model {part.name} does not take {found.name}'s examples: {error}.", code="model-rejects-data"
+                f"The model {part.name} does not take {dataset.name}'s examples: {error}.", code="model-rejects-data"
             ) from None
-    if given != (() if outputs == 1 else (outputs,)):
+    if shape != (() if outputs == 1 else (outputs,)):
         raise InputError(
-            f"The model {part.name} gives outputs of shape {list(given)}, but {found.name} has {len(found.classes)} "
+            f"The model {part.name} has outputs of shape {list(shape)}, but {dataset.name} has {len(dataset.classes)} "
             "classes: take the model mlp, which has as many outputs as there are classes.",
             code="model-outputs-not-classes",
         )
     return model
 
 
-def _loss(found: data.Data) -> nn.Module:
-    return nn.BCEWithLogitsLoss() if len(found.classes) == 2 else nn.CrossEntropyLoss()
+def _loss(dataset: data.Data) -> nn.Module:
+    return nn.BCEWithLogitsLoss() if len(dataset.classes) == 2 else nn.CrossEntropyLoss()
 
 
 def _optimizer(part: OptimizerPart, model: nn.Module) -> torch.optim.Optimizer:
@@ -265,18 +265,18 @@ def _optimizer(part: OptimizerPart, model: nn.Module) -> torch.optim.Optimizer:
             code="optimizer-unknown",
         )
     kind = OPTIMIZERS[part.name]
-    known = [one.name for one in fields(part) if one.name in inspect.signature(kind).parameters]
-    given = {key: value for key, value in asdict(part).items() if key != "name" and value is not None}
-    if foreign := sorted(set(given) - set(known)):
+    names = [one.name for one in fields(part) if one.name in inspect.signature(kind).parameters]
+    options = {key: value for key, value in asdict(part).items() if key != "name" and value is not None}
+    if foreign := sorted(set(options) - set(names)):
         raise InputError(
-            f"{part.name} takes {', '.join(known)}, but not {', '.join(foreign)}: leave that out.",
+            f"{part.name} takes {', '.join(names)}, but not {', '.join(foreign)}: leave that out.",
             code="optimizer-option-unknown",
         )
     if part.betas is not None and len(part.betas) != 2:
         raise InputError(f"betas={part.betas} must be two numbers, such as [0.9, 0.999].", code="betas-not-two-numbers")
     try:
-        return kind(model.parameters(), **given)
+        return kind(model.parameters(), **options)
     except (ValueError, TypeError) as error:
         raise InputError(
-            f"{part.name} cannot be made with {given}: {error}.", code="optimizer-rejects-options"
+            f"{part.name} cannot be made with {options}: {error}.", code="optimizer-rejects-options"
         ) from None

@@ -30,12 +30,12 @@ class OneLogit(nn.Module):
     """Drops the last axis, of size 1: (batch, 1) becomes (batch,)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits without their last axis."""
+        """Return the logits without their last axis."""
         return x.squeeze(-1)
 
 
 def logistic(features: int) -> nn.Module:
-    """Logistic regression: ⟨w, x⟩ + b, one logit.
+    """Build logistic regression: ⟨w, x⟩ + b, one logit.
 
     >>> logistic(62)(torch.zeros(5, 62)).shape
     torch.Size([5])
@@ -44,7 +44,7 @@ def logistic(features: int) -> nn.Module:
 
 
 def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1, activation: str = "relu") -> nn.Module:
-    """A network on flat features, features-8-8-1 with ReLU if nothing else is asked for.
+    """Build a network on flat features, features-8-8-1 with ReLU if nothing else is asked for.
 
     >>> mlp(784, outputs=10)(torch.zeros(5, 784)).shape
     torch.Size([5, 10])
@@ -66,7 +66,7 @@ def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1, activat
 
 
 def mnist_cnn() -> nn.Module:
-    """conv5(20)-pool-conv5(20)-pool-fc10 with ReLU, on (batch, 1, 28, 28)."""
+    """Build conv5(20)-pool-conv5(20)-pool-fc10 with ReLU, on (batch, 1, 28, 28)."""
     return nn.Sequential(
         *(nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(20, 20, 5), nn.ReLU(), nn.MaxPool2d(2)),
@@ -75,7 +75,7 @@ def mnist_cnn() -> nn.Module:
 
 
 def cifar_cnn() -> nn.Module:
-    """Three blocks of two 3 x 3 convolutions (32, 32, 64, 64, 128, 128 channels), pool, fc10, on (batch, 3, 32, 32).
+    """Build 3 blocks of two 3 x 3 convolutions (32, 32, 64, 64, 128, 128 channels), pool, fc10, on (batch, 3, 32, 32).
 
     The experiments' original normalises each block's first convolution by BatchNorm. There an example's loss depends
     on the rest of its batch, and no per-example gradient exists; GroupNorm takes its place here.
@@ -96,7 +96,7 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The models that `build` knows.
+    """Name the models that `build` knows.
 
     >>> names()
     ('logistic', 'mlp', 'mnist-cnn', 'cifar-cnn')
@@ -105,7 +105,7 @@ def names() -> tuple[str, ...]:
 
 
 def build(name: str, seed: int | None = None, **options: Any) -> nn.Module:
-    """A model by name; with a seed its initial weights are repeatable and the global random state is left alone.
+    """Build a model by name; with a seed its weights are repeatable and the global random state is left alone.
 
     >>> build("mlp", seed=0, features=62, hidden=(16,))(torch.zeros(5, 62)).shape
     torch.Size([5])

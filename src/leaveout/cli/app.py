@@ -41,7 +41,7 @@ RayOption = Annotated[
 
 
 def opened(path: Path, *, partial: bool = False) -> Run:
-    """The run in a directory; where there is none, one with a similar name is suggested."""
+    """Open the run in a directory; where there is none, suggest one with a similar name."""
     from leaveout.run.manifest import MANIFEST, cut_short
     from leaveout.run.reader import open_run
 
@@ -58,7 +58,7 @@ def opened(path: Path, *, partial: bool = False) -> Run:
 
 
 def engine_of(processes: int, ray: str | None) -> Engine:
-    """The engine that the options name."""
+    """Return the engine that the options name."""
     import torch
 
     from leaveout.compute.engines import Local, Ray
@@ -74,7 +74,7 @@ def engine_of(processes: int, ray: str | None) -> Engine:
 def working(
     run: Run, question: tuple, targets: Iterable[Path], memory: str, processes: int = 1, ray: str | None = None
 ) -> Iterator[Resources]:
-    """Resources that keep finished shards of a question until it is answered: a crash loses only what is under way.
+    """Keep finished shards of a question until it is answered: a crash loses only what is under way.
 
     No other command writes the ``targets`` meanwhile. Ctrl-C within ends in a sentence that says how to go on.
     """
@@ -96,7 +96,7 @@ def _claimed(targets: Iterable[Path]) -> Iterator[None]:
     """Hold a lock beside each file that will be written: who comes second is told before the work, not after it."""
     from leaveout._util.files import Lock
 
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for target in sorted(set(targets)):
             place = target.parent / f".{target.name}.lock"
             try:
@@ -114,8 +114,8 @@ def _claimed(targets: Iterable[Path]) -> Iterator[None]:
                     "to put the results elsewhere, or make room.",
                     code="file-not-writable",
                 ) from None
-            held.callback(_remove, place)
-            held.callback(lock.release)
+            stack.callback(_remove, place)
+            stack.callback(lock.release)
         yield
 
 
@@ -135,19 +135,19 @@ def _holder(place: Path) -> str:
 
 
 def print_next(command: str, run: Path, task: str | None, results: Path | None = None) -> None:
-    """What one would do now, ready to be copied."""
+    """Print what one would do now, ready to be copied."""
     more = (f" --task {task}" if task else "") + (f" --results {results}" if results else "")
     console.print(f"\nNext: leaveout {command} {run}{more}", highlight=False, markup=False, soft_wrap=True)
 
 
-def print_json(told: Any) -> None:
-    """JSON on stdout, not wrapped to any width."""
-    typer.echo(json.dumps(told, indent=1))
+def print_json(content: Any) -> None:
+    """Print JSON to stdout, not wrapped to any width."""
+    typer.echo(json.dumps(content, indent=1))
 
 
 @contextmanager
 def resumable(how: str) -> Iterator[None]:
-    """Ctrl-C within ends in a sentence that says how to go on, and exit code 130."""
+    """End Ctrl-C within in a sentence that says how to go on, and exit code 130."""
     try:
         yield
     except KeyboardInterrupt:

@@ -49,6 +49,6 @@ def mnist(
     """
     from leaveout.paper.bench.mnist import measure
 
-    told = measure(images, flipped, replays, out, work)
-    console.print_json(data={key: value for key, value in told.items() if key not in ("harmful", "verify")})
-    console.print(told["verify"]["sentence"])
+    figures = measure(images, flipped, replays, out, work)
+    console.print_json(data={key: value for key, value in figures.items() if key not in ("harmful", "verify")})
+    console.print(figures["verify"]["sentence"])

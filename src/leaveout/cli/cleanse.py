@@ -99,7 +99,7 @@ def _check_free(out: Path, again: bool) -> None:
 
 
 def _rankings(scores: list[Scores], run: Path) -> list[Scores]:
-    """The plain scores of examples; where there are none, those of single queries, which are averaged."""
+    """Return the plain scores of examples; where there are none, those of single queries, which are averaged."""
     examples = [one for one in scores if isinstance(one.train_ids[0], int)]
     plain = [one for one in examples if one.queries == MEAN]
     each = [one for one in examples if isinstance(one.query_ids[0], int)]

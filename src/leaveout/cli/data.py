@@ -46,9 +46,11 @@ def fetch(
 
 def _fetched(name: str) -> bool:
     try:
-        found = sets.load(name)
+        dataset = sets.load(name)
     except InputError as error:
         console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
         return False
-    console.print(f"{name}: {len(found.train):,} training, {len(found.val):,} validation, {len(found.test):,} test")
+    console.print(
+        f"{name}: {len(dataset.train):,} training, {len(dataset.val):,} validation, {len(dataset.test):,} test"
+    )
     return True

@@ -34,26 +34,26 @@ def demo(
 
 
 def free(name: str) -> Path:
-    """The directory of that name, or with the first number behind it that is not taken."""
+    """Return the directory of that name, or with the first number behind it that is not taken."""
     names = (Path(name if i == 1 else f"{name}-{i}") for i in count(1))
     return next(path for path in names if not path.exists())
 
 
-def _show(found: Demo) -> None:
-    method = list(found.scores)[-1]
+def _show(result: Demo) -> None:
+    method = list(result.scores)[-1]
     table = Table(title=f"The 15 most harmful examples, by {method}")
     for heading in ("example", "label", "was flipped?", "loss change without it"):
         table.add_column(heading, justify="right")
-    values = found.scores[method].mean()
-    for i in found.scores[method].harmful(15):
+    values = result.scores[method].mean()
+    for i in result.scores[method].harmful(15):
         number = int(i)
-        flipped = f"yes, it is a {found.truth[number]}" if number in found.flipped else "no"
-        table.add_row(str(i), str(found.labels[number]), flipped, f"{values[number]:+.5f}")
+        flipped = f"yes, it is a {result.truth[number]}" if number in result.flipped else "no"
+        table.add_row(str(i), str(result.labels[number]), flipped, f"{values[number]:+.5f}")
     console.print(table)
-    for name, scores in found.scores.items():
+    for name, scores in result.scores.items():
         console.print(
-            f"\n[bold]{name}[/bold]: {found.found(name)} of the {len(found.flipped)} flipped labels are among the "
-            f"{len(found.flipped)} most harmful examples ({scores.cost.seconds:.1f} s, {scores.cost.hvps} "
-            f"Hessian-vector products).\n{found.checks[name]}"
+            f"\n[bold]{name}[/bold]: {result.found(name)} of the {len(result.flipped)} flipped labels are among the "
+            f"{len(result.flipped)} most harmful examples ({scores.cost.seconds:.1f} s, {scores.cost.hvps} "
+            f"Hessian-vector products).\n{result.checks[name]}"
         )
-    console.print(f"\nThe report, with pictures: [bold]{escape(str(found.page))}[/bold] (open it in a browser)")
+    console.print(f"\nThe report, with pictures: [bold]{escape(str(result.page))}[/bold] (open it in a browser)")

@@ -87,7 +87,7 @@ def labels(
 
 
 def _verified(run: Run, paths: RunPaths, method: str | None) -> tuple[Scores | None, Check | None]:
-    """The scores of a method and their check, which must be there."""
+    """Return the scores of a method and their check, which must be there."""
     if method is None:
         return None, None
     file = chosen(run, paths, [method])[0]
@@ -102,7 +102,7 @@ def _verified(run: Run, paths: RunPaths, method: str | None) -> tuple[Scores | N
 
 
 def _answering(file: Path, run: Run, question: Question) -> Labels:
-    """The labels in a file, if they answer this question about this run."""
+    """Return the labels in a file, if they answer this question about this run."""
     answer = Labels.load(file)
     if answer.question != question or answer.run_fingerprint != run.fingerprint:
         raise InputError(

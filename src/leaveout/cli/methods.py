@@ -30,26 +30,26 @@ CHOICES: dict[str, Callable[..., Any]] = {"subspace": Subspace}
 
 
 def parse(text: str) -> Estimator:
-    """An estimator from words. Only names, numbers and lists are understood: nothing is evaluated.
+    """Make an estimator from words. Only names, numbers and lists are understood: nothing is evaluated.
 
     >>> parse("sgd-ie").name, parse("ACC(free)") == parse("acc(transport=free)")
     ('SGD-IE', True)
     """
-    found = re.fullmatch(r"\s*([\w-]+)\s*(\(.*\))?\s*", text, re.DOTALL)
-    if not found:
+    match = re.fullmatch(r"\s*([\w-]+)\s*(\(.*\))?\s*", text, re.DOTALL)
+    if not match:
         raise InputError(f"{text!r} is not a method: {HOW}.", code="method-unreadable")
-    name = _plain(found[1])
-    begun = [known for known in METHODS if known.startswith(name)]
-    if name not in METHODS and len(begun) == 1:
-        name = begun[0]  # influence, adam
+    name = _plain(match[1])
+    candidates = [one for one in METHODS if one.startswith(name)]
+    if name not in METHODS and len(candidates) == 1:
+        name = candidates[0]  # influence, adam
     if name not in METHODS:
-        known = [kind.__name__.lower() for kind in METHODS.values()]
+        names = [kind.__name__.lower() for kind in METHODS.values()]
         raise InputError(
-            f"there is no method {found[1]!r}{closest(name, known)}; choose one of {', '.join(known)}.",
+            f"there is no method {match[1]!r}{closest(name, names)}; choose one of {', '.join(names)}.",
             code="method-unknown",
         )
     try:
-        call = ast.parse(f"method{found[2] or '()'}", mode="eval").body
+        call = ast.parse(f"method{match[2] or '()'}", mode="eval").body
     except (SyntaxError, ValueError):
         call = None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
@@ -59,18 +59,20 @@ def parse(text: str) -> Estimator:
 
 def _made(kind: Callable[..., Any], call: ast.Call, text: str) -> Any:
     options = {word.arg or "**": _value(word.value, text) for word in call.keywords}
-    known = inspect.signature(kind).parameters
+    parameters = inspect.signature(kind).parameters
     for option in options:
-        if option not in known:
+        if option not in parameters:
             raise InputError(
-                f"{text!r}: there is no option {option!r}{closest(option, known)}; it has {_list(known)}.",
+                f"{text!r}: there is no option {option!r}{closest(option, parameters)}; it has {_list(parameters)}.",
                 code="method-option-unknown",
             )
     values = [_value(value, text) for value in call.args]
     try:
         inspect.signature(kind).bind(*values, **options)
     except TypeError as error:
-        raise InputError(f"{text!r}: {error}; the options are {_list(known)}.", code="method-option-unknown") from None
+        raise InputError(
+            f"{text!r}: {error}; the options are {_list(parameters)}.", code="method-option-unknown"
+        ) from None
     try:
         return kind(*values, **options)
     except TypeError as error:
@@ -97,5 +99,5 @@ def _value(node: ast.expr, text: str) -> Any:
     )
 
 
-def _list(known: Any) -> str:
-    return ", ".join(known) or "no options"
+def _list(names: Any) -> str:
+    return ", ".join(names) or "no options"

@@ -49,14 +49,14 @@ def plan(
     """
     if model is not None:
         planned = Planned(examples, epochs, batch_size, queries, workers=workers)
-        found = _counted(model, planned, rate, Resources(memory).bytes)
-        _show(found, as_json)
+        prediction = _counted(model, planned, rate, Resources(memory).bytes)
+        _show(prediction, as_json)
         return
     if run is None and task is None:
         raise typer.BadParameter("a planned run needs its task: package.module:function.", param_hint="--task")
     recorded = None if run is None else opened(run)
     about = subject_of(run, task) if run is not None else subject(task or "")
-    found = lo_plan(
+    prediction = lo_plan(
         about.task,
         about.query,
         recorded,
@@ -65,26 +65,26 @@ def plan(
         batch_size=batch_size,
         resources=Resources(memory),
     )
-    _show(found, as_json)
+    _show(prediction, as_json)
 
 
 def _counted(model: str, planned: Planned, rate: str, memory: int) -> pd.DataFrame:
-    given = called(model, "--model")
-    if not isinstance(given, Described):
+    description = called(model, "--model")
+    if not isinstance(description, Described):
         raise typer.BadParameter(f"{model} returned no leaveout.evaluate.scale.Described.", param_hint="--model")
     sustained = measured_rate() if rate == "auto" else float(parse_bytes(rate, "rate"))
-    return needs(size_of(given), planned, sustained, memory)
+    return needs(size_of(description), planned, sustained, memory)
 
 
-def _show(found: pd.DataFrame, as_json: bool) -> None:
+def _show(prediction: pd.DataFrame, as_json: bool) -> None:
     if as_json:
-        print_json({"methods": found.reset_index().to_dict("records")})
+        print_json({"methods": prediction.reset_index().to_dict("records")})
         return
     table = Table(title="What every method would need")
-    shards = ["shards"] if "shards" in found else []
+    shards = ["shards"] if "shards" in prediction else []
     for heading in ("method", "time", "memory", "disk", *shards):
         table.add_column(heading, justify="right")
-    for method, needed in found.iterrows():
+    for method, needed in prediction.iterrows():
         disk = f"{needed['disk'] / 1e9:,.2f} GB" if needed["disk"] else "-"
         row = [str(method), duration(needed["seconds"]), f"{needed['memory'] / 1e9:,.2f} GB", disk]
         table.add_row(*row, *(f"{needed[name]:,}" for name in shards))
@@ -92,7 +92,7 @@ def _show(found: pd.DataFrame, as_json: bool) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that a person would use.
+    """Write seconds in the unit that a person would use.
 
     >>> duration(12.34), duration(7200.0), duration(1e6), duration(1e12)
     ('12.3 s', '2.0 hours', '11.6 days', '31,688 years')

@@ -61,8 +61,8 @@ def report(
     scores = Scores.load(file)
     check = Check.load(paths.check(file)) if file in checked else None
     curve = Curve.load(paths.cleanse) if paths.cleanse.exists() else None
-    known = subject_of(run, task) if task or paths.config.exists() else None
-    shown = show_of(named(show, "--show")) if show else built_in(known.data) if known and known.data else Show()
+    subject = subject_of(run, task) if task or paths.config.exists() else None
+    shown = show_of(named(show, "--show")) if show else built_in(subject.data) if subject and subject.data else Show()
     with resumable("Nothing was written."):
         page = lo_report(
             target,
@@ -70,8 +70,8 @@ def report(
             scores,
             check,
             curve,
-            task=known.task if known else None,
-            query=known.query if known else None,
+            task=subject.task if subject else None,
+            query=subject.query if subject else None,
             show=shown,
             overwrite=again,
             resources=Resources(memory),
@@ -80,7 +80,7 @@ def report(
         print_json({"run": str(run), "report": str(page), "method": scores.method, "checked": check is not None})
         return
     console.print(f"{scores.method}: {page} (open it in a browser)", highlight=False, markup=False)
-    if known is None:
+    if subject is None:
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
     if check is None and not scores.all_exact:
         console.print(f"These scores are not verified: leaveout verify {run} does that.", highlight=False, markup=False)

@@ -74,15 +74,15 @@ def score(
     recorded = opened(run)
     subject = subject_of(run, task)
     variant = ("each" if queries == "each" else "") + (f" by {groups.stem}" if groups else "")
-    told, paths = [], RunPaths(run, results)
+    entries, paths = [], RunPaths(run, results)
     targets = [paths.scores(estimator.resolved(recorded).name, variant) for estimator in estimators]
     with working(recorded, ("score", estimators, queries, by), targets, memory, processes, ray) as resources:
         for scores, file, new in _scored(recorded, paths, subject, estimators, queries, by, variant, resources, again):
-            told.append(_facts(scores, file, top, new))
+            entries.append(_facts(scores, file, top, new))
             if not as_json:
                 _show(scores, file, top, new, subject.flipped)
     if as_json:
-        print_json({"run": str(run), "scores": told})
+        print_json({"run": str(run), "scores": entries})
     else:
         print_next("verify", run, task, results)
 
@@ -98,9 +98,9 @@ def _scored(
     resources: Resources,
     again: bool,
 ) -> Iterator[tuple[Scores, Path, bool]]:
-    """Scores with their files, and whether they are new: first those that are there, then each as it is finished."""
+    """Yield scores, their files, and whether they are new: first those that are there, then each as it is done."""
     there = set()
-    given = (run, subject.task, subject.query)
+    question = (run, subject.task, subject.query)
     for estimator in dict.fromkeys(estimators):
         name = estimator.resolved(run).name
         file = paths.scores(name, variant)
@@ -108,25 +108,25 @@ def _scored(
             continue
         scores = Scores.load(file)
         if other := _difference(
-            scores, name, estimator.request(*given, queries=queries, groups=groups, resources=resources)
+            scores, name, estimator.request(*question, queries=queries, groups=groups, resources=resources)
         ):
             raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
         there.add(estimator)
         yield scores, file, False
-    asked = list(dict.fromkeys(estimators))
-    for _, scores in one_by_one(asked, *given, queries=queries, groups=groups, resources=resources, there=there):
+    methods = list(dict.fromkeys(estimators))
+    for _, scores in one_by_one(methods, *question, queries=queries, groups=groups, resources=resources, there=there):
         file = paths.scores(scores.method, variant)
         yield scores, scores.save(file, overwrite=again), True
 
 
-def _difference(scores: Scores, method: str, asked: Request) -> str | None:
-    """What tells scores from those that are asked for; what an older file does not say is not held against it."""
-    run, query, groups = asked.trajectory.run, asked.query, asked.left_out.named()
+def _difference(scores: Scores, method: str, request: Request) -> str | None:
+    """Say what tells scores from those that are asked for; what an older file does not say is not counted."""
+    run, query, groups = request.trajectory.run, request.query, request.left_out.named()
     if scores.run_fingerprint not in (None, run.fingerprint):
         return "another run"
     if scores.method != method:
         return f"another method, {scores.method}"
-    if (scores.train_ids, scores.query_ids) != (asked.left_out.names, query.ids):
+    if (scores.train_ids, scores.query_ids) != (request.left_out.names, query.ids):
         return "other examples or queries"
     if scores.query_fingerprint not in (None, query.fingerprint()):
         return "other examples or queries"
@@ -179,7 +179,7 @@ def _show(scores: Scores, file: Path, top: int, new: bool, flipped: tuple[int, .
         console.print(f"  most {kind}{few}: {words}", highlight=False, markup=False, soft_wrap=True)
     if flipped and not any(isinstance(i, str) for i in scores.train_ids):
         worst = scores.harmful(min(len(flipped), scores.harmful_count))
-        found = len(set(flipped) & set(worst))
+        hits = len(set(flipped) & set(worst))
         console.print(
-            f"  {found} of the {len(flipped)} flipped labels are among the {len(worst)} most harmful", highlight=False
+            f"  {hits} of the {len(flipped)} flipped labels are among the {len(worst)} most harmful", highlight=False
         )

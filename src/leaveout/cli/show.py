@@ -39,15 +39,15 @@ def show(
     """
     damage = check_run(run) if check else []
     recorded = None if damage else opened(run, partial=True)
-    told = {} if recorded is None else _facts(recorded)
+    facts = {} if recorded is None else _facts(recorded)
     lists = _results(RunPaths(run, results), recorded)
     if check:
-        damage += [found["problem"] for part in lists.values() for found in part if "problem" in found]
-    told |= lists if told else {}
+        damage += [entry["problem"] for part in lists.values() for entry in part if "problem" in entry]
+    facts |= lists if facts else {}
     if as_json:
-        print_json({"run": str(run), **told, **({"damage": damage} if check else {})})
+        print_json({"run": str(run), **facts, **({"damage": damage} if check else {})})
     else:
-        _print(told, run)
+        _print(facts, run)
         for sentence in damage:
             complaints.print(sentence, style="red", markup=False, soft_wrap=True)
         if check and not damage:
@@ -82,7 +82,7 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def _results(paths: RunPaths, run: Run | None) -> dict[str, list[dict[str, Any]]]:
-    """The results that lie beside a run, each with what it holds or with its problem: also that it is of another run.
+    """List the results beside a run, each with what it holds or with its problem: also that it is of another run.
 
     A damaged run, None, is not compared with.
     """
@@ -102,8 +102,8 @@ def _result(
             result.check_same_run(run)
         return {"file": str(file), **facts(result)}
     except LeaveoutError as error:
-        named = str(error) if str(file) in str(error) else f"{file}: {error}"
-        return {"file": str(file), "problem": named}
+        problem = str(error) if str(file) in str(error) else f"{file}: {error}"
+        return {"file": str(file), "problem": problem}
 
 
 def _scores(scores: Scores) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _scores(scores: Scores) -> dict[str, Any]:
 
 
 def _check(paths: RunPaths, file: Path) -> Check:
-    """A check, compared with the scores of its name."""
+    """Read a check, compared with the scores of its name."""
     check = Check.load(file)
     for scores in paths.scored():
         if scores.stem == file.stem:
@@ -123,36 +123,37 @@ def _sentence(result: Check | Curve) -> dict[str, Any]:
     return {"sentence": result.sentence if isinstance(result, Check) else str(result)}
 
 
-def _print(told: dict[str, Any], run: Path) -> None:
-    if not told:
+def _print(facts: dict[str, Any], run: Path) -> None:
+    if not facts:
         return
     table = Table(title=Text(str(run), "table.title"), show_header=False)
-    steps = f"{told['steps']}, {'finished' if told['finished'] else 'cut short: the rest was not recorded'}"
+    steps = f"{facts['steps']}, {'finished' if facts['finished'] else 'cut short: the rest was not recorded'}"
     rows = {
-        "model": f"{told['parameters']:,} parameters in {len(told['tensors'])} tensors, {', '.join(told['dtypes'])}",
-        "optimizer": f"{told['optimizer']}; first step {_hypers(told['first_step'])}",
-        "last step": _hypers(told["last_step"]),
+        "model": f"{facts['parameters']:,} parameters in {len(facts['tensors'])} tensors, {', '.join(facts['dtypes'])}",
+        "optimizer": f"{facts['optimizer']}; first step {_hypers(facts['first_step'])}",
+        "last step": _hypers(facts["last_step"]),
         "steps": steps,
-        "epochs": str(told["epochs"]),
-        "batches": f"of {told['batch_size']}" + (f" from {told['train_size']} examples" if told["train_size"] else ""),
-        "states kept": f"{told['states_kept']} of {told['steps'] + 1}",
-        "disk": f"{told['disk'] / 1e6:.2f} MB",
+        "epochs": str(facts["epochs"]),
+        "batches": f"of {facts['batch_size']}"
+        + (f" from {facts['train_size']} examples" if facts["train_size"] else ""),
+        "states kept": f"{facts['states_kept']} of {facts['steps'] + 1}",
+        "disk": f"{facts['disk'] / 1e6:.2f} MB",
     }
     for name, words in rows.items():
         table.add_row(name, words)
-    for found in told["scores"]:
-        kind = f"{found['method']}, {found['rows']} x {found['queries']}" if "method" in found else found["problem"]
+    for entry in facts["scores"]:
+        kind = f"{entry['method']}, {entry['rows']} x {entry['queries']}" if "method" in entry else entry["problem"]
         table.add_row("scores", kind)
     for kind, part in (("check", "checks"), ("cleansing", "curves")):
-        for found in told[part]:
-            table.add_row(kind, found.get("sentence") or found["problem"])
+        for entry in facts[part]:
+            table.add_row(kind, entry.get("sentence") or entry["problem"])
     console.print(table, markup=False)  # names in a stranger's files are no markup
 
 
 def _hypers(groups: list[dict[str, float]]) -> str:
-    """The hyperparameters that are not zero, a group after the other."""
-    told = [
+    """Write the hyperparameters that are not zero, one group after the other."""
+    phrases = [
         ", ".join(f"{name} {value:g}" for name, value in group.items() if value and name not in ("started", "step"))
         for group in groups
     ]
-    return " | ".join(dict.fromkeys(told))
+    return " | ".join(dict.fromkeys(phrases))

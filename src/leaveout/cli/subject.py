@@ -28,7 +28,7 @@ TaskOption = Annotated[
 
 
 def subject_of(run: Path, where: str | None) -> Subject:
-    """The task and the queries of a run: the user's own, or those of the config beside it."""
+    """Return the task and the queries of a run: the user's own, or those of the config beside it."""
     if where is not None:
         return subject(where)
     file = RunPaths(run).config
@@ -43,12 +43,12 @@ def subject_of(run: Path, where: str | None) -> Subject:
 
 
 def subject(where: str) -> Subject:
-    """What the user's function returns, as a task and its queries."""
+    """Return what the user's function returns, as a task and its queries."""
     return _checked(where, called(where, "--task"))
 
 
 def called(where: str, option: str) -> Any:
-    """What the user's function returns."""
+    """Return what the user's function returns."""
     function = named(where, option)
     if not callable(function):
         raise typer.BadParameter(f"{where} is no function but a {type(function).__name__}.", param_hint=option)
@@ -61,14 +61,14 @@ def called(where: str, option: str) -> Any:
 
 
 def named(where: str, option: str) -> Any:
-    """What the user calls package.module:name; the module is looked for in the working directory as well."""
+    """Return what the user calls package.module:name; the module is looked for in the working directory as well."""
     module, _, name = where.partition(":")
     if not module or not name:
         raise typer.BadParameter(f"{where} must be written as package.module:function.", param_hint=option)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = vars(importlib.import_module(module))
+        members = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise _failed(where, error) from None
@@ -79,23 +79,23 @@ def named(where: str, option: str) -> Any:
         raise
     except Exception as error:  # noqa: BLE001 - whatever the user's own module raises
         raise _failed(where, error) from None
-    if name not in found:
-        raise typer.BadParameter(f"{where}: {module} has no {name!r}{closest(name, found)}.", param_hint=option)
-    return found[name]
+    if name not in members:
+        raise typer.BadParameter(f"{where}: {module} has no {name!r}{closest(name, members)}.", param_hint=option)
+    return members[name]
 
 
-def _checked(where: str, found: Any) -> Subject:
-    if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], Task):
+def _checked(where: str, answer: Any) -> Subject:
+    if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], Task):
         raise typer.BadParameter(
-            f"{where} returned a {type(found).__name__}: let it return (lo.Task(...), query set), or "
+            f"{where} returned a {type(answer).__name__}: let it return (lo.Task(...), query set), or "
             "(lo.Task(...), query set, test set).",
             param_hint="--task",
         )
-    return Subject(*found)
+    return Subject(*answer)
 
 
 def _failed(where: str, error: Exception) -> InputError:
-    """The user's own error in a sentence, with the place in the user's own file."""
+    """Put the user's own error in a sentence, with the place in the user's own file."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
     return InputError(

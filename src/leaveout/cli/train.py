@@ -55,33 +55,33 @@ def train(
 
     Options beside a config replace what it says. Your own model needs no command: see lo.Recorder.
     """
-    given: dict[str, dict[str, Any]] = {
+    overrides: dict[str, dict[str, Any]] = {
         "data": {"name": data, "n_train": n_train, "n_val": n_val, "flip": flip, "seed": seed},
         "model": {"name": model, "hidden": _widths(hidden), "activation": activation, "seed": seed},
         "optimizer": {"name": optimizer, "lr": lr, "momentum": momentum, "weight_decay": weight_decay},
         "train": {"epochs": epochs, "batch_size": batch_size, "l2": l2, "seed": seed, "keep": _keep(keep)},
     }
-    plan = _with(lo_config.read(config) if config else Config(), given)
+    plan = _with(lo_config.read(config) if config else Config(), overrides)
     path = out or Path("runs") / f"{plan.data.name}-{plan.model.name}"
     with resumable(f"The steps up to here are kept in {path}; the same command goes on from there."):
         run, subject = lo_config.run_config(plan, path)
     params = run.final()[PARAM]
     query = Query(subject.task, params, subject.query, single=False)
     loss = float(query.losses({name: tensor[None] for name, tensor in params.items()}).mean())
-    told = {"run": str(run.path), "steps": len(run), "states_kept": len(run.kept), "validation_loss": loss}
+    facts = {"run": str(run.path), "steps": len(run), "states_kept": len(run.kept), "validation_loss": loss}
     if as_json:
-        print_json({**told, "config": str(RunPaths(run.path).config)})
+        print_json({**facts, "config": str(RunPaths(run.path).config)})
         return
     told_so = f"{len(run)} steps are recorded in {run.path}; validation loss {loss:.4g}."
     console.print(told_so, highlight=False, markup=False)
     print_next("score", path, None)
 
 
-def _with(base: Config, given: dict[str, dict[str, Any]]) -> Config:
-    """The config with the options that were given in place of what it says."""
+def _with(base: Config, overrides: dict[str, dict[str, Any]]) -> Config:
+    """Return the config with the options that were given in place of what it says."""
     parts = {
         name: replace(getattr(base, name), **{key: value for key, value in options.items() if value is not None})
-        for name, options in given.items()
+        for name, options in overrides.items()
     }
     return replace(base, **parts)
 

@@ -60,7 +60,7 @@ def verify(
     recorded, paths = opened(run), RunPaths(run, results)
     files = chosen(recorded, paths, method)
     subject = subject_of(run, task)
-    told, few = [], []
+    entries, few = [], []
     targets = [paths.check(file) for file in files]
     with working(recorded, ("verify", files, replays, seed), targets, memory, processes, ray) as resources:
         for file in files:
@@ -71,15 +71,15 @@ def verify(
             if out.exists() and not again:
                 check = _answering(out, scores, replays, seed)
             else:
-                asked = partial(lo_verify, replays=replays, seed=seed, resources=resources)
-                check = asked(scores, recorded, subject.task, subject.query)
+                ask = partial(lo_verify, replays=replays, seed=seed, resources=resources)
+                check = ask(scores, recorded, subject.task, subject.query)
                 check.save(out, overwrite=again)
-            told.append({"file": str(out), **json.loads(out.read_text())})
+            entries.append({"file": str(out), **json.loads(out.read_text())})
             if not as_json:
                 console.print(f"\n{check}", highlight=False, markup=False)
                 console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
     if as_json:
-        print_json({"run": str(run), "checks": told, "too_few": few})
+        print_json({"run": str(run), "checks": entries, "too_few": few})
     else:
         for one in few:
             console.print(f"\n{_too_few(one, run)}", highlight=False, markup=False, soft_wrap=True)
@@ -95,11 +95,11 @@ def _too_few(scores: dict[str, Any], run: Path) -> str:
 
 
 def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:
-    """The check in a file, if it is of these scores and of the sample that is asked for."""
+    """Return the check in a file, if it is of these scores and of the sample that is asked for."""
     check = Check.load(file)
     rows = [row for part in sample(scores, min(replays, len(scores.train_ids)), seed) for row in part]
-    asked = [(scores.train_ids[row], value) for row, value in zip(rows, scores.mean()[rows].tolist(), strict=True)]
-    if asked != list(zip(check.table.index, check.table["score"], strict=True)):
+    expected = [(scores.train_ids[row], value) for row, value in zip(rows, scores.mean()[rows].tolist(), strict=True)]
+    if expected != list(zip(check.table.index, check.table["score"], strict=True)):
         raise InputError(
             f"{file} is of other scores or other replays: give --again to replace it.", code="check-in-the-way"
         )
@@ -107,7 +107,7 @@ def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:
 
 
 def chosen(run: Run, paths: RunPaths, methods: list[str] | None) -> list[Path]:
-    """The files of these methods' scores beside a run, or all of them; named by the method or by the file."""
+    """Return the files of these methods' scores beside a run, or all of them; named by the method or by the file."""
     scored = {file.stem: file for file in paths.scored()}
     if not scored:
         raise InputError(f"{run.path} has no scores yet: run leaveout score {run.path} first.", code="scores-missing")

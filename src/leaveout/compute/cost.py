@@ -28,7 +28,7 @@ class Cost:
     peak_memory: int = field(default=0)
 
     def __add__(self, other: Cost) -> Cost:
-        """Both, one after the other."""
+        """Add both, one after the other."""
         return Cost(
             self.hvps + other.hvps,
             self.gradients + other.gradients,
@@ -38,7 +38,7 @@ class Cost:
 
     @contextmanager
     def metered(self) -> Iterator[None]:
-        """Adds the time of a block, and notes the process's largest resident size during it."""
+        """Add the time of a block, and note the process's largest resident size during it."""
         _reset_peak()
         start = time.perf_counter()
         try:

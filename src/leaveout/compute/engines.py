@@ -44,7 +44,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
-        """(position, result) of every item, in the order in which they are done."""
+        """Yield (position, result) of every item, in the order in which they are done."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Local(Engine):
         return self.processes > 1
 
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
-        """(position, result) of every item, in the order in which they are done."""
+        """Yield (position, result) of every item, in the order in which they are done."""
         if not self.elsewhere:
             yield from ((place, function(item)) for place, item in enumerate(items))
             return
@@ -119,7 +119,7 @@ class Ray(Engine):
             )
 
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
-        """(position, result) of every item, in the order in which they are done."""
+        """Yield (position, result) of every item, in the order in which they are done."""
         ray = self._connected()
         try:
             yield from self._run(ray, function, items)
@@ -142,8 +142,8 @@ class Ray(Engine):
                 while waiting and len(places) < window:
                     place, item = waiting.pop()
                     places[remote.remote(key, sent, _packed(item), torch.get_num_threads())] = place
-                (done,), _ = ray.wait(list(places))
-                yield places.pop(done), _fetched(ray, done)
+                (future,), _ = ray.wait(list(places))
+                yield places.pop(future), _fetched(ray, future)
         finally:
             for reference in places:  # an error, or nobody wants the rest
                 with suppress(ray.exceptions.RayError):
@@ -167,20 +167,20 @@ class Ray(Engine):
         return ray
 
 
-def engine_of(given: str | Engine) -> Engine:
-    """An engine by name.
+def engine_of(engine: str | Engine) -> Engine:
+    """Return an engine by name.
 
     >>> engine_of("local")
     Local(processes=1)
     """
-    if isinstance(given, Engine):
-        return given
-    if given not in ("local", "ray"):
+    if isinstance(engine, Engine):
+        return engine
+    if engine not in ("local", "ray"):
         raise InputError(
-            f"engine={given!r} is unknown: use 'local', 'ray', lo.Local(processes) or lo.Ray(address).",
+            f"engine={engine!r} is unknown: use 'local', 'ray', lo.Local(processes) or lo.Ray(address).",
             code="engine-unknown",
         )
-    return Local() if given == "local" else Ray()
+    return Local() if engine == "local" else Ray()
 
 
 def _ray() -> Any:
@@ -234,7 +234,7 @@ _PUT: dict[str, Callable] = {}
 
 
 def _call_put(key: str, sent: list, item: bytes, threads: int) -> Any:
-    """Runs in a Ray worker, which keeps the function for its next item."""
+    """Run in a Ray worker, which keeps the function for its next item."""
     if key not in _PUT:
         _PUT.clear()
         _PUT[key] = cloudpickle.loads(_ray().get(sent[0]))

@@ -38,7 +38,7 @@ def completed(
     keys: Sequence[str],
     what: str,
 ) -> list[Shard]:
-    """``function((item, checkpoint))`` for every item; those that are kept under their keys are read instead.
+    """Call ``function((item, checkpoint))`` for every item; those that are kept under their keys are read instead.
 
     Args:
         resources: the engine, and where shards are kept.
@@ -48,20 +48,20 @@ def completed(
         what: a word for the progress bar.
     """
     files = _files(resources, keys)
-    found = {place: shard for place, file in enumerate(files) if (shard := _read(file)) is not None}
-    missing = [place for place in range(len(items)) if place not in found]
+    shards = {place: shard for place, file in enumerate(files) if (shard := _read(file)) is not None}
+    missing = [place for place in range(len(items)) if place not in shards]
     checkpoints = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
     todo = [(items[place], checkpoints[place]) for place in missing]
     # In this process, a shard shows a bar of its own.
-    done = resources.map(function, todo, what) if resources.elsewhere else enumerate(map(function, todo))
-    for number, shard in done:
+    results = resources.map(function, todo, what) if resources.elsewhere else enumerate(map(function, todo))
+    for number, shard in results:
         place = missing[number]
-        found[place] = shard
+        shards[place] = shard
         if files:
             _write(files[place], shard)
         if checkpoint := checkpoints[place]:
             checkpoint.unlink(missing_ok=True)
-    return [found[place] for place in range(len(items))]
+    return [shards[place] for place in range(len(items))]
 
 
 def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
@@ -78,7 +78,7 @@ def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
 
 
 def cached_work(run_fingerprint: int, *question: object) -> Path:
-    """The directory in the user's cache where a command keeps the shards of what it was asked about a run.
+    """Return the directory in the user's cache where a command keeps the shards of what it was asked about a run.
 
     Not beside the run: a run may come from a stranger, and shards of his must not be found.
     """
@@ -92,8 +92,8 @@ def _write(file: Path, shard: Shard) -> None:
 
 def _read(file: Path) -> Shard | None:
     try:
-        tensors, told = read_sealed(file)
+        tensors, facts = read_sealed(file)
         # A shard in another's place is not taken for it.
-        return Shard(tensors, Cost(**told["cost"])) if told["file"] == file.name else None
+        return Shard(tensors, Cost(**facts["cost"])) if facts["file"] == file.name else None
     except (OSError, KeyError, TypeError, ValueError):
         return None

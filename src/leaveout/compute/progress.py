@@ -28,15 +28,15 @@ _SHOWING: list[str] = []
 """What the bar on the screen is about: work within other work shows none of its own."""
 
 
-def track(items: Iterable[T], total: int, what: str, wanted: bool | None) -> Iterator[T]:
-    """The items, with a bar that shows rate and remaining time; ``wanted=None`` shows it on a terminal only."""
+def track(items: Iterable[T], total: int, what: str, visible: bool | None) -> Iterator[T]:
+    """Yield the items, with a bar that shows rate and remaining time; ``visible=None`` shows it on a terminal only."""
     console = Console(stderr=True)
-    wanted = console.is_terminal if wanted is None else wanted
-    return _shown(items, total, what, console) if wanted and not _SHOWING else iter(items)
+    visible = console.is_terminal if visible is None else visible
+    return _shown(items, total, what, console) if visible and not _SHOWING else iter(items)
 
 
 class _Rate(ProgressColumn):
-    """Steps a second, or seconds a step."""
+    """Steps per second, or seconds per step."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -44,7 +44,7 @@ class _Rate(ProgressColumn):
 
 
 def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Iterator[T]:
-    """The items, with a bar as soon as they have taken longer than a moment; it goes away when they are done."""
+    """Yield the items, with a bar as soon as they take longer than a moment; it goes away when they are done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

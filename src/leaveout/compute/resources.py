@@ -27,7 +27,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def shard_rows(bytes_each: int, most: int = ROWS) -> int:
-    """How many rows or queries of this size make a shard, whoever works on it.
+    """Return how many rows or queries of this size make a shard, whoever works on it.
 
     >>> shard_rows(1), shard_rows(100_000_000), shard_rows(10**12)
     (64, 5, 1)
@@ -36,7 +36,7 @@ def shard_rows(bytes_each: int, most: int = ROWS) -> int:
 
 
 def parse_bytes(amount: str | int, what: str = "memory") -> int:
-    """Bytes in words.
+    """Read bytes in words.
 
     >>> parse_bytes("2GB"), parse_bytes("1.5 kB"), parse_bytes(64)
     (2000000000, 1500, 64)
@@ -44,13 +44,13 @@ def parse_bytes(amount: str | int, what: str = "memory") -> int:
     if is_whole(amount, 1):
         return int(amount)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", str(amount), re.IGNORECASE)
-    found = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
-    if not 1 <= found < math.inf:
+    size = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
+    if not 1 <= size < math.inf:
         raise InputError(
             f"{what}={repr(amount)[:40]} is not an amount of bytes: write it like '2GB' or 500_000_000.",
             code="bytes-unreadable",
         )
-    return int(found)
+    return int(size)
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class Resources:
         return free_memory() // 2 if self.memory == "auto" else parse_bytes(self.memory)
 
     def chunk(self, bytes_each: int, count: int) -> int:
-        """How many of ``count`` things of this size fit into the budget, at least one."""
+        """Return how many of ``count`` things of this size fit into the budget, at least one."""
         return max(1, min(count, self.bytes // max(1, bytes_each)))
 
     def divided(self, parts: int) -> Resources:
-        """The same with a budget for one of several things that are held together; half of what is free stays that."""
+        """Return the same with a budget for one of several things held together; half of what is free stays that."""
         return self if self.memory == "auto" else replace(self, memory=max(1, self.bytes // parts))
 
     def check(self, least: int, what: str) -> None:
@@ -137,12 +137,12 @@ class Resources:
         return self._engine.same_disk
 
     def shard_size(self, bytes_each: int, count: int, most: int = ROWS) -> int:
-        """How many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is told."""
+        """Return how many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is set."""
         fits = self.part(bytes_each, count)
         return fits if self.whole else min(fits, self.shard or shard_rows(bytes_each, most))
 
     def part(self, bytes_each: int, count: int) -> int:
-        """How many of ``count`` things of this size are worked on at a time, at least one.
+        """Return how many of ``count`` things of this size are worked on at a time, at least one.
 
         Where shards are kept or sent, what is free at the moment has no say: the next process must find them again.
         """
@@ -151,27 +151,27 @@ class Resources:
         return shard_rows(bytes_each, count)
 
     def inside(self) -> Resources:
-        """What a shard may use while it is worked on."""
+        """Return what a shard may use while it is worked on."""
         quiet = False if self.elsewhere else self.progress
         return replace(self, progress=quiet, engine=Local(), work=None, shard=None)
 
     def with_checkpoint(self, file: Path | None) -> Resources:
-        """The same with a place for notes."""
+        """Return the same with a place for notes."""
         return replace(self, checkpoint=file)
 
     def map(self, function: Callable[[T], R], items: Sequence[T], what: str) -> Iterator[tuple[int, R]]:
-        """(position, result) of every item as it is done, by the engine, with one bar for the work of all workers."""
+        """Yield (position, result) of every item as the engine has it, with one bar for all workers."""
         return self.track(self._engine.run(function, items), len(items), what)
 
     def track(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
-        """The items, with a bar that shows rate and remaining time."""
+        """Yield the items, with a bar that shows rate and remaining time."""
         return progress.track(items, total, what, self.progress)
 
 
 def free_memory() -> int:
-    """Bytes that can be had without pushing anything out, or 4 GB where the system does not say."""
+    """Return the bytes that can be had without pushing anything out, or 4 GB where the system does not say."""
     try:
-        known = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:
-        known = None
-    return int(known[1]) * 1024 if known else 4 * 10**9
+        match = None
+    return int(match[1]) * 1024 if match else 4 * 10**9

@@ -41,7 +41,7 @@ class ACC(Estimator):
         sketch: keep what is remembered of each example in a random projection of this width (free transport, one
             query); by default it is kept whole, on disk where memory does not hold it.
         direction: ``"forward"`` carries displacements (with a cheap transport: the corrected-gradient order),
-            ``"backward"`` a remainder a row (the remainder order, one query at a time); ``"auto"`` takes the cheaper.
+            ``"backward"`` a remainder per row (the remainder order, one query at a time); ``"auto"`` takes the cheaper.
         layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
         probability: each occurrence is corrected with this probability, and otherwise taken as by SGD-IE.
         epochs: only the first so many, a (start, stop) pair, or ``"first"`` are corrected: the first occurrence at
@@ -79,7 +79,7 @@ class ACC(Estimator):
         return titled("ACC", options)
 
     def resolved(self, run: Run, *, displacements: bool = False) -> ACC:
-        """With the transport that the run and the question call for."""
+        """Choose the transport that the run and the question call for."""
         if self.transport != "auto":
             return self
         if displacements or self.readout == "exact" or self.direction == "forward":
@@ -88,7 +88,7 @@ class ACC(Estimator):
         return replace(self, transport="free" if run.rule.linear else "jump")
 
     def choice(self) -> Choice:
-        """The Hessian, and the corrected gradient."""
+        """Return the Hessian, and the corrected gradient."""
         where = schedule_of(self.probability, self.epochs, self.seed)
         return Choice(Hessian, self.readout, self.direction, self.transport, self.sketch, where)
 

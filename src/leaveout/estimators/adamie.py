@@ -66,15 +66,15 @@ class AdamIE(Estimator):
                 plain, curved = example_products(task, point.params, examples, layout.unflatten(moved))
                 request.cost.hvps += batches
                 gradients = layout.flatten(plain)
-                read = gradients + layout.flatten(curved)
+                readings = gradients + layout.flatten(curved)
             else:
-                read = gradients = layout.flatten(example_gradients(task, point.params, examples))
-            rate = layout.spread(point.rate, read)
-            stepped = preconditioned(layout, point, read) * rate
+                readings = gradients = layout.flatten(example_gradients(task, point.params, examples))
+            rate = layout.spread(point.rate, readings)
+            stepped = preconditioned(layout, point, readings) * rate
             for start, vectors in point.vectors():
                 columns = total[:, start : start + height(vectors)]
                 columns += rate.mean() * cosines(stepped, layout.flatten(vectors))
-            moved = moved + layout.spread(point.share, read) * preconditioned(layout, point, gradients)
+            moved = moved + layout.spread(point.share, readings) * preconditioned(layout, point, gradients)
         return total, None
 
     def _check(self, request: Request) -> None:
@@ -100,7 +100,7 @@ class AdamIE(Estimator):
 def preconditioned(
     layout: Layout, point: Checkpoint, gradients: Float[Tensor, "rows width"]
 ) -> Float[Tensor, "rows width"]:
-    """Γ(g) = m̂/(√v̂ + ε) with m = β₁m_c + (1−β₁)g and v = β₂v_c + (1−β₂)g², corrected for their start at zero."""
+    """Compute Γ(g) = m̂/(√v̂ + ε), m = β₁m_c + (1−β₁)g and v = β₂v_c + (1−β₂)g² corrected for their start at zero."""
     mean, square = (layout.flatten({n: t[None] for n, t in point.state[s].items()}) for s in ("exp_avg", "exp_avg_sq"))
     of = {key: layout.spread(values, gradients) for key, values in point.adam.items()}
     t = of["step"] + 1
@@ -110,7 +110,7 @@ def preconditioned(
 
 
 def cosines(left: Float[Tensor, "rows width"], right: Float[Tensor, "queries width"]) -> Float[Tensor, "rows queries"]:
-    """The cosine of every row with every query; zero where one of them vanishes.
+    """Compute the cosine of every row with every query; zero where one of them vanishes.
 
     >>> cosines(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[2.0, 0.0]])).tolist()
     [[0.6000000238418579], [0.0]]

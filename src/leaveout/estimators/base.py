@@ -49,33 +49,33 @@ class Request:
     def shards(
         self, function: Callable[[Request, T], dict[str, Tensor]], items: Sequence[T], words: Sequence[str], what: str
     ) -> list[dict[str, Tensor]]:
-        """``function(request, item)`` for every item, wherever the engine does it; ``words`` tell the items apart."""
+        """Call ``function(request, item)`` for every item, where the engine does it; ``words`` tell the items apart."""
         keys = [f"{self._identity} {what} {word}" for word in words] if self.resources.work is not None else []
         inside = replace(self, resources=self.resources.inside())
         work = _alone if self.resources.elsewhere else _here
-        done = completed(self.resources, partial(work, inside, function), items, keys, what)
-        for shard in done:
+        shards = completed(self.resources, partial(work, inside, function), items, keys, what)
+        for shard in shards:
             self.cost.hvps += shard.cost.hvps
             self.cost.gradients += shard.cost.gradients
             self.cost.peak_memory = max(self.cost.peak_memory, shard.cost.peak_memory)
-        return [shard.tensors for shard in done]
+        return [shard.tensors for shard in shards]
 
     @cached_property
     def _identity(self) -> str:
         """Everything that the scores depend on, but for the rows."""
         query = self.query
-        asked = (self.method, query.fingerprint(), query.single, self.displacements)
-        return identity(self.trajectory.run, query.task, query.params, *asked)
+        question = (self.method, query.fingerprint(), query.single, self.displacements)
+        return identity(self.trajectory.run, query.task, query.params, *question)
 
     def rows(
         self, function: Callable[[Request], tuple[Tensor, Params | None]], bytes_each: int, what: str
     ) -> tuple[Tensor, Params | None]:
-        """Scores and displacements of all rows, by shards of them; ``function`` has those of a request's rows."""
+        """Return scores and displacements of all rows, by shards; ``function`` has those of a request's rows."""
         budget.check(self.resources, self.trajectory, bytes_each, "one row")
         parts = list(self.left_out.chunks(self.resources.shard_size(2 * bytes_each, len(self.left_out))))
-        done = self.shards(partial(_rows, function), parts, [part.identity() for part in parts], what)
-        values = torch.cat([one["values"] for one in done])
-        return values, _moved(done) if self.displacements else None
+        shards = self.shards(partial(_rows, function), parts, [part.identity() for part in parts], what)
+        values = torch.cat([one["values"] for one in shards])
+        return values, _moved(shards) if self.displacements else None
 
     def columns(
         self,
@@ -83,25 +83,25 @@ class Request:
         readout: Projected,
         *,
         alone: bool = False,
-        held: int | None = None,
+        vector_bytes: int | None = None,
     ) -> dict[str, Tensor]:
-        """What ``function`` gives for a readout's query vectors, a column each, by shards of them.
+        """Return what ``function`` gives for a readout's query vectors, a column each, by shards of them.
 
         As many vectors are made and carried at a time as the budget holds. ``alone`` says that each has a sweep of its
-        own, and gets a shard of its own; ``held`` how many bytes a vector needs, if not those of a sweep.
+        own, and gets a shard of its own; ``vector_bytes`` says how many bytes a vector needs, if not those of a sweep.
         """
-        bytes_each, count = held or budget.backward_bytes(self.trajectory), readout.count(self.query)
+        bytes_each, count = vector_bytes or budget.backward_bytes(self.trajectory), readout.count(self.query)
         budget.check(self.resources, self.trajectory, bytes_each, "one query vector")
         size = self.resources.shard_size(2 * bytes_each, count, VECTORS)
         if alone and not self.resources.whole:
             size = 1
         parts = [(start, min(start + size, count)) for start in range(0, count, size)]
         words = [f"{self.left_out.identity()} vectors {number} of {size}" for number in range(len(parts))]
-        done = self.shards(partial(_columns, function, readout), parts, words, "sweeping")
-        return {name: torch.cat([one.pop(name) for one in done], dim=1) for name in list(done[0])}
+        shards = self.shards(partial(_columns, function, readout), parts, words, "sweeping")
+        return {name: torch.cat([one.pop(name) for one in shards], dim=1) for name in list(shards[0])}
 
     def scores(self, method: str, values: Float[Tensor, "rows queries"], moved: Params | None = None) -> Scores:
-        """The values with everything that they need to be understood."""
+        """Return the values with everything that they need to be understood."""
         if not bool(torch.isfinite(values).all()):
             row = int((~torch.isfinite(values)).nonzero()[0, 0])
             raise MismatchError(
@@ -130,7 +130,7 @@ class Estimator(ABC):
     """The parameters whose displacements count, by name or pattern; None: all."""
 
     def __post_init__(self) -> None:
-        """Makes tuples of lists: an estimator can be compared, and found in a dictionary."""
+        """Make tuples of lists: an estimator can be compared, and found in a dictionary."""
         for option, value in list(vars(self).items()):
             if isinstance(value, list | np.ndarray | Tensor):
                 entries = value if isinstance(value, list) else value.tolist()
@@ -158,7 +158,7 @@ class Estimator(ABC):
         displacements: bool = False,
         resources: Resources | None = None,
     ) -> Scores:
-        """How the query loss would change without each training example.
+        """Estimate how the query loss would change without each training example.
 
         Args:
             run: the recorded run.
@@ -193,7 +193,7 @@ class Estimator(ABC):
         ids: Sequence[int] | None = None,
         resources: Resources | None = None,
     ) -> Scores:
-        """How the loss of each training example would change without that example: high for what was memorised.
+        """Estimate how each training example's loss would change without it: high for what was memorised.
 
         The diagonal of the scores of the training set for itself, taken a block at a time. Costs as much as a query
         for each example.
@@ -225,7 +225,7 @@ class Estimator(ABC):
         )
 
     def resolved(self, _run: Run, *, displacements: bool = False) -> Estimator:  # noqa: ARG002 - for those that choose
-        """The same estimator with what it left open chosen for a run."""
+        """Return the same estimator with what it left open chosen for a run."""
         return self
 
     def request(
@@ -240,7 +240,7 @@ class Estimator(ABC):
         displacements: bool = False,
         resources: Resources | None = None,
     ) -> Request:
-        """What ``score`` was asked, checked."""
+        """Check what ``score`` is asked."""
         if not isinstance(run, Run):
             raise InputError(
                 f"A run is needed, not a {type(run).__name__}: open a directory with lo.open_run(path).",
@@ -254,12 +254,12 @@ class Estimator(ABC):
         resources = resources or Resources()
         final = trajectory.final_whole()[PARAM]
         warn_of_other_weights(run, task.parameters(), final)
-        asked = Query(trajectory.task, final, query, single=queries == "each", resources=resources.inside())
-        asked.check()
+        checked = Query(trajectory.task, final, query, single=queries == "each", resources=resources.inside())
+        checked.check()
         return Request(
             trajectory,
             self._left_out(task, ids, groups),
-            asked,
+            checked,
             resources,
             cost,
             displacements,
@@ -270,16 +270,16 @@ class Estimator(ABC):
         return leave_out(task.size, ids, groups)
 
     def _exact(self, _values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
-        """Which rows are exact replays; None: all of them are estimates."""
+        """Return which rows are exact replays; None: all of them are estimates."""
         return None
 
     @abstractmethod
     def _values(self, request: Request) -> tuple[Float[Tensor, "rows queries"], Params | None]:
-        """The scores, and the displacements if they were asked for."""
+        """Return the scores, and the displacements if they were asked for."""
 
 
-def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], given: tuple[T, Path | None]) -> Shard:
-    item, checkpoint = given
+def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], work: tuple[T, Path | None]) -> Shard:
+    item, checkpoint = work
     own = replace(request, cost=Cost(), resources=request.resources.with_checkpoint(checkpoint))
     shard = Shard(function(own, item), own.cost)
     if own.resources.memory != "auto":  # a heap in pieces grows from shard to shard
@@ -287,13 +287,11 @@ def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]],
     return shard
 
 
-def _alone(
-    request: Request, function: Callable[[Request, T], dict[str, Tensor]], given: tuple[T, Path | None]
-) -> Shard:
-    """In a process of its own, which is not accounted for here."""
+def _alone(request: Request, function: Callable[[Request, T], dict[str, Tensor]], work: tuple[T, Path | None]) -> Shard:
+    """Work in a process of its own, which is not accounted for here."""
     cost = Cost()
     with cost.metered(), kept_memory():
-        shard = _here(request, function, given)
+        shard = _here(request, function, work)
     return Shard(shard.tensors, shard.cost + cost)
 
 
@@ -314,23 +312,23 @@ def _columns(
 
 
 def _moved(shards: list[dict[str, Tensor]]) -> Params:
-    """All rows' displacements; those of a shard are let go of as they are joined, as they may be gigabytes."""
+    """Join all rows' displacements; those of a shard are let go of as they are joined, as they may be gigabytes."""
     names = [name for name in shards[0] if name.startswith("moved/")]
     return {name.removeprefix("moved/"): torch.cat([one.pop(name) for one in shards]) for name in names}
 
 
 def titled(name: str, options: Mapping[str, object]) -> str:
-    """A method's name with the options that are not the ordinary ones.
+    """Return a method's name with the options that are not the ordinary ones.
 
     >>> titled("ACC", {"transport": "free", "readout": "linear"}), titled("SGD-IE", {"readout": "exact"})
     ('ACC(free)', 'SGD-IE(exact readout)')
     """
-    told = []
+    parts = []
     for option, value in options.items():
         if option == "readout":
-            told += [] if value == "linear" else [f"{value} readout"]
+            parts += [] if value == "linear" else [f"{value} readout"]
         elif option == "layers":
-            told += [] if value is None else [f"layers {value if isinstance(value, str) else ' '.join(value)}"]  # type: ignore[arg-type]
+            parts += [] if value is None else [f"layers {value if isinstance(value, str) else ' '.join(value)}"]  # type: ignore[arg-type]
         elif value is not None:
-            told.append(str(value))
-    return f"{name}({', '.join(told)})" if told else name
+            parts.append(str(value))
+    return f"{name}({', '.join(parts)})" if parts else name

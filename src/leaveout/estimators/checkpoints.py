@@ -36,17 +36,17 @@ class Checkpoint:
     adam: dict[str, dict[str, float]]
 
     def vectors(self) -> Iterator[tuple[int, Params]]:
-        """The query gradients from here: the number of the first, and at most ``size`` of them, at a time."""
+        """Yield the query gradients here: the number of the first, and at most ``size`` of them, at a time."""
         for start in range(0, len(self.query.ids), self.size):
             yield start, Linear().part(self.query, start, min(start + self.size, len(self.query.ids)))
 
 
 def checkpoints(request: Request) -> Iterator[Checkpoint]:
-    """The ends of all epochs; a run whose loop did not say where they begin has one."""
+    """Yield the ends of all epochs; a run whose loop did not say where they begin has one."""
     trajectory = request.trajectory
-    held = budget.backward_bytes(trajectory)
-    budget.check(request.resources, trajectory, held, "one query vector")
-    size = request.resources.part(2 * held, len(request.query.ids))
+    vector_bytes = budget.backward_bytes(trajectory)
+    budget.check(request.resources, trajectory, vector_bytes, "one query vector")
+    size = request.resources.part(2 * vector_bytes, len(request.query.ids))
     rates: list[list[float]] = []
     shares: list[list[float]] = []
     hypers: list[Hyper] = []
@@ -57,8 +57,8 @@ def checkpoints(request: Request) -> Iterator[Checkpoint]:
             values = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
             return {name: values[group] for name, group in trajectory.rule.groups.items()}
 
-        seen = request.query
-        query = Query(seen.task, params, seen.dataset, single=seen.single, resources=seen.resources)
+        original = request.query
+        query = Query(original.task, params, original.dataset, single=original.single, resources=original.resources)
         groups = trajectory.rule.groups.items()
         adam = {key: {name: hypers[group][key] for name, group in groups} for key in ADAM if key in hypers[0]}
         return Checkpoint(params, state, query, size, mean(rates), mean(shares), adam)
@@ -74,7 +74,7 @@ def checkpoints(request: Request) -> Iterator[Checkpoint]:
 
 
 def example_blocks(request: Request) -> Iterator[tuple[Int[Tensor, " block"], Batch]]:
-    """All examples that some row leaves out, a batch of the run's size at a time."""
+    """Yield all examples that some row leaves out, a batch of the run's size at a time."""
     task, size = request.trajectory.task, len(request.trajectory.run.record(0).ids)
     everyone = request.left_out.examples.unique()
     for ids in everyone.split(size):

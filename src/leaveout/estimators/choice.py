@@ -77,18 +77,18 @@ class Choice:
             )
 
     def values(self, request: Request) -> tuple[Tensor, Params | None]:
-        """The scores, and the displacements if they were asked for."""
+        """Compute the scores, and the displacements if they were asked for."""
         self.schedule.check(request.trajectory.run)
         if self.transport in (None, "exact"):
             return self._swept(request)
         return self.read(request, self.products(request).corrected), None
 
     def read(self, request: Request, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
-        """Scores from inner products."""
+        """Compute scores from inner products."""
         return self._projected(request).of_products(request.query, products)
 
     def products(self, request: Request) -> Products:
-        """The plain and the corrected inner products from one cheap sweep, in the cheaper order."""
+        """Compute the plain and the corrected inner products by one cheap sweep, in the cheaper order."""
         readout = self._projected(request)
         if self.transport == "jump":
             if self.direction == "forward":
@@ -114,7 +114,7 @@ class Choice:
         return readout
 
     def _swept(self, request: Request) -> tuple[Tensor, Params | None]:
-        """Scores by a sweep with the whole step, forward or backward: the cheaper one unless one is asked for."""
+        """Compute scores by a sweep with the whole step, forward or backward: the cheaper unless one is asked for."""
         readout, corrected = readout_of(self.readout), self.transport is not None
         sweep = Sweep(
             request.trajectory,
@@ -131,14 +131,14 @@ class Choice:
                     "Displacements and the exact readout go forward: leave direction at 'auto'.", code="direction-fixed"
                 )
             return _forward(request, readout, sweep)
-        # Backward takes a vector a query, forward one a row; the corrected step has one a row either way.
+        # Backward takes a vector per query, forward one per row; the corrected step has one per row either way.
         if self.direction == "auto" and (corrected or readout.count(request.query) > len(request.left_out)):
             return _forward(request, readout, sweep)
         products = request.columns(partial(_pulled, sweep), readout)["products"]
         return readout.of_products(request.query, products), None
 
     def _path(self, request: Request) -> Callable[[Params], Params] | None:
-        """The map g ↦ ΦᵀΦg: whatever depends on gradients then depends on their projections Φg alone."""
+        """Return the map g ↦ ΦᵀΦg: whatever depends on gradients then depends on their projections Φg alone."""
         if self.project is None:
             return None
         params = request.trajectory.final()[PARAM]
@@ -149,8 +149,8 @@ class Choice:
 
 def _jumps(choice: Choice, request: Request, vectors: Params) -> dict[str, Tensor]:
     sweep = Sweep(request.trajectory, request.resources, request.cost, choice.kind, schedule=choice.schedule)
-    found = jump_products(sweep, request.left_out, vectors, together=request.left_out.named() is None)
-    return {"plain": found.plain, "corrected": found.corrected}
+    products = jump_products(sweep, request.left_out, vectors, together=request.left_out.named() is None)
+    return {"plain": products.plain, "corrected": products.corrected}
 
 
 def _products(choice: Choice, backward: bool, request: Request, vectors: Params) -> dict[str, Tensor]:
@@ -158,11 +158,11 @@ def _products(choice: Choice, backward: bool, request: Request, vectors: Params)
         request.trajectory, request.left_out, request.resources, request.cost, choice.kind, choice.schedule
     )
     if backward:
-        found = correction.remainders(vectors, choice.sketch)
+        products = correction.remainders(vectors, choice.sketch)
     else:
         transport = choice.transport
-        found = correction.corrected_gradient(vectors, transport if isinstance(transport, Subspace) else None)
-    return {"plain": found.plain, "corrected": found.corrected}
+        products = correction.corrected_gradient(vectors, transport if isinstance(transport, Subspace) else None)
+    return {"plain": products.plain, "corrected": products.corrected}
 
 
 def _forward(request: Request, readout: Readout, sweep: Sweep) -> tuple[Tensor, Params | None]:

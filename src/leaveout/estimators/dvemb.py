@@ -74,7 +74,7 @@ class DVEmb(Estimator):
         return titled("ACC-DVEmb" if self.acc else "DVEmb", options)
 
     def resolved(self, run: Run, *, displacements: bool = False) -> DVEmb:
-        """With the transport that the run and the question call for."""
+        """Choose the transport that the run and the question call for."""
         if self.transport != "auto" or not self.acc:
             return self
         exact = not run.rule.linear or displacements or self.readout == "exact" or self.project is not None

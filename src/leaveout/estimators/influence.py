@@ -90,7 +90,7 @@ class InfluenceFunction(Estimator):
                 5 * width**2 // like.element_size(), "the whole Hessian, its factor and one product"
             )
         if isinstance(readout, Projected) and not request.displacements:
-            products = request.columns(partial(_solved, self), readout, held=HELD * width)["products"]
+            products = request.columns(partial(_solved, self), readout, vector_bytes=HELD * width)["products"]
             return readout.of_products(request.query, products), None
         return request.rows(partial(_moved, self), HELD * width, "solving")
 
@@ -128,10 +128,10 @@ class _Minimum:
             )
         decay = {name: rule.definition.coupled_decay(hypers[group]) for name, group in rule.groups.items()}
         like = next(iter(self.params.values()))
-        self.known = self.layout.spread(decay, like) + method.damping
+        self.diagonal = self.layout.spread(decay, like) + method.damping
 
     def solve(self, stack: Params) -> Params:
-        """(H + λI)⁻¹ applied to every vector of a stack."""
+        """Apply (H + λI)⁻¹ to every vector of a stack."""
         right = self.layout.flatten(stack)
         if self.method.solver == "direct":
             chunk = self.request.resources.chunk(self.chunk, right.shape[1])
@@ -144,7 +144,7 @@ class _Minimum:
         return self.layout.unflatten(solved)
 
     def products(self, vectors: Params) -> Float[Tensor, "rows vectors"]:
-        """⟨v, g(z)⟩/n for every row and vector."""
+        """Compute ⟨v, g(z)⟩/n for every row and vector."""
         left_out = self.request.left_out
         total = next(iter(vectors.values())).new_zeros((len(left_out), len(next(iter(vectors.values())))))
         chunk = self.request.resources.chunk(self.chunk, total.shape[1])
@@ -156,18 +156,18 @@ class _Minimum:
         return total
 
     def gradients(self, left_out: LeftOut) -> Params:
-        """(1/n) Σ g(z) over each row's examples."""
+        """Compute (1/n) Σ g(z) over each row's examples."""
         owner = torch.arange(len(left_out)).repeat_interleave(left_out.lengths)
         total = each(lambda t: t.new_zeros((len(left_out), *t.shape)), self.task.own(self.params))
         for ids, rows in zip(left_out.examples.split(self.batch_size), owner.split(self.batch_size), strict=True):
             self.request.cost.gradients += 1
-            found = example_gradients(self.task, self.params, self.task.read(ids.tolist()))
-            total = each(torch.add, total, gather_sums(found, rows, len(left_out)))
+            stack = example_gradients(self.task, self.params, self.task.read(ids.tolist()))
+            total = each(torch.add, total, gather_sums(stack, rows, len(left_out)))
         return each(lambda t: t / self.task.size, total)
 
     def _whole(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        """(H + λI)·x over all training examples."""
-        total = self.known * rows
+        """Apply H + λI over all training examples."""
+        total = self.diagonal * rows
         for start in range(0, self.task.size, self.batch_size):
             ids = range(start, min(start + self.batch_size, self.task.size))
             total = total + self._product(list(ids), rows) * (len(ids) / self.task.size)
@@ -180,17 +180,17 @@ class _Minimum:
         return self.layout.flatten(hessian_products(self.task, self.params, batch, vectors, chunk)[1])
 
     def _damped(self, ids: list[int], rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        return self._product(ids, rows) + self.known * rows
+        return self._product(ids, rows) + self.diagonal * rows
 
     def _samples(self, seed: int) -> Iterator[Apply]:
-        """(H(Z) + λI)· of seeded random batches Z."""
+        """Yield the products with H(Z) + λI of seeded random batches Z."""
         order = torch.Generator().manual_seed(seed)
         while True:
             ids = torch.randint(self.task.size, (self.batch_size,), generator=order).tolist()
             yield partial(self._damped, ids)
 
     def _scale(self, like: Tensor, batches: int = 8, rounds: int = 10) -> float:
-        """More than the largest eigenvalue of some random batches, by power iteration."""
+        """Bound the largest eigenvalue of some random batches from above, by power iteration."""
         start = torch.randn(like.shape[1], generator=torch.Generator().manual_seed(self.method.seed)).to(like)
         largest = 0.0
         samples = self._samples(self.method.seed + 1)

@@ -46,26 +46,26 @@ class Query:
         return tuple(range(self.size)) if self.single else (MEAN,)
 
     def blocks(self, ids: range | None = None) -> Iterator[Batch]:
-        """The query examples, or those with these numbers, as many at a time as the budget holds."""
+        """Yield the query examples, or those with these numbers, as many at a time as the budget holds."""
         ids = range(self.size) if ids is None else ids
         for start in range(0, len(ids), self._block):
             yield self.task.read(ids[start : start + self._block], self.dataset)
 
     @cached_property
     def _block(self) -> int:
-        held = self.task.footprint(self.params, self.task.read([0], self.dataset))
-        return self.fits(8 * held, BLOCK)
+        footprint = self.task.footprint(self.params, self.task.read([0], self.dataset))
+        return self.fits(8 * footprint, BLOCK)
 
     def fits(self, bytes_each: int, count: int) -> int:
-        """How many of ``count`` things of this size are looked at together; what is free just now has no say."""
+        """Return how many of ``count`` things of this size go together; what is free just now has no say."""
         if self.resources.memory == "auto":
             return shard_rows(bytes_each, count)
         return self.resources.chunk(bytes_each, count)
 
     def check(self) -> None:
-        """Refuses query examples that have no finite loss, naming the first."""
+        """Refuse query examples that have no finite loss, naming the first."""
         starts = range(0, self.size, self._block)
-        parts = [self._found(range(start, min(start + self._block, self.size))) for start in starts]
+        parts = [self._checked_losses(range(start, min(start + self._block, self.size))) for start in starts]
         broken = (~torch.isfinite(torch.cat(parts))).nonzero().flatten().tolist()
         if broken:
             raise InputError(
@@ -75,7 +75,7 @@ class Query:
             )
 
     def fingerprint(self) -> int:
-        """A checksum of the query examples, so that scores are only compared with those of the same queries."""
+        """Compute a checksum of the query examples, so that only scores of the same queries are compared."""
         checksum = 0
         for start in range(0, self.size, BLOCK):  # always the same blocks, whatever the budget
             block = self.task.read(range(start, min(start + BLOCK, self.size)), self.dataset)
@@ -83,27 +83,27 @@ class Query:
         return checksum
 
     def reduce(self, values: Float[Tensor, "rows examples"]) -> Float[Tensor, "rows queries"]:
-        """Per-example values as the columns that were asked for."""
+        """Reduce per-example values to the columns that were asked for."""
         return values if self.single else values.mean(1, keepdim=True)
 
     def losses(self, stack: Params) -> Float[Tensor, "rows examples"]:
-        """The loss of every query example under every parameter vector of a stack."""
+        """Compute the loss of every query example under every parameter vector of a stack."""
         parts = []
         for block in self.blocks():
-            held = self.task.footprint(self.params, block)
-            chunk = min(max(1, BLOCK_BYTES // max(1, held)), self.fits(8 * held, height(stack)))
+            footprint = self.task.footprint(self.params, block)
+            chunk = min(max(1, BLOCK_BYTES // max(1, footprint)), self.fits(8 * footprint, height(stack)))
             parts.append(torch.cat([self._block_losses(part, block) for part in split(stack, chunk)]))
         return torch.cat(parts, dim=1)
 
-    def _found(self, ids: range) -> Float[Tensor, " examples"]:
-        """These examples' losses; one that has none is looked for by halves."""
+    def _checked_losses(self, ids: range) -> Float[Tensor, " examples"]:
+        """Compute these examples' losses; one that has none is looked for by halves."""
         try:
             with torch.no_grad():
                 return self.task.query_losses(self.params, self.task.read(ids, self.dataset))
         except Exception as error:
             if len(ids) > 1:
                 middle = len(ids) // 2
-                return torch.cat([self._found(ids[:middle]), self._found(ids[middle:])])
+                return torch.cat([self._checked_losses(ids[:middle]), self._checked_losses(ids[middle:])])
             raise InputError(
                 f"Query example {ids[0]} has no loss under the trained model ({str(error).splitlines()[0]}): correct "
                 "it or leave it out.",
@@ -120,7 +120,7 @@ class Readout(ABC):
 
     @abstractmethod
     def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
-        """Scores from the displacements themselves."""
+        """Compute scores from the displacements themselves."""
 
 
 class Projected(Readout):
@@ -128,27 +128,27 @@ class Projected(Readout):
 
     @abstractmethod
     def count(self, query: Query) -> int:
-        """How many vectors there are."""
+        """Count the vectors."""
 
     @abstractmethod
     def part(self, query: Query, start: int, stop: int) -> Params:
-        """The vectors from one number to another, stacked."""
+        """Stack the vectors from one number to another."""
 
     def vectors(self, query: Query) -> Params:
-        """All vectors, stacked."""
+        """Stack all vectors."""
         return self.part(query, 0, self.count(query))
 
     def parts(self, query: Query, size: int) -> Iterator[Params]:
-        """All vectors, at most ``size`` at a time."""
+        """Yield all vectors, at most ``size`` at a time."""
         for start in range(0, self.count(query), size):
             yield self.part(query, start, min(start + size, self.count(query)))
 
     @abstractmethod
     def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
-        """Scores from the inner products."""
+        """Compute scores from the inner products."""
 
     def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
-        """Scores from the displacements themselves."""
+        """Compute scores from the displacements themselves."""
         size = query.fits(8 * nbytes({PARAM: query.task.own(query.params)}), self.count(query))
         products = [inner(moved, part) for part in self.parts(query, size)]
         return self.of_products(query, torch.cat(products, dim=1))
@@ -158,11 +158,11 @@ class Linear(Projected):
     """⟨∇L(query, θ_N), δ⟩."""
 
     def count(self, query: Query) -> int:
-        """One of each query, or of their mean."""
+        """Count one vector per query, or one for their mean."""
         return len(query.ids)
 
     def part(self, query: Query, start: int, stop: int) -> Params:
-        """∇L of each query, or of their mean."""
+        """Compute ∇L of each query, or of their mean."""
         task = query.task
         if query.single:
             return _single(query, range(start, stop), lambda own, one: grad(_block_loss)(own, query, one, 1))
@@ -174,7 +174,7 @@ class Linear(Projected):
         return each(lambda tensor: tensor.unsqueeze(0), total)
 
     def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
-        """The products are the scores, a column each."""
+        """Return the products: they are the scores, a column each."""
         return products.reshape(-1, len(query.ids))
 
 
@@ -182,19 +182,19 @@ class Outputs(Projected):
     """L(z + J·δ) − L(z): the outputs' change is linear, the loss of the outputs is not."""
 
     def count(self, query: Query) -> int:
-        """One for each output of each query."""
+        """Count one vector per output and query."""
         return query.size * self._width(query)
 
     def part(self, query: Query, start: int, stop: int) -> Params:
-        """Rows of the Jacobian of the outputs: whole examples together, of the others those that are asked for."""
+        """Compute rows of the outputs' Jacobian: whole examples together, of the others those that are asked for."""
         width, rows, place = self._width(query), [], start
         while place < stop:
             example, first = divmod(place, width)
             last = min(stop - example * width, width)
             if first == 0 and stop - place >= width:
                 many = (stop - place) // width
-                found = _single(query, range(example, example + many), jacrev(partial(_outputs, query)))
-                rows.append(each(lambda tensor: tensor.flatten(0, 1), found))
+                jacobians = _single(query, range(example, example + many), jacrev(partial(_outputs, query)))
+                rows.append(each(lambda tensor: tensor.flatten(0, 1), jacobians))
                 place += many * width
             else:
                 rows.append(_some_outputs(query, example, first, last))
@@ -206,7 +206,7 @@ class Outputs(Projected):
             return query.task.outputs(query.params, query.task.read([0], query.dataset))[0].numel()
 
     def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
-        """The loss at the moved outputs, minus the loss at the recorded ones."""
+        """Compute the loss at the moved outputs, minus the loss at the recorded ones."""
         changes, start = [], 0
         for block in query.blocks():
             with torch.no_grad():
@@ -223,7 +223,7 @@ class Exact(Readout):
     """L(query, θ_N + δ) − L(query, θ_N), which needs δ itself."""
 
     def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
-        """The loss at the moved parameters, minus the loss at the recorded ones."""
+        """Compute the loss at the moved parameters, minus the loss at the recorded ones."""
         here = query.losses(each(lambda tensor: tensor.unsqueeze(0), query.params))
         whole = {name: tensor.expand(height(moved), *tensor.shape) for name, tensor in query.params.items()}
         there = query.losses({**whole, **each(torch.add, moved, query.task.own(query.params))})
@@ -234,7 +234,7 @@ READOUTS: dict[str, Readout] = {"linear": Linear(), "outputs": Outputs(), "exact
 
 
 def readout_of(name: str) -> Readout:
-    """The readout by its name."""
+    """Return the readout by its name."""
     if name not in READOUTS:
         raise InputError(
             f"readout={name!r} is unknown: use one of {', '.join(map(repr, READOUTS))}.", code="readout-unknown"
@@ -253,7 +253,7 @@ def _outputs(query: Query, own: Params, one: Batch) -> Tensor:
 
 
 def _some_outputs(query: Query, example: int, first: int, last: int) -> Params:
-    """The gradients of some outputs of one example, a row each."""
+    """Compute the gradients of some outputs of one example, a row each."""
     one = query.task.read([example], query.dataset)
     outputs, pull = pullback(lambda own: _outputs(query, own, one), query.task.own(query.params))
     basis = torch.eye(len(outputs), dtype=outputs.dtype, device=outputs.device)[first:last]
@@ -261,7 +261,7 @@ def _some_outputs(query: Query, example: int, first: int, last: int) -> Params:
 
 
 def _single(query: Query, ids: range, function: Any) -> Params:
-    """A function of the parameters for each of these query examples, stacked."""
+    """Stack a function of the parameters for each of these query examples."""
     task = query.task
 
     def one(example: Batch) -> Params:
@@ -272,7 +272,7 @@ def _single(query: Query, ids: range, function: Any) -> Params:
 
 
 def _check_fit(task: Task, params: Params, dataset: Dataset) -> None:
-    """Query examples must be built like training examples, or the model would fail or, worse, broadcast."""
+    """Refuse query examples not built like training examples: the model would fail or, worse, broadcast."""
     train, query = batches.leaves(task.read([0])), batches.leaves(task.read([0], dataset))
 
     def kinds(parts: list[Any]) -> list[tuple[torch.dtype, int]]:

@@ -29,7 +29,7 @@ from leaveout.trajectory.replay import counterfactuals
 class Replay(Estimator):
     """s' ← F_i(s'; w^{−k}): same start, same batches, same order, the example's weight zero, |Z_i| unchanged.
 
-    Cost: one batch gradient a step and example; the models are trained side by side.
+    Cost: one batch gradient per step and example; the models are trained side by side.
 
     Args:
         ids: the examples to leave out, one at a time; all of them by default.
@@ -71,7 +71,7 @@ def _replayed(weight: float, request: Request) -> tuple[Tensor, Params | None]:
 def replayed(
     scores: Scores, rows: Sequence[int], run: Run, task: Task, query: Dataset, resources: Resources | None
 ) -> Scores:
-    """Exact replays of some rows of scores, for the queries that were scored."""
+    """Replay some rows of scores exactly, for the queries that were scored."""
     scores.check_same_run(run)
     names = [scores.train_ids[row] for row in rows]
     if scores.groups is None:

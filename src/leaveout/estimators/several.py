@@ -30,7 +30,7 @@ def score(
     groups: Groups | None = None,
     resources: Resources | None = None,
 ) -> list[Scores]:
-    """The scores of every estimator, in their order.
+    """Score with every estimator, in their order.
 
     SGD-IE comes for nothing from the sweep of an ACC with a cheap transport and the same readout; their scores then
     carry the same cost, that of both.
@@ -38,8 +38,10 @@ def score(
     estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)
     if not estimators:
         raise InputError("No estimator was given: give at least one, such as lo.ACC().", code="estimator-missing")
-    found = dict(one_by_one(estimators, run, task, query, queries=queries, ids=ids, groups=groups, resources=resources))
-    return [found[estimator] for estimator in estimators]
+    results = dict(
+        one_by_one(estimators, run, task, query, queries=queries, ids=ids, groups=groups, resources=resources)
+    )
+    return [results[estimator] for estimator in estimators]
 
 
 def one_by_one(
@@ -54,12 +56,12 @@ def one_by_one(
     resources: Resources | None = None,
     there: Collection[Estimator] = (),
 ) -> Iterator[tuple[Estimator, Scores]]:
-    """Each estimator with its scores as soon as they are there, so that they can be kept before the next begins.
+    """Yield each estimator with its scores as soon as they are there, so that they can be kept before the next begins.
 
     The scores of those that are ``there`` already are left out. They still decide what is swept together: work that
     was cut short between two methods ends with the same bits.
     """
-    asked: dict[str, Any] = {"queries": queries, "ids": ids, "groups": groups, "resources": resources}
+    options: dict[str, Any] = {"queries": queries, "ids": ids, "groups": groups, "resources": resources}
     waiting = dict.fromkeys(estimators)
     for estimator in list(waiting):
         chosen = estimator.resolved(run)
@@ -69,7 +71,7 @@ def one_by_one(
             waiting = {one: None for one in waiting if one not in pair}
             if all(one in there for one in pair):
                 continue
-            request = chosen.request(run, task, query, **asked)
+            request = chosen.request(run, task, query, **options)
             with request.cost.metered(), kept_memory():
                 choice = chosen.choice()
                 choice.schedule.check(run)
@@ -82,4 +84,4 @@ def one_by_one(
                 yield beside, request.scores(beside.name, plain)
     for estimator in waiting:
         if estimator not in there:
-            yield estimator, estimator.score(run, task, query, **asked)
+            yield estimator, estimator.score(run, task, query, **options)

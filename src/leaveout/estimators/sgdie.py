@@ -21,8 +21,8 @@ class SGDIE(Estimator):
     the optimizer's buffers. This is the derivative of the whole training run in the example's weight, the quantity
     that metagradient methods (MAGIC among them) compute.
 
-    Cost: backward, one Hessian-vector product a step and query vector, whatever the number of examples; forward, one
-    a step and example.
+    Cost: backward, one Hessian-vector product per step and query vector, whatever the number of examples; forward,
+    one per step and example.
 
     Args:
         readout: ``"linear"``, ``"outputs"`` or ``"exact"``.

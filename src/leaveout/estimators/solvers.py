@@ -18,7 +18,7 @@ REMEDY = "give a larger damping=, or train on until the loss is flat"
 
 
 def direct(apply: Apply, right: Float[Tensor, "rows width"], chunk: int) -> Float[Tensor, "rows width"]:
-    """By the matrix itself, ``chunk`` columns at a time, and its Cholesky factor.
+    """Solve by the matrix itself, ``chunk`` columns at a time, and its Cholesky factor.
 
     >>> A = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
     >>> direct(lambda x: x @ A, torch.tensor([[2.0, 2.0]]), 1).tolist()
@@ -40,7 +40,7 @@ def direct(apply: Apply, right: Float[Tensor, "rows width"], chunk: int) -> Floa
 def conjugate_gradients(
     apply: Apply, right: Float[Tensor, "rows width"], steps: int, tolerance: float
 ) -> Float[Tensor, "rows width"]:
-    """By conjugate gradients until ‖b − A·x‖ ≤ tolerance·‖b‖ in every row.
+    """Solve by conjugate gradients until ‖b − A·x‖ ≤ tolerance·‖b‖ in every row.
 
     >>> A = torch.tensor([[2.0, 1.0], [1.0, 4.0]])
     >>> x = conjugate_gradients(lambda x: x @ A, torch.tensor([[3.0, 5.0]]), 5, 1e-6)
@@ -78,7 +78,7 @@ def conjugate_gradients(
 def lissa(
     samples: Iterator[Apply], right: Float[Tensor, "rows width"], steps: int, scale: float
 ) -> Float[Tensor, "rows width"]:
-    """By the recursion x ← b + x − (A_j/scale)·x with a fresh sample A_j of the matrix each time (LiSSA).
+    """Solve by the recursion x ← b + x − (A_j/scale)·x with a fresh sample A_j of the matrix each time (LiSSA).
 
     The mean of the second half of the iterates, divided by the scale, which must exceed the samples' eigenvalues.
     """

@@ -61,7 +61,7 @@ def timeline(
     groups: Groups | None = None,
     resources: Resources | None = None,
 ) -> Timeline:
-    """SGD-IE's score for the mean query loss, a column for each epoch.
+    """Compute SGD-IE's score for the mean query loss, a column for each epoch.
 
     More than 40 epochs are joined to at most 40 spans; where only one epoch was recorded, its steps are cut into
     spans.
@@ -75,22 +75,22 @@ def timeline(
         resources: memory budget and progress.
     """
     trajectory = Trajectory(run, task).compared()
-    asked = Query(
+    mean_query = Query(
         trajectory.task, trajectory.final()[PARAM], query, single=False, resources=(resources or Resources()).inside()
     )
     left_out = leave_out(task.size, ids, groups)
     names, column = spans([run.record(i).epoch for i in range(len(run))])
-    vectors = Linear().vectors(asked)
+    vectors = Linear().vectors(mean_query)
     values = next(iter(vectors.values())).new_zeros((len(left_out), len(names)))
     with kept_memory():
         for recorded, pulled in Sweep(trajectory, resources or Resources(), Cost()).pulled(vectors):
             row, position = left_out.pairs(recorded.record.ids)
             values[:, column[recorded.record.index]].index_add_(0, row, pulled.weights[0, position], alpha=-1)
-    return Timeline(values.cpu(), left_out.names, names, asked.fingerprint())
+    return Timeline(values.cpu(), left_out.names, names, mean_query.fingerprint())
 
 
 def spans(epochs: Sequence[int], most: int = MOST) -> tuple[tuple[str, ...], list[int]]:
-    """Names of the parts of training, and the part that each step belongs to; epochs are named from 1.
+    """Name the parts of training, and the part that each step belongs to; epochs are named from 1.
 
     >>> spans([0, 0, 1, 1, 2])
     (('epoch 1', 'epoch 2', 'epoch 3'), [0, 0, 1, 1, 2])

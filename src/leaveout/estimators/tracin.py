@@ -30,7 +30,7 @@ class TracIn(Estimator):
     With ``checkpoints="epochs"`` TracInCP (Pruthi et al. 2020), ``Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩`` over the
     states at the ends of epochs, with both gradients at the checkpoint and the epoch's mean ``η_c = α/|Z|``.
 
-    Cost: one gradient a step, whatever the number of examples; for checkpoints, one gradient of every example each.
+    Cost: one gradient per step, whatever the number of examples; for checkpoints, one gradient of every example each.
 
     Args:
         checkpoints: ``"all"`` steps at their own batches, or the ends of ``"epochs"`` at all examples.
@@ -63,8 +63,8 @@ class TracIn(Estimator):
     def name(self) -> str:
         """The method's name."""
         rate = None if self.learning_rate else "without learning rate"
-        told = None if self.checkpoints == "all" else self.checkpoints
-        return titled("TracIn", {"checkpoints": told, "rate": rate, "readout": self.readout, "layers": self.layers})
+        points = None if self.checkpoints == "all" else self.checkpoints
+        return titled("TracIn", {"checkpoints": points, "rate": rate, "readout": self.readout, "layers": self.layers})
 
     @property
     def unit(self) -> str:
@@ -90,7 +90,7 @@ class TracIn(Estimator):
         return values, None
 
     def _of_checkpoints(self, request: Request) -> Float[Tensor, "rows queries"]:
-        """Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩."""
+        """Compute Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩."""
         task, count = request.trajectory.task, len(request.query.ids)
         like = next(iter(request.trajectory.final()[PARAM].values()))
         total = like.new_zeros((len(request.left_out), count))
@@ -108,7 +108,7 @@ class TracIn(Estimator):
         return total
 
     def _of_steps(self, request: Request) -> Float[Tensor, "rows queries"]:
-        """Σ_{i: k∈Z_i} ⟨∇L(query, θ_N), g(z_k, θ_i)⟩."""
+        """Compute Σ_{i: k∈Z_i} ⟨∇L(query, θ_N), g(z_k, θ_i)⟩."""
         return request.columns(_inner_products, Linear())["products"]
 
 

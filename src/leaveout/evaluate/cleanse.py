@@ -60,7 +60,7 @@ class Curve(Comparable):
     harmful: dict[str, int] = field(default_factory=dict)
 
     def to_frame(self, level: float = 0.95) -> pd.DataFrame:
-        """A row for each choice and number removed: the mean over trainings, with an interval.
+        """Tabulate each choice and number removed: the mean over trainings, with an interval.
 
         Over two or more trainings the interval is Student's, of their mean; of a single one it is normal, over the
         test examples. ``trainings`` says which.
@@ -85,15 +85,15 @@ class Curve(Comparable):
         measure = "loss" if frame["error"].isna().all() else "error"
         style = "{:.4g}" if measure == "loss" else "{:.2%}"
 
-        def told(row: pd.Series) -> str:
+        def interval(row: pd.Series) -> str:
             value, low, high = (style.format(row[key]) for key in (measure, f"{measure}_low", f"{measure}_high"))
             return f"{value} ({low} to {high})"
 
         base = frame[frame["choice"] == NOTHING].iloc[0]
         what = "test loss" if measure == "loss" else "test error"
-        lines = [f"{what} of {self.test_size} examples, {self.batches} batches; nothing removed: {told(base)}"]
+        lines = [f"{what} of {self.test_size} examples, {self.batches} batches; nothing removed: {interval(base)}"]
         for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
-            shown = "; ".join(f"{row['removed']} removed: {told(row)}" for _, row in part.iterrows())
+            shown = "; ".join(f"{row['removed']} removed: {interval(row)}" for _, row in part.iterrows())
             most = int(part["removed"].max())
             every = f" (all {most} that are harmful)" if self.harmful.get(str(choice)) == most else ""
             lines.append(f"  {choice}: {shown}{every}")
@@ -103,9 +103,9 @@ class Curve(Comparable):
         """Write the curve to one JSON file, whole or not at all."""
         path = free(path, overwrite=overwrite)
         columns = {name: [or_null(value) for value in self.table[name].tolist()] for name in COLUMNS}
-        told = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
-        told |= {"run_fingerprint": self.run_fingerprint, "harmful": self.harmful}
-        save_json(path, told)
+        content = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
+        content |= {"run_fingerprint": self.run_fingerprint, "harmful": self.harmful}
+        save_json(path, content)
         return path
 
     def check_same_run(self, run: Run) -> None:
@@ -119,16 +119,16 @@ class Curve(Comparable):
     def load(cls, path: str | Path) -> Curve:
         """Read what ``save`` wrote."""
         try:
-            told = read_json(Path(path))
-            table = pd.DataFrame({name: told["table"][name] for name in COLUMNS})
+            content = read_json(Path(path))
+            table = pd.DataFrame({name: content["table"][name] for name in COLUMNS})
             measured = [name for name in COLUMNS if name.startswith(MEASURES)]
             table[measured] = table[measured].astype(float)
             table = table.astype({"choice": str, "removed": int})
             if NOTHING not in table["choice"].tolist():
                 raise ValueError("it does not say what removing nothing gives")
-            harmful = {str(name): int(count) for name, count in told.get("harmful", {}).items()}
-            size, fingerprint = int(told["test_size"]), told.get("run_fingerprint")
-            return cls(table, str(told["batches"]), size, Cost(**told["cost"]), fingerprint, harmful)
+            harmful = {str(name): int(count) for name, count in content.get("harmful", {}).items()}
+            size, fingerprint = int(content["test_size"]), content.get("run_fingerprint")
+            return cls(table, str(content["batches"]), size, Cost(**content["cost"]), fingerprint, harmful)
         except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise RunError(
                 f"{path} does not hold a cleansing curve ({error}): give a file that Curve.save wrote.",
@@ -148,7 +148,7 @@ def cleanse(
     seed: int = 0,
     resources: Resources | None = None,
 ) -> Curve:
-    """Removes the most harmful examples, trains again from the start, and measures on the test set.
+    """Remove the most harmful examples, train again from the start, and measure on the test set.
 
     Removed examples weigh zero in the recorded batches, as when they are left out one at a time. Only harmful examples
     are removed: where a method calls fewer harmful than are to be removed, all of those are, with a warning. As a
@@ -222,7 +222,7 @@ def _checked(
 
 
 def _ranked(methods: list[Scores], most: int) -> dict[str, list[int]]:
-    """The most harmful examples by each method, and only harmful ones."""
+    """Rank the most harmful examples by each method, and only harmful ones."""
     few = [scores for scores in methods if scores.harmful_count < most]
     counts = ", ".join(f"{scores.harmful_count} by {scores.method}" for scores in few)
     if all(scores.harmful_count == 0 for scores in methods):
@@ -244,7 +244,7 @@ def _ranked(methods: list[Scores], most: int) -> dict[str, list[int]]:
 
 
 def _chosen(ranked: dict[str, list[int]], size: int, amounts: list[int], draws: range, seed: int) -> list[Choice]:
-    """What to remove, with what it is called."""
+    """Choose what to remove, with what it is called."""
     chosen, removed = [], set()
     for method, worst in ranked.items():
         own = sorted({min(m, len(worst)) for m in amounts})
@@ -265,17 +265,17 @@ class Again:
     resources: Resources
     order: int | None
 
-    def __call__(self, given: tuple[LeftOut, Path | None]) -> Shard:
-        """What the models measure: a row for each of the members' rows, and one with every example."""
+    def __call__(self, item: tuple[LeftOut, Path | None]) -> Shard:
+        """Measure the models: a row for each of the members' rows, and one with every example."""
         cost = Cost()
         if self.order is None:
-            params = counterfactuals(self.trajectory, given[0], 0.0, self.resources, cost)
+            params = counterfactuals(self.trajectory, item[0], 0.0, self.resources, cost)
         else:
-            params = shuffled(self.trajectory, given[0], self.order, self.resources, cost)
+            params = shuffled(self.trajectory, item[0], self.order, self.resources, cost)
         return Shard({"measured": _measured(self.query, params)}, cost)
 
     def identity(self) -> str:
-        """Everything that its shards share."""
+        """Name everything that its shards share."""
         query = self.query
         return identity(self.trajectory.run, query.task, query.params, "cleanse", query.fingerprint(), self.order)
 
@@ -285,25 +285,25 @@ def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cos
     resources.check(2 * budget.replay_bytes(again.trajectory), "one training beside that with every example")
     left_out = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
     parts = list(left_out.chunks(resources.shard_size(budget.replay_bytes(again.trajectory), len(left_out))))
-    known = "" if resources.work is None else again.identity()
-    keys = [] if resources.work is None else [f"{known} {part.identity()}" for part in parts]
-    done = completed(resources, again, parts, keys, "training again")
-    cost.gradients += sum(shard.cost.gradients for shard in done)
-    measured = torch.cat([shard.tensors["measured"][:-1] for shard in done] + [done[0].tensors["measured"][-1:]])
-    named = [*(name for name, _ in chosen), {"choice": NOTHING, "removed": 0, "draw": 0}]
+    prefix = "" if resources.work is None else again.identity()
+    keys = [] if resources.work is None else [f"{prefix} {part.identity()}" for part in parts]
+    shards = completed(resources, again, parts, keys, "training again")
+    cost.gradients += sum(shard.cost.gradients for shard in shards)
+    measured = torch.cat([shard.tensors["measured"][:-1] for shard in shards] + [shards[0].tensors["measured"][-1:]])
+    names = [*(name for name, _ in chosen), {"choice": NOTHING, "removed": 0, "draw": 0}]
     rows = [
-        {**name, **dict(zip(MEASURED, row, strict=True))} for name, row in zip(named, measured.tolist(), strict=True)
+        {**name, **dict(zip(MEASURED, row, strict=True))} for name, row in zip(names, measured.tolist(), strict=True)
     ]
     return rows[-1:] + rows[:-1]
 
 
 def _mixed(seed: int, number: int) -> int:
-    """A seed for each of many numbers, different for different seeds."""
+    """Mix a seed for each of many numbers, different for different seeds."""
     return 1_000_003 * seed + number
 
 
 def _measured(query: Query, stack: Params) -> Float[Tensor, "rows 4"]:
-    """Mean loss and misclassification of every model of a stack, with their standard errors over the test set."""
+    """Measure mean loss and misclassification of every model of a stack, with standard errors over the test set."""
     losses, wrong = query.losses(stack).double(), _wrong(query, stack)
     wrong = torch.full_like(losses, float("nan")) if wrong is None else wrong
     columns = [(values.mean(1), values.std(1) / values.shape[1] ** 0.5) for values in (losses, wrong)]
@@ -311,7 +311,7 @@ def _measured(query: Query, stack: Params) -> Float[Tensor, "rows 4"]:
 
 
 def _wrong(query: Query, stack: Params) -> Float[Tensor, "rows examples"] | None:
-    """1 where a model's class is not the example's; None where the outputs are not class scores."""
+    """Mark with 1 where a model's class is not the example's; None where the outputs are not class scores."""
     rows = []
     for index in range(len(next(iter(stack.values())))):
         params = {name: tensor[index] for name, tensor in stack.items()}

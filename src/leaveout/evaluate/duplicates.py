@@ -37,11 +37,11 @@ def conflicts(task: Task, params: Params, labels: Int[Tensor, " n"], resources: 
     same: dict[int, list[int]] = defaultdict(list)
     for number, value in enumerate(np.concatenate([part for part in hashes if part is not None]).tolist()):
         same[value].append(number)
-    given = labels.tolist()
+    label_of = labels.tolist()
     return {
-        one: next(other for other in group if given[other] != given[one])
+        one: next(other for other in group if label_of[other] != label_of[one])
         for group in same.values()
-        if len({given[number] for number in group}) > 1
+        if len({label_of[number] for number in group}) > 1
         for one in group
     }
 

@@ -80,7 +80,7 @@ class Dynamics(Comparable):
 
     @cached_property
     def fitted(self) -> Tensor:
-        """Whether each state predicts the given label."""
+        """Say whether each state predicts the given label."""
         return self.predicted == self.labels
 
     @cached_property
@@ -131,15 +131,15 @@ def dynamics(
     trajectory = Trajectory(run, task)
     trajectory.batch(0)  # compared with what was recorded
     steps = chosen_states(range(len(run) + 1) if folds else run.kept, states)
-    found = _Collected(task, len(steps))
+    tables = _Collected(task, len(steps))
     if folds is None:
-        _recorded(found, run, task, steps, resources)
+        _recorded(tables, run, task, steps, resources)
     else:
-        _replayed(found, trajectory, steps, parts(task.size, folds, seed), resources)
-    return found.result(tuple(steps), tuple(run.record(step - 1).epoch for step in steps))
+        _replayed(tables, trajectory, steps, parts(task.size, folds, seed), resources)
+    return tables.result(tuple(steps), tuple(run.record(step - 1).epoch for step in steps))
 
 
-def chosen_states(kept: Sequence[int], count: int) -> list[int]:
+def chosen_states(states: Sequence[int], count: int) -> list[int]:
     """Choose evenly spaced states up to the last, and two of the beginning, from those that are kept.
 
     >>> chosen_states(range(61), 8), chosen_states([0, 10, 20], 8)
@@ -147,15 +147,15 @@ def chosen_states(kept: Sequence[int], count: int) -> list[int]:
     """
     early = EARLY if count > 2 * EARLY else 0
     even = count - early
-    wanted = [(place + 1) / even for place in range(even)]
-    wanted += [(place + 1) / (early + 1) / even for place in range(early)]
-    return sorted({_nearest(kept, share * kept[-1]) for share in wanted})
+    shares = [(place + 1) / even for place in range(even)]
+    shares += [(place + 1) / (early + 1) / even for place in range(early)]
+    return sorted({_nearest(states, share * states[-1]) for share in shares})
 
 
-def _nearest(kept: Sequence[int], step: float) -> int:
+def _nearest(states: Sequence[int], step: float) -> int:
     """Give the kept state nearest to a step, never the initial one."""
-    place = max(1, bisect_left(kept, step))
-    return min(kept[max(1, place - 1)], kept[place], key=lambda state: abs(state - step))
+    place = max(1, bisect_left(states, step))
+    return min(states[max(1, place - 1)], states[place], key=lambda state: abs(state - step))
 
 
 def parts(size: int, folds: int, seed: int) -> list[list[int]]:
@@ -206,24 +206,24 @@ class _Collected:
         return Dynamics(steps, epochs, self.labels, margins, losses, probabilities, self.predicted, opinions)
 
 
-def _recorded(found: _Collected, run: Run, task: Task, steps: list[int], resources: Resources) -> None:
+def _recorded(tables: _Collected, run: Run, task: Task, steps: list[int], resources: Resources) -> None:
     """Look through the recorded states, at as many examples together as memory holds, so that each is read once."""
     example = task.read([0])
     bytes_each = 2 * sum(leaf.numel() * leaf.element_size() for leaf in batches.leaves(example) if _is_tensor(leaf))
     size = resources.chunk(bytes_each, task.size)
     chunks = [range(first, min(first + size, task.size)) for first in range(0, task.size, size)]
     work = ((chunk, place) for chunk in chunks for place in range(len(steps)))
-    read: list[tuple[Sequence[int], Batch]] = []
+    blocks: list[tuple[Sequence[int], Batch]] = []
     for chunk, place in resources.track(work, len(chunks) * len(steps), "looking through states"):
         if place == 0:
-            read = [(ids, task.read(ids)) for ids in _blocks(chunk)]
+            blocks = [(ids, task.read(ids)) for ids in _blocks(chunk)]
         params = each(lambda tensor: tensor.to(task.device), run.state(steps[place])[PARAM])
-        for ids, batch in read:
-            found.add(place, params, ids, batch)
+        for ids, batch in blocks:
+            tables.add(place, params, ids, batch)
 
 
 def _replayed(
-    found: _Collected, trajectory: Trajectory, steps: list[int], folds: list[list[int]], resources: Resources
+    tables: _Collected, trajectory: Trajectory, steps: list[int], folds: list[list[int]], resources: Resources
 ) -> None:
     """Look at each example through the training that leaves its fold out."""
     task, place_of = trajectory.task, {step: place for place, step in enumerate(steps)}
@@ -235,7 +235,7 @@ def _replayed(
         for number, fold in enumerate(folds):
             params = {name: tensor[number] for name, tensor in stack.items()}
             for ids in _blocks(fold):
-                found.add(place, params, ids, task.read(ids))
+                tables.add(place, params, ids, task.read(ids))
 
 
 def _blocks(ids: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -82,7 +82,7 @@ class Labels(Comparable):
         return self.issues.index.tolist()
 
     def ranked(self, k: int | None = None) -> pd.DataFrame:
-        """The k most suspicious rows, whether or not they count as issues; all by default."""
+        """Return the k most suspicious rows, whether or not they count as issues; all by default."""
         return self.table.sort_values("label_score", kind="stable")[:k]
 
     @property
@@ -114,17 +114,17 @@ class Labels(Comparable):
         return self.sentence
 
     def to_frame(self) -> pd.DataFrame:
-        """A copy of the table, a row for every training example in order."""
+        """Copy the table, a row for every training example in order."""
         return self.table.copy()
 
     def to_csv(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes the table to a CSV file, whole or not at all."""
+        """Write the table to a CSV file, whole or not at all."""
         path = free(path, overwrite=overwrite)
         save_text(path, self.table.to_csv())
         return path
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes the labels to one JSON file, whole or not at all."""
+        """Write the labels to one JSON file, whole or not at all."""
         path = free(path, overwrite=overwrite)
         table = self.table.astype(object).where(self.table.notna(), None)
         content = {
@@ -140,7 +140,7 @@ class Labels(Comparable):
 
     @classmethod
     def load(cls, path: str | Path) -> Labels:
-        """Reads what ``save`` wrote."""
+        """Read what ``save`` wrote."""
         try:
             content = read_json(Path(path))
             columns = {name: content["table"][name] for name in COLUMNS}
@@ -193,25 +193,27 @@ def labels(
     """
     resources = resources or Resources()
     influence = _influence(run, task, scores, check)
-    seen = dynamics(run, task, states=states, folds=folds, seed=seed, resources=resources)
-    weight = 0.0 if check is None else influence_weight(check, seen.misfit)
-    values = seen.confidence.double()
+    history = dynamics(run, task, states=states, folds=folds, seed=seed, resources=resources)
+    weight = 0.0 if check is None else influence_weight(check, history.misfit)
+    values = history.confidence.double()
     if influence is not None and weight > 0:
         # The order is the sum's, the values stay those of the margins.
         order = (robust(values.log()) + weight * robust(influence)).argsort(stable=True)
         values = torch.empty_like(values).index_copy_(0, order, values.sort().values)
     params = each(lambda tensor: tensor.to(task.device), run.final()[PARAM])
-    other = conflicts(task, params, seen.labels, resources)
+    other = conflicts(task, params, history.labels, resources)
     issue = torch.zeros(task.size, dtype=torch.bool)
-    issue[values.argsort(stable=True)[: confident_count(seen.opinions, seen.labels)]] = True
-    predicted = seen.opinions.argmax(1)
-    disputed = torch.tensor([number for number in other if predicted[number] != seen.labels[number]], dtype=torch.long)
+    issue[values.argsort(stable=True)[: confident_count(history.opinions, history.labels)]] = True
+    predicted = history.opinions.argmax(1)
+    disputed = torch.tensor(
+        [number for number in other if predicted[number] != history.labels[number]], dtype=torch.long
+    )
     issue[disputed] = True
-    suggested = seen.opinions.scatter(1, seen.labels[:, None], -1).argmax(1)
+    suggested = history.opinions.scatter(1, history.labels[:, None], -1).argmax(1)
     predicted = torch.where(issue, suggested, predicted)
     question = Question(states, folds, seed, None if scores is None else scores.method)
-    table = _filled(seen, values, issue, predicted, other, classes)
-    return Labels(table, question, weight, seen.misfit, run.fingerprint)
+    table = _filled(history, values, issue, predicted, other, classes)
+    return Labels(table, question, weight, history.misfit, run.fingerprint)
 
 
 def confident_count(opinions: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> int:
@@ -241,7 +243,7 @@ def confident_count(opinions: Float[Tensor, "n classes"], labels: Int[Tensor, " 
 
 
 def robust(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """(v − median) / (1.4826 · median of |v − median|), a z-score that outliers do not move.
+    """Compute (v − median) / (1.4826 · median of |v − median|), a z-score that outliers do not move.
 
     >>> robust(torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0]))
     tensor([-1.3490, -0.6745,  0.0000,  0.6745, 66.1001])
@@ -282,26 +284,27 @@ def _influence(run: Run, task: Task, scores: Scores | None, check: Check | None)
 
 
 def _filled(
-    seen: Dynamics,
+    history: Dynamics,
     values: Tensor,
     issue: Tensor,
     predicted: Tensor,
     other: dict[int, int],
     classes: Sequence[str],
 ) -> pd.DataFrame:
-    given, suggested = class_names(seen.labels, classes), class_names(predicted, classes)
-    epochs = [*seen.epochs, None]
-    last = max(seen.epochs) + 1
+    given, suggested = class_names(history.labels, classes), class_names(predicted, classes)
+    epochs = [*history.epochs, None]
+    last = max(history.epochs) + 1
     columns: dict[str, list[Any]] = {
         "is_label_issue": issue.tolist(),
         "label_score": values.tolist(),
-        "given_label": given if classes else seen.labels.tolist(),
+        "given_label": given if classes else history.labels.tolist(),
         "predicted_label": suggested if classes else predicted.tolist(),
-        "why": reasons(seen, issue, other, classes, last),
+        "why": reasons(history, issue, other, classes, last),
         **{
-            name: getattr(seen, name).tolist() for name in ("margin", "loss", "probability", "variability", "forgotten")
+            name: getattr(history, name).tolist()
+            for name in ("margin", "loss", "probability", "variability", "forgotten")
         },
-        "learned_epoch": [None if (e := epochs[place]) is None else e + 1 for place in seen.learned.tolist()],
+        "learned_epoch": [None if (e := epochs[place]) is None else e + 1 for place in history.learned.tolist()],
         "conflicts_with": [other.get(number) for number in range(len(values))],
     }
     return _table(columns)

@@ -26,7 +26,7 @@ _CHUNK = 2**22  # numbers in one block of resamples
 
 
 def rmse(estimate: Values, truth: Values) -> float:
-    """sqrt(mean_i (estimate_i - truth_i)²), in the unit of the scores.
+    """Compute sqrt(mean_i (estimate_i - truth_i)²), in the unit of the scores.
 
     >>> rmse([0.0, 0.0], [3.0, 3.0])
     3.0
@@ -35,7 +35,7 @@ def rmse(estimate: Values, truth: Values) -> float:
 
 
 def kendall(estimate: Values, truth: Values) -> float:
-    """τ_b = (concordant - discordant) / sqrt(pairs untied in estimate · pairs untied in truth).
+    """Compute τ_b = (concordant - discordant) / sqrt(pairs untied in estimate · pairs untied in truth).
 
     NaN where one side is constant: it has no untied pair, so no order to agree with.
 
@@ -47,7 +47,7 @@ def kendall(estimate: Values, truth: Values) -> float:
 
 
 def spearman(estimate: Values, truth: Values) -> float:
-    """ρ = corr(rank(estimate), rank(truth)), tied values sharing their mean rank; NaN where one side is constant.
+    """Compute ρ = corr(rank(estimate), rank(truth)), ties sharing their mean rank; NaN where one side is constant.
 
     >>> spearman([1.0, 2.0, 3.0], [1.0, 3.0, 2.0])  # 1 - 6 (0 + 1 + 1) / (3 (9 - 1))
     0.5
@@ -56,7 +56,7 @@ def spearman(estimate: Values, truth: Values) -> float:
 
 
 def jaccard(estimate: Values, truth: Values, percent: int | float) -> float:
-    """|A ∩ B| / |A ∪ B|, A and B the `percent` % most influential by either list, half from each tail.
+    """Compute |A ∩ B| / |A ∪ B|, A and B the `percent` % most influential by either list, half from each tail.
 
     From each tail of the signed scores come k = max(1, round(n · percent / 200)) examples (a half goes to the even
     number, as in Python); both tails form one set, so an example found at the wrong end still counts. Of equal scores
@@ -69,7 +69,7 @@ def jaccard(estimate: Values, truth: Values, percent: int | float) -> float:
 
 
 def jaccard_magnitude(estimate: Values, truth: Values, percent: int | float) -> float:
-    """|A ∩ B| / |A ∪ B|, A and B the `percent` % of examples with the largest |score| by either list.
+    """Compute |A ∩ B| / |A ∪ B|, A and B the `percent` % of examples with the largest |score| by either list.
 
     A set has max(1, round(n · percent / 100)) examples; of equal magnitudes the later one counts as the larger.
 
@@ -100,7 +100,7 @@ class Interval:
 def bootstrap(
     metric: Metric, estimate: Values, truth: Values, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
 ) -> Interval:
-    """[q_{(1-level)/2}, q_{(1+level)/2}] of metric(estimate[s], truth[s]), s = n examples drawn with replacement.
+    """Compute [q_{(1-level)/2}, q_{(1+level)/2}] of metric(estimate[s], truth[s]), s drawn with replacement.
 
     `metric` is any function of two arrays. This module's own, and `functools.partial(jaccard, percent=...)`, are
     computed for all resamples at once and give what a loop over the resamples would. The same seed draws the same
@@ -144,17 +144,17 @@ class Agreement:
     count: int
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per metric (rmse, kendall, spearman, jaccard@70, ...), columns value, low, high, level, count."""
-        named = {"rmse": self.rmse, "kendall": self.kendall, "spearman": self.spearman}
-        named |= {f"jaccard@{percent:g}": interval for percent, interval in self.jaccard.items()}
-        rows = [(i.value, i.low, i.high, i.level, self.count) for i in named.values()]
-        return pd.DataFrame(rows, pd.Index(named, name="metric"), ["value", "low", "high", "level", "count"])
+        """Tabulate the metrics (rmse, kendall, spearman, jaccard@70, ...): value, low, high, level, count."""
+        intervals = {"rmse": self.rmse, "kendall": self.kendall, "spearman": self.spearman}
+        intervals |= {f"jaccard@{percent:g}": interval for percent, interval in self.jaccard.items()}
+        rows = [(i.value, i.low, i.high, i.level, self.count) for i in intervals.values()]
+        return pd.DataFrame(rows, pd.Index(intervals, name="metric"), ["value", "low", "high", "level", "count"])
 
 
 def compare(
     estimate: Values, truth: Values, *, percents: Percents = (70, 50, 30, 10), resamples: int = 1000, seed: int = 0
 ) -> Agreement:
-    """Every metric with its 95% bootstrap interval, all on the same resamples.
+    """Compute every metric with its 95% bootstrap interval, all on the same resamples.
 
     >>> compare([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0], percents=[50]).to_frame()["value"].to_dict()
     {'rmse': 0.0, 'kendall': 1.0, 'spearman': 1.0, 'jaccard@50': 1.0}
@@ -173,7 +173,7 @@ def _rmse_rows(x: np.ndarray, y: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _kendall_rows(x: np.ndarray, y: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """cᵀ(X∘Y)c / sqrt(cᵀX²c · cᵀY²c), X and Y the signs of all differences, c how often each example was drawn."""
+    """Compute cᵀ(X∘Y)c / sqrt(cᵀX²c · cᵀY²c), X and Y the signs of differences, c how often each example was drawn."""
     size, n = len(index), len(x)
     if n > _DENSE:
         return _loop_rows(kendall, x, y, index)
@@ -221,9 +221,11 @@ _ROWS |= {jaccard: _jaccard_rows, jaccard_magnitude: _magnitude_rows}
 
 
 def _rows(metric: Metric) -> Rows:
-    """The form of a metric that takes all resamples at once; a loop for a function that is not of this module."""
-    known, options = (metric.func, metric.keywords) if isinstance(metric, partial) and not metric.args else (metric, {})
-    return partial(_ROWS[known], **options) if known in _ROWS else partial(_loop_rows, metric)
+    """Return the form of a metric that takes all resamples at once; a loop for a function from elsewhere."""
+    function, options = (
+        (metric.func, metric.keywords) if isinstance(metric, partial) and not metric.args else (metric, {})
+    )
+    return partial(_ROWS[function], **options) if function in _ROWS else partial(_loop_rows, metric)
 
 
 def _whole(rows: Rows, estimate: Values, truth: Values) -> float:

@@ -56,9 +56,9 @@ def plan(
     batch_size: int = 64,
     resources: Resources | None = None,
 ) -> pd.DataFrame:
-    """Predicted seconds, memory and disk of training (for a run that is not there yet) and of every method along it.
+    """Predict seconds, memory and disk of training (for a run that is not there yet) and of every method along it.
 
-    ``AdamIE`` and ``InfluenceFunction`` do not go along a run: one takes every example's gradient once an epoch, the
+    ``AdamIE`` and ``InfluenceFunction`` do not go along a run: one takes every example's gradient once per epoch, the
     other as many products over all data as conjugate gradients need.
 
     Args:
@@ -81,11 +81,11 @@ def plan(
     steps = epochs * -(-task.size // batch_size)
     trial = copy.deepcopy(task)
     with tempfile.TemporaryDirectory() as folder:
-        made = optimizer(trial.model)
+        instance = optimizer(trial.model)
         few = min(epochs, -(-MORE * batch_size // task.size))
         cost = Cost()
         with cost.metered():
-            short = train(trial, made, few, batch_size, 0, Path(folder) / "run", resources=budget)
+            short = train(trial, instance, few, batch_size, 0, Path(folder) / "run", resources=budget)
         disk = nbytes(short.state(0)) * (steps + 1)
         training = Plan("training, recorded", cost.seconds / len(short) * steps, cost.peak_memory, disk)
         return _table(trial, query, short, steps, budget, shown, [training])
@@ -117,7 +117,7 @@ def _measured(estimator: Estimator, task: Task, query: Dataset, run: Run, steps:
 
 
 def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resources: Resources) -> Plan:
-    """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
+    """Predict the methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
     totals, memories = [], []
 
     def scored(count: int, own: Task, part: Run) -> Cost:
@@ -140,19 +140,19 @@ def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resour
     return Plan(name, seconds, memory, 0)
 
 
-def _counts(task: Task, taken: Callable[[int], float]) -> tuple[int, ...]:
-    """How many rows to measure: all if they are few, otherwise two numbers of them, small ones where a row is dear."""
+def _counts(task: Task, measure: Callable[[int], float]) -> tuple[int, ...]:
+    """Choose how many rows to measure: all if they are few, otherwise two numbers, small ones where a row is dear."""
     most = FEWEST
     while most < min(ROWS, task.size):
-        taken(most)  # traces
-        if taken(most) * FEWEST > LIMIT:
+        measure(most)  # traces
+        if measure(most) * FEWEST > LIMIT:
             break
         most *= FEWEST
     return (task.size,) if task.size <= most else (most // 4, most)
 
 
 def _extrapolated(scored: Callable[[Task, Run], Cost], task: Task, run: Run, steps: int) -> tuple[float, int]:
-    """Seconds for all steps and the largest memory: a first run pays for what is done once, others tell the rate."""
+    """Extrapolate seconds and memory to all steps: a first run pays for what is done once, others tell the rate."""
     few, more = run.head(FEW), run.head(MORE)
     cold, task = _first(scored, task.untraced(), more)
     if cold.seconds < LIMIT:  # making traces takes now longer, now less long
@@ -166,6 +166,6 @@ def _extrapolated(scored: Callable[[Task, Run], Cost], task: Task, run: Run, ste
 
 
 def _first(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> tuple[Cost, Task]:
-    """What a run costs on a task of which nothing is traced, and the task, of which it is then."""
+    """Return what a run costs on a task of which nothing is traced, and the task, of which it is then."""
     gc.collect()  # in the midst of it, a sweep would be taken for work
     return scored(task, run), task

@@ -68,7 +68,7 @@ def rounding(
     seed: int = 0,
     resources: Resources | None = None,
 ) -> Rounding:
-    """Computes the most extreme scores and a random sample of the rest again in float64.
+    """Compute the most extreme scores and a random sample of the rest again in float64.
 
     The states are the recorded ones; every gradient, product and sum is taken in float64. ``Replay`` starts from the
     recorded first state and trains in float64.
@@ -91,10 +91,10 @@ def rounding(
     rows = _chosen(scores, sample, seed)
     ids = [int(scores.train_ids[row]) for row in rows]
     double = task.doubled()
-    asked = (
+    twin = (
         replace(estimator, ids=None) if isinstance(estimator, Replay) else estimator
     )  # the groups say who is left out
-    exact = asked.score(
+    exact = twin.score(
         Doubled(run, constants_of(double.model, run.rule)),
         double,
         query,
@@ -145,14 +145,14 @@ class Doubled(Run):
         self.__dict__["on_disk"] = run.on_disk
 
     def __reduce__(self) -> tuple:
-        """Travels as what it was made from."""
+        """Travel as what it was made from."""
         return Doubled, (self._single, self.manifest.constants)
 
     def record(self, index: int) -> Record:
-        """Step ``index`` without its state."""
+        """Return step ``index`` without its state."""
         return self._single.record(index)
 
     def state(self, index: int) -> State:
-        """A kept state in float64."""
+        """Return a kept state in float64."""
         state = self._single.state(index)
         return {slot: {name: tensor.double() for name, tensor in params.items()} for slot, params in state.items()}

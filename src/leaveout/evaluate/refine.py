@@ -24,7 +24,7 @@ def refine(
     top: int = 32,
     resources: Resources | None = None,
 ) -> Scores:
-    """The scores with the ``top`` most extreme examples (or groups) replaced by exact leave-one-out replays.
+    """Replace the ``top`` most extreme scores (of examples or groups) by exact leave-one-out replays.
 
     Half of them are the most harmful, half the most helpful; ``scores.exact`` says which.
     """

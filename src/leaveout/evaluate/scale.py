@@ -53,17 +53,17 @@ class Size:
     """One example of a problem in numbers: bytes, and floating point operations.
 
     ``vector`` is what a displacement of what is scored takes with the optimizer's ``slots``, ``state`` what a step
-    leaves on disk, ``held`` what a forward pass keeps for its backward pass. ``training`` is the gradient of everything
-    that is trained; the others are for what is scored: ``read`` gives ⟨v, g⟩, ``product`` H·v, ``more`` H·v for each of
-    many vectors, which share a pass, ``pair`` g and H·v of the example alone, and ``forward`` its loss.
+    leaves on disk, ``activations`` what a forward pass keeps for its backward pass. ``training`` is the gradient of
+    everything that is trained; the others are for what is scored: ``reading`` gives ⟨v, g⟩, ``product`` H·v, ``more``
+    H·v for each of many vectors, which share a pass, ``pair`` g and H·v of the example alone, and ``forward`` its loss.
     """
 
     slots: int
     vector: int
     state: int
-    held: int
+    activations: int
     training: int
-    read: int
+    reading: int
     product: int
     more: int
     pair: int
@@ -93,28 +93,28 @@ class Planned:
         return self.epochs * -(-self.examples // self.batch_size)
 
 
-def size_of(given: Described) -> Size:
-    """Counts what one example takes, by doing it."""
-    model, loss = given.model, given.loss
+def size_of(description: Described) -> Size:
+    """Count what one example takes, by doing it."""
+    model, loss = description.model, description.loss
     trained = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
-    scored = {name: param for name, param in trained.items() if any(fnmatchcase(name, p) for p in given.layers)}
+    scored = {name: param for name, param in trained.items() if any(fnmatchcase(name, p) for p in description.layers)}
     if not scored:
         raise InputError(
-            f"layers={given.layers} names no trained parameter: there are {', '.join(trained)}.",
+            f"layers={description.layers} names no trained parameter: there are {', '.join(trained)}.",
             code="layers-match-nothing",
         )
 
     def value(params: Params, weight: Tensor | float = 1.0) -> Tensor:
-        outputs = functional_call(model, {**trained, **params}, (given.inputs,))
-        return weight * loss(outputs, given.targets)
+        outputs = functional_call(model, {**trained, **params}, (description.inputs,))
+        return weight * loss(outputs, description.targets)
 
     one = next(iter(scored.values())).new_ones(())
     _, pull = pullback(lambda p: grad(value)(p), scored)
     return Size(
-        given.slots,
-        given.slots * _bytes(scored),
-        given.slots * _bytes(trained),
-        _held(model, lambda: loss(model(given.inputs), given.targets)),
+        description.slots,
+        description.slots * _bytes(scored),
+        description.slots * _bytes(trained),
+        _activation_bytes(model, lambda: loss(model(description.inputs), description.targets)),
         _counted(lambda: grad(value)(trained)),
         _counted(lambda: pullback(lambda w: grad(value)(scored, w), one)[1](scored)),
         _counted(lambda: grad(lambda p: jvp(value, (p,), (scored,))[1])(scored)),
@@ -125,19 +125,19 @@ def size_of(given: Described) -> Size:
 
 
 def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFrame:
-    """Seconds, memory and disk of training and of every method.
+    """Predict seconds, memory and disk of training and of every method.
 
     Args:
         size: what an example takes.
         planned: the run.
-        rate: floating point operations a second that a worker sustains.
+        rate: floating point operations per second that a worker sustains.
         memory: bytes that a worker has.
     """
     n, q = planned.examples, planned.queries
-    seen = planned.epochs * n  # examples in all batches together
-    kept = min(planned.steps, planned.disk // size.state + math.isqrt(planned.steps))
-    again = 0 if kept == planned.steps else seen * size.training  # states that were not kept are computed again
-    batch = planned.batch_size * size.held
+    visits = planned.epochs * n  # examples in all batches together
+    states = min(planned.steps, planned.disk // size.state + math.isqrt(planned.steps))
+    again = 0 if states == planned.steps else visits * size.training  # states that were not kept are computed again
+    batch = planned.batch_size * size.activations
     one = 4 * batch + 4 * size.vector
     pairs = 4 * batch + 4 * planned.batch_size * size.vector  # a gradient and a product for each of a batch's examples
     rows, sketches = n * size.vector, n * planned.sketch * 4 * size.slots
@@ -149,14 +149,14 @@ def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFram
     both = size.pair if q == 1 else size.pair + sweep
     row = size.pair - size.forward  # of exact ACC: rows share the forward pass
     table = [
-        ("training, recorded", seen * size.training, 2 * size.state + batch, (kept + 1) * size.state, 1),
-        ("TracIn", seen * size.read + again, one, 0, 1),
-        ("SGD-IE", seen * sweep + again, one + 2 * (q - 1) * size.vector, 0, of_queries),
-        ("ACC(free)", seen * both + again, pairs + (0 if spilt else rows), rows if spilt else 0, of_queries),
-        (f"ACC(sketch={planned.sketch})", q * (seen * size.pair + again), pairs + sketches, 0, q),
-        ("ACC(exact)", seen * (n * row + of_exact * base), 4 * batch + exact * 6 * size.vector, 0, of_exact),
+        ("training, recorded", visits * size.training, 2 * size.state + batch, (states + 1) * size.state, 1),
+        ("TracIn", visits * size.reading + again, one, 0, 1),
+        ("SGD-IE", visits * sweep + again, one + 2 * (q - 1) * size.vector, 0, of_queries),
+        ("ACC(free)", visits * both + again, pairs + (0 if spilt else rows), rows if spilt else 0, of_queries),
+        (f"ACC(sketch={planned.sketch})", q * (visits * size.pair + again), pairs + sketches, 0, q),
+        ("ACC(exact)", visits * (n * row + of_exact * base), 4 * batch + exact * 6 * size.vector, 0, of_exact),
         # A shard has one model more, with every example.
-        ("Replay", seen * (n + of_replay) * size.training, replay * (3 * batch + 4 * size.state), 0, of_replay),
+        ("Replay", visits * (n + of_replay) * size.training, replay * (3 * batch + 4 * size.state), 0, of_replay),
     ]
     frame = pd.DataFrame(table, columns=["method", "work", "memory", "disk", "shards"]).set_index("method")
     # The last round of shards may leave workers idle.
@@ -165,7 +165,7 @@ def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFram
 
 
 def measured_rate() -> float:
-    """Operations a second that sweeps may reach on this machine: a share of what a large matrix product does."""
+    """Measure the operations per second that sweeps may reach here: a share of what a large matrix product does."""
     left = torch.randn(1024, 1024)
     left @ left
     best = math.inf
@@ -182,19 +182,19 @@ def _counted(function: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def _held(model: nn.Module, function: Callable[[], object]) -> int:
+def _activation_bytes(model: nn.Module, function: Callable[[], object]) -> int:
     shared = {param.untyped_storage()._cdata for param in model.parameters()}
-    held: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in shared:
-            held[storage._cdata] = storage.nbytes()
+            storages[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         function()
-    return sum(held.values())
+    return sum(storages.values())
 
 
 def _bytes(params: Params) -> int:

@@ -64,17 +64,17 @@ class Check(Comparable):
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the check to one JSON file, whole or not at all."""
         path = free(path, overwrite=overwrite)
-        told = {
+        content = {
             "method": self.method,
             "sentence": self.sentence,
-            "extreme": _told(self.extreme),
-            "random": _told(self.random),
+            "extreme": _plain(self.extreme),
+            "random": _plain(self.random),
             "spread": {sample: or_null(value) for sample, value in self.spread.items()},
             "cost": asdict(self.cost),
             "run_fingerprint": self.run_fingerprint,
             "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
         }
-        save_json(path, told)
+        save_json(path, content)
         return path
 
     def check_same_run(self, run: Run) -> None:
@@ -93,11 +93,11 @@ class Check(Comparable):
                 code="check-of-other-scores",
             )
         mean = scores.mean().double()
-        known = dict(zip(scores.train_ids, mean.tolist(), strict=True))
+        values = dict(zip(scores.train_ids, mean.tolist(), strict=True))
         slack = 1e-6 * float(mean.abs().max())  # a mean over queries may be rounded otherwise on another machine
-        told = zip(self.table.index, self.table["score"], strict=True)
+        pairs = zip(self.table.index, self.table["score"], strict=True)
         prints = {self.run_fingerprint, scores.run_fingerprint} - {None}
-        if len(prints) > 1 or any(not abs(known.get(i, math.inf) - score) <= slack for i, score in told):
+        if len(prints) > 1 or any(not abs(values.get(i, math.inf) - score) <= slack for i, score in pairs):
             raise InputError(
                 f"The check is of other scores by {self.method} than these: verify these, and give their check.",
                 code="check-of-other-scores",
@@ -107,16 +107,16 @@ class Check(Comparable):
     def load(cls, path: str | Path) -> Check:
         """Read what ``save`` wrote."""
         try:
-            told = read_json(Path(path))
-            rows = told["table"]
+            content = read_json(Path(path))
+            rows = content["table"]
             check = cls(
-                _agreement(told["extreme"]),
-                _agreement(told["random"]),
-                {sample: _float(value) for sample, value in told["spread"].items()},
+                _agreement(content["extreme"]),
+                _agreement(content["random"]),
+                {sample: _float(value) for sample, value in content["spread"].items()},
                 pd.DataFrame({name: rows[name] for name in COLUMNS}, index=pd.Index(rows["train"], name="train")),
-                str(told["method"]),
-                Cost(**told["cost"]),
-                told.get("run_fingerprint"),
+                str(content["method"]),
+                Cost(**content["cost"]),
+                content.get("run_fingerprint"),
             )
             str(check)  # whatever the sentence needs is there
             return check
@@ -127,10 +127,10 @@ class Check(Comparable):
 
     def _part(self, sample: str, agreement: Agreement) -> str:
         where = f"the {agreement.count} most extreme" if sample == "extreme" else f"{agreement.count} drawn at random"
-        told = f"tau {agreement.kendall}"
+        phrase = f"tau {agreement.kendall}"
         if self.spread[sample] > 0:
-            told += f", typical error {agreement.rmse.value / self.spread[sample]:.0%} of the scores' spread"
-        return f"among {where} {Verdict.of(agreement.kendall).value} ({told})"
+            phrase += f", typical error {agreement.rmse.value / self.spread[sample]:.0%} of the scores' spread"
+        return f"among {where} {Verdict.of(agreement.kendall).value} ({phrase})"
 
 
 def verify(
@@ -180,7 +180,7 @@ def verify(
 
 
 def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int]]:
-    """Rows to replay: half of them the most extreme, half from each tail, and a random sample of the rest."""
+    """Choose the rows to replay: half the most extreme, half from each tail, and a random sample of the rest."""
     half = max(MINIMUM, replays // 2)
     extreme = scores.extreme(half)
     rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
@@ -192,7 +192,7 @@ def _float(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _told(agreement: Agreement) -> dict[str, Any]:
+def _plain(agreement: Agreement) -> dict[str, Any]:
     def interval(of: Interval) -> dict[str, float | None]:
         return {name: or_null(value) for name, value in asdict(of).items()}
 
@@ -203,10 +203,10 @@ def _told(agreement: Agreement) -> dict[str, Any]:
     }
 
 
-def _agreement(told: dict[str, Any]) -> Agreement:
+def _agreement(facts: dict[str, Any]) -> Agreement:
     def interval(of: dict[str, float | None]) -> Interval:
         return Interval(**{name: _float(value) for name, value in of.items()})
 
-    overlaps = {float(p) if "." in p else int(p): interval(of) for p, of in told["jaccard"].items()}
-    rmse, kendall, spearman = (interval(told[name]) for name in ("rmse", "kendall", "spearman"))
-    return Agreement(rmse, kendall, spearman, overlaps, int(told["count"]))
+    overlaps = {float(p) if "." in p else int(p): interval(of) for p, of in facts["jaccard"].items()}
+    rmse, kendall, spearman = (interval(facts[name]) for name in ("rmse", "kendall", "spearman"))
+    return Agreement(rmse, kendall, spearman, overlaps, int(facts["count"]))

@@ -43,7 +43,7 @@ def report(
     overwrite: bool = False,
     resources: Resources | None = None,
 ) -> Path:
-    """Writes one HTML page that needs no network and no other file.
+    """Write one HTML page that needs no network and no other file.
 
     Args:
         path: the file to write; an existing one is replaced only with ``overwrite=True``.

@@ -11,7 +11,7 @@ from leaveout.reporting.content import Cleansing, Line, digits, rounded
 
 
 def cleansing(curve: Curve) -> Cleansing:
-    """Test error after retraining, or the loss where there is no error to count."""
+    """Describe the test error after retraining, or the loss where there is no error to count."""
     frame = curve.to_frame()
     measure = "loss" if frame["error"].isna().all() else "error"
     if not np.isfinite(frame[measure]).all():
@@ -26,14 +26,16 @@ def cleansing(curve: Curve) -> Cleansing:
         name = "at random" if choice == RANDOM else f"most harmful by {choice}"
         ends = (f"{measure}_low", f"{measure}_high")
         x, y, low, high = (part.sort_values("removed")[key].astype(float) for key in ("removed", measure, *ends))
-        known = bool(np.isfinite([low, high]).all())  # a single test example has no standard error
-        lines.append(Line(name, rounded(x), rounded(y), rounded(low) if known else [], rounded(high) if known else []))
+        finite = bool(np.isfinite([low, high]).all())  # a single test example has no standard error
+        lines.append(
+            Line(name, rounded(x), rounded(y), rounded(low) if finite else [], rounded(high) if finite else [])
+        )
     sentence = _sentence(frame, base, measure, curve.test_size)
     return Cleansing(sentence, f"Test {measure}", digits(float(base[measure])), lines)
 
 
 def _sentence(frame: pd.DataFrame, base: pd.Series, measure: str, size: int) -> str:
-    """What removing brought at best, beside as many removed at random."""
+    """Say what removing brought at best, beside as many removed at random."""
     style = "{:.4g}" if measure == "loss" else "{:.2%}"
     start = style.format(base[measure])
     chosen = frame[~frame["choice"].isin([NOTHING, RANDOM])]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 def digits(value: float) -> float:
-    """Five digits are plenty for a page.
+    """Round to five digits, which are plenty for a page.
 
     >>> digits(0.123456789)
     0.12346
@@ -16,7 +16,7 @@ def digits(value: float) -> float:
 
 
 def rounded(values: Iterable[float]) -> list[float]:
-    """The same for many."""
+    """Round many numbers so."""
     return [digits(value) for value in values]
 
 

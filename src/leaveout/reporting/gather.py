@@ -17,18 +17,18 @@ PARTS = 50
 
 
 def gather(topic: Topic, check: Check | None, cleansing: content.Cleansing | None) -> content.Content:
-    """Everything that the page says."""
+    """Gather everything that the page says."""
     scores, show, mean = topic.scores, topic.show, topic.mean
     if check is not None:
         check.check_same_scores(scores)
     when, notes = _timeline(topic)
     columns = rows.chosen_queries(topic)
     drivers = {column: rows.drivers(scores.values[:, column]) for column in columns}
-    listed = rows.listed(scores, {row for found in drivers.values() for row, _ in found})
+    listed = rows.listed(scores, {row for pairs in drivers.values() for row, _ in pairs})
     place = {row: i for i, row in enumerate(listed)}
     # Order of weight: the extremes of the mean, then the drivers of each query.
     first = rows.ends(len(listed), show.top)
-    places = list(dict.fromkeys([*first, *(place[row] for found in drivers.values() for row, _ in found)]))
+    places = list(dict.fromkeys([*first, *(place[row] for pairs in drivers.values() for row, _ in pairs)]))
     shown, asked, whole = rows.looks(topic, listed, places, columns)
     if not whole:
         notes.append(f"Pictures beyond {rows.PICTURE_BYTES // 10**6} MB were left out.")
@@ -65,7 +65,7 @@ def gather(topic: Topic, check: Check | None, cleansing: content.Cleansing | Non
 
 
 def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
-    """When influence arose, where that can be told, and a note where it cannot."""
+    """Say when influence arose, where that can be known, and note where it cannot."""
     show, task, query, scores = topic.show, topic.task, topic.query, topic.scores
     if task is None or query is None or not show.timeline or (topic.groups and topic.members is None):
         return None, []
@@ -73,23 +73,23 @@ def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
         return None, ["When influence arose is only computed for query losses, not for an example's own loss."]
     which: dict[str, Any] = {"groups": topic.members} if topic.groups else {"ids": list(scores.train_ids)}
     try:
-        found = timeline(topic.run, task, query, resources=topic.resources, **which)
+        result = timeline(topic.run, task, query, resources=topic.resources, **which)
     except UnsupportedError as error:
         return None, [f"When influence arose could not be computed: {error}"]
-    found.check_same_queries(scores)
-    return found, []
+    result.check_same_queries(scores)
+    return result, []
 
 
 def _parts(topic: Topic, when: Timeline | None) -> tuple[str, list[content.Part]]:
-    """Sums of influence by group if there are such, otherwise by class."""
+    """Sum influence by group if there are such, otherwise by class."""
     own, groups = topic.own, topic.show.groups
     kinds: dict[str, list[int]] = {}
     if topic.groups:
         return "", []
     if groups is not None:
         at = {int(i): row for row, i in enumerate(topic.scores.train_ids)}
-        known = membership(max(at) + 1 if topic.task is None else topic.task.size, groups)
-        kinds = {name: [at[i] for i in ids if i in at] for name, ids in known.items()}
+        members = membership(max(at) + 1 if topic.task is None else topic.task.size, groups)
+        kinds = {name: [at[i] for i in ids if i in at] for name, ids in members.items()}
     elif own is not None and own.p is not None:  # labels of classes, not of numbers
         for row, label in enumerate(own.labels):
             kinds.setdefault(label, []).append(row)

@@ -18,7 +18,7 @@ SCRIPTS = ("dom.js", "charts.js", "examples.js", "page.js")
 
 
 def page(content: Content) -> str:
-    """The whole page."""
+    """Write the whole page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_asset("page.html"))
     text = template.render(
@@ -31,7 +31,7 @@ def page(content: Content) -> str:
 
 
 def as_json(value: object) -> str:
-    r"""JSON that cannot end the element it stands in.
+    r"""Write JSON that cannot end the element it stands in.
 
     >>> print(as_json({"a": "</script>"}))
     {"a":"\u003c/script>"}

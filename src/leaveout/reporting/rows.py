@@ -25,7 +25,7 @@ Drivers = list[tuple[int, float]]
 
 
 def chosen_queries(topic: Topic) -> list[int]:
-    """The columns that can be looked at: those of the largest loss first."""
+    """Choose the columns that can be looked at: those of the largest loss first."""
     if not topic.single:
         return []
     columns = list(range(len(topic.scores.query_ids)))
@@ -35,20 +35,20 @@ def chosen_queries(topic: Topic) -> list[int]:
 
 
 def drivers(column: Float[Tensor, " train"]) -> Drivers:
-    """The rows that did a query most harm, worst first, then those that helped it most, best last."""
+    """Return the rows that did a query most harm, worst first, then those that helped it most, best last."""
     order = torch.argsort(column, stable=True).tolist()
     half = min(DRIVERS, len(order) // 2)
     return [(row, digits(float(column[row]))) for row in order[:half] + order[len(order) - half :]]
 
 
 def listed(scores: Scores, needed: set[int]) -> list[int]:
-    """Rows for the page, most harmful first: all, or the most extreme and those that are needed."""
+    """Choose rows for the page, most harmful first: all, or the most extreme and those that are needed."""
     mean = scores.mean().tolist()
     return sorted(set(scores.extreme(LISTED)) | needed, key=lambda row: (mean[row], row))
 
 
 def ends(count: int, top: int) -> list[int]:
-    """Places from both ends inward, so that what is cut off is what matters least.
+    """Return places from both ends inward, so that what is cut off is what matters least.
 
     >>> ends(5, 2)
     [0, 4, 1, 3]
@@ -57,7 +57,7 @@ def ends(count: int, top: int) -> list[int]:
 
 
 def table(topic: Topic, rows: list[int]) -> content.Table:
-    """The listed rows, column by column."""
+    """Return the listed rows, column by column."""
     scores, own = topic.scores, topic.own
     exact = scores.exact
     basic: dict[str, Any] = {
@@ -80,7 +80,7 @@ def table(topic: Topic, rows: list[int]) -> content.Table:
 def looks(
     topic: Topic, rows: list[int], places: Sequence[int], queries: Sequence[int]
 ) -> tuple[dict[int, content.Shown], dict[int, content.Shown], bool]:
-    """What rows and queries look like, in order of weight, until the page's budget is used up (then False)."""
+    """Show what rows and queries look like, in order of weight, until the page's budget is used up (then False)."""
     show, task = topic.show, topic.task
     train: Any = show.train if show.train is not None or task is None else task.train_set
     query: Any = show.query if show.query is not None else topic.query
@@ -106,11 +106,11 @@ def looks(
 
 
 def query_of(
-    topic: Topic, column: int, found: Drivers, place: dict[int, int], looks: dict[int, content.Shown]
+    topic: Topic, column: int, pairs: Drivers, place: dict[int, int], looks: dict[int, content.Shown]
 ) -> content.Query:
-    """A query with the places of the rows that drive it."""
-    asked, half = topic.asked, len(found) // 2
-    placed = [(place[row], value) for row, value in found]
+    """Return a query with the places of the rows that drive it."""
+    asked, half = topic.asked, len(pairs) // 2
+    placed = [(place[row], value) for row, value in pairs]
     return content.Query(
         id=topic.scores.query_ids[column],
         shown=looks.get(column, content.Shown()),
@@ -124,7 +124,7 @@ def query_of(
 
 
 def histogram(values: Float[Tensor, " train"], bins: int = 48) -> content.Histogram:
-    """Counts in bins of equal width, of which zero is an edge.
+    """Count in bins of equal width, of which zero is an edge.
 
     >>> histogram(torch.tensor([-1.0, 0.0, 0.5, 3.0]), bins=4)
     Histogram(edges=[-1.0, 0.0, 1.0, 2.0, 3.0], counts=[1, 2, 0, 1])

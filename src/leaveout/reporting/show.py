@@ -53,25 +53,25 @@ class Show:
             raise InputError(f"top={self.top} shows nothing: give 1 or more.", code="top-not-a-count")
 
     def shown(self, example: Any) -> Shown:
-        """One example as the page shows it."""
+        """Show one example as the page does."""
         return present(self.example(example) if self.example else input_of(example), self.features)
 
 
 def show_of(given: Show | Callable[[Any], Any] | None) -> Show:
-    """What ``show=`` was given, as a ``Show``."""
+    """Return what ``show=`` was given, as a ``Show``."""
     return given if isinstance(given, Show) else Show(example=given)
 
 
-def built_in(found: Data) -> Show:
-    """How the examples of built-in data are shown: flat pixels as the square picture that they are."""
-    side = round(len(found.features) ** 0.5)
-    if found.features and found.features[0].startswith("pixel") and side**2 == len(found.features):
-        return Show(example=lambda example: example[0].reshape(side, side), classes=found.classes)
-    return Show(classes=found.classes, features=found.features)
+def built_in(dataset: Data) -> Show:
+    """Say how the examples of built-in data are shown: flat pixels as the square picture that they are."""
+    side = round(len(dataset.features) ** 0.5)
+    if dataset.features and dataset.features[0].startswith("pixel") and side**2 == len(dataset.features):
+        return Show(example=lambda example: example[0].reshape(side, side), classes=dataset.classes)
+    return Show(classes=dataset.classes, features=dataset.features)
 
 
 def input_of(example: Any) -> Any:
-    """What an example holds beside its target: the first input, or a dict's text."""
+    """Return what an example holds beside its target: the first input, or a dict's text."""
     if isinstance(example, Mapping):
         inputs = [value for key, value in example.items() if key not in TARGET_KEYS]
         return next((value for value in inputs if isinstance(value, str)), inputs[0] if inputs else None)
@@ -79,7 +79,7 @@ def input_of(example: Any) -> Any:
 
 
 def present(thing: Any, features: Sequence[str] = ()) -> Shown:
-    """A picture, text or row, by what the thing is.
+    """Return a picture, text or row, by what the thing is.
 
     >>> present("a message")
     Shown(picture='', text='a message', row=(), more=0)
@@ -102,7 +102,7 @@ def present(thing: Any, features: Sequence[str] = ()) -> Shown:
 
 
 def _row(array: np.ndarray, features: Sequence[str]) -> Shown:
-    """All entries of a short row; of a long one those that stand out most, largest first, and the rest is counted."""
+    """Return all entries of a short row; of a long one those that stand out most, and the rest is counted."""
     if features and len(features) != len(array):
         raise InputError(
             f"{len(features)} feature names for rows of {len(array)} values: name every feature.",

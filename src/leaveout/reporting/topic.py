@@ -47,7 +47,7 @@ class Topic:
 
     @property
     def groups(self) -> bool:
-        """Whether rows are groups of examples."""
+        """Say whether rows are groups of examples."""
         return any(isinstance(i, str) for i in self.scores.train_ids)
 
     @cached_property
@@ -55,22 +55,22 @@ class Topic:
         """The examples of each scored group, where they are known."""
         if not self.groups or self.scores.groups is not None or self.show.groups is None or self.task is None:
             return self.scores.groups
-        known = membership(self.task.size, self.show.groups)
-        if missing := [name for name in self.scores.train_ids if name not in known]:
+        groups = membership(self.task.size, self.show.groups)
+        if missing := [name for name in self.scores.train_ids if name not in groups]:
             raise InputError(
                 f"Group {missing[0]!r} was scored and is not in Show(groups=...): give the same groups.",
                 code="group-not-shown",
             )
-        return {str(name): known[str(name)] for name in self.scores.train_ids}
+        return {str(name): groups[str(name)] for name in self.scores.train_ids}
 
     @property
     def loss(self) -> bool:
-        """Whether scores are changes of the query loss, and not merely an order."""
+        """Say whether scores are changes of the query loss, and not merely an order."""
         return self.scores.unit == UNIT
 
     @property
     def single(self) -> bool:
-        """Whether there is a column for each query."""
+        """Say whether there is a column for each query."""
         return all(isinstance(i, int) for i in self.scores.query_ids)
 
     @property
@@ -103,7 +103,7 @@ class Topic:
 
 
 def membership(size: int, groups: Groups) -> dict[str, list[int]]:
-    """The examples of each group, checked."""
+    """Return the examples of each group, checked."""
     left_out = leave_out(size, groups=groups)
     parts = left_out.examples.split(left_out.lengths.tolist())
     return {str(name): part.tolist() for name, part in zip(left_out.names, parts, strict=True)}

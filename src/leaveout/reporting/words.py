@@ -23,7 +23,7 @@ TITLES = {
 
 
 def trained(run: Run, task: Task | None) -> str:
-    """What was trained, and how."""
+    """Say what was trained, and how."""
     records = [run.record(i) for i in range(len(run))]
     epochs = len({record.epoch for record in records})
     sizes = Counter(len(record.ids) for record in records)
@@ -41,12 +41,12 @@ def trained(run: Run, task: Task | None) -> str:
 
 
 def parameters(run: Run) -> int:
-    """How many numbers were trained."""
+    """Say how many numbers were trained."""
     return sum(math.prod(run.manifest.shapes[name]) for name in run.rule.groups)
 
 
 def model_name(model: nn.Module) -> str:
-    """The model's class; a chain by its layers.
+    """Name the model's class; a chain by its layers.
 
     >>> model_name(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)))
     'Linear, Tanh, Linear'
@@ -58,7 +58,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
-    """What was estimated."""
+    """Say what was estimated."""
     whose = "every group" if groups else "every training example"
     on = f"{queries:,} query examples" if queries else "the query examples"
     what = f"the mean loss on {on}" if scores.queries == MEAN else f"the loss on each of {on}"
@@ -71,7 +71,7 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
 
 
 def found(table: Table, total: int, harmful: int, *, groups: bool, loss: bool) -> str:
-    """The outcome, and its most harmful row."""
+    """Say the outcome, and its most harmful row."""
     what = "groups" if groups else "examples"
     if not harmful:
         return f"None of the {total:,} {what} did harm: leaving out any of them would raise the loss."
@@ -87,7 +87,7 @@ def found(table: Table, total: int, harmful: int, *, groups: bool, loss: bool) -
 
 
 def trusted(scores: Scores, check: Check | None) -> Trust:
-    """How far the scores can be trusted."""
+    """Say how far the scores can be trusted."""
     if scores.all_exact:
         return Trust(
             "exact", "Exact", "Every score comes from retraining exactly without the example: nothing is estimated."
@@ -103,7 +103,7 @@ def trusted(scores: Scores, check: Check | None) -> Trust:
 
 
 def measures(check: Check) -> list[tuple[str, str, str]]:
-    """Each measure with its interval, for the most extreme scores and for those drawn at random."""
+    """Return each measure with its interval, for the most extreme scores and for those drawn at random."""
     extreme, random = check.extreme, check.random
     rows = [
         ("replayed", str(extreme.count), str(random.count)),

@@ -34,7 +34,7 @@ def train(
         task: model, loss and data; the model's parameters are trained in place.
         optimizer: a ``torch.optim`` optimizer over them.
         epochs: how often every example is seen.
-        batch_size: examples a step; the last batch of an epoch may be smaller.
+        batch_size: examples per step; the last batch of an epoch may be smaller.
         seed: of the shuffling.
         out: a new directory for the run.
         keep: which states go to disk, as for ``Recorder``.

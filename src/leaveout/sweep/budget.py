@@ -16,48 +16,48 @@ NONLINEAR = 24
 
 
 def param_bytes(trajectory: Trajectory) -> int:
-    """One vector of the parameters."""
+    """Count the bytes of one vector of the parameters."""
     return nbytes({PARAM: trajectory.initial()[PARAM]})
 
 
 def product_bytes(trajectory: Trajectory) -> int:
-    """One vector in a product: the batch's activations a few times, and itself."""
+    """Count the bytes of one vector in a product: the batch's activations a few times, and itself."""
     task = trajectory.task
-    held = task.footprint(trajectory.final_whole()[PARAM], trajectory.batch(0))
-    return 4 * held + 6 * param_bytes(trajectory)
+    activations = task.footprint(trajectory.final_whole()[PARAM], trajectory.batch(0))
+    return 4 * activations + 6 * param_bytes(trajectory)
 
 
 def backward_bytes(trajectory: Trajectory) -> int:
-    """One query vector going back: itself, its state before and after a step, the product, its parts and their sum."""
+    """Count the bytes of one query vector going back: itself, its states around a step, the product and its parts."""
     return 2 * nbytes(trajectory.initial()) + _passing(trajectory, 8)
 
 
 def forward_bytes(trajectory: Trajectory) -> int:
-    """One displacement going forward: its state before and after a step, what is added to it, and its left-out rows."""
+    """Count the bytes of one displacement going forward: its states around a step, what is added, its left-out rows."""
     return 2 * nbytes(trajectory.initial()) + _passing(trajectory, 8)
 
 
 def replay_bytes(trajectory: Trajectory) -> int:
-    """One model trained beside others: its state, its gradient, the batch's activations."""
+    """Count the bytes of one model trained beside others: its state, its gradient, the batch's activations."""
     state = trajectory.initial()
-    held = trajectory.task.footprint(state[PARAM], trajectory.batch(0))
-    return 4 * held + nbytes(state) + _passing(trajectory, 4)
+    activations = trajectory.task.footprint(state[PARAM], trajectory.batch(0))
+    return 4 * activations + nbytes(state) + _passing(trajectory, 4)
 
 
 def pair_bytes(trajectory: Trajectory) -> int:
-    """One row's displacement where its example is met: its state, the example's gradient and products, and copies."""
+    """Count the bytes of one row's displacement at its example: state, the example's gradient and products, copies."""
     own = product_bytes(trajectory) // len(trajectory.run.record(0).ids) + 10 * param_bytes(trajectory)
     return 3 * nbytes(trajectory.initial()) + own
 
 
 def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
-    """How many of ``count`` vectors go through a product at a time."""
+    """Return how many of ``count`` vectors go through a product at a time."""
     return resources.chunk(2 * product_bytes(trajectory), count)
 
 
-def check(resources: Resources, trajectory: Trajectory, held: int, what: str) -> None:
-    """Refuses a budget that does not hold one vector and its product."""
-    resources.check(held + product_bytes(trajectory), what)
+def check(resources: Resources, trajectory: Trajectory, bytes_each: int, what: str) -> None:
+    """Refuse a budget that does not hold one vector and its product."""
+    resources.check(bytes_each + product_bytes(trajectory), what)
 
 
 def _passing(trajectory: Trajectory, count: int) -> int:

@@ -41,32 +41,32 @@ class SweepCheckpoint:
         self._next = time.monotonic() + EVERY
 
     def saved(self) -> SavedSweep | None:
-        """What an earlier process noted of the same sweep, if it did; what that cost is counted."""
+        """Read what an earlier process noted of the same sweep, if it did; what that cost is counted."""
         if self._file is None:
             return None
         try:
-            tensors, told = read_sealed(self._file)
+            tensors, facts = read_sealed(self._file)
         except (OSError, ValueError):
             return None
-        if told["file"] != self._file.name:
+        if facts["file"] != self._file.name:
             return None
         tensors = {key: t.to(self._device) if t.is_floating_point() else t for key, t in tensors.items()}
-        self._cost.hvps += told["hvps"]
-        self._cost.gradients += told["gradients"]
+        self._cost.hvps += facts["hvps"]
+        self._cost.gradients += facts["gradients"]
         vectors: State = {}
         for key in [key for key in tensors if key.startswith("vectors/")]:
             _, slot, name = key.split("/", 2)
             vectors.setdefault(slot, {})[name] = tensors.pop(key)
-        order = told["order"]  # safetensors sorts names, and torch.func compares their order
-        return SavedSweep(told["step"], {slot: {n: vectors[slot][n] for n in order[slot]} for slot in order}, tensors)
+        order = facts["order"]  # safetensors sorts names, and torch.func compares their order
+        return SavedSweep(facts["step"], {slot: {n: vectors[slot][n] for n in order[slot]} for slot in order}, tensors)
 
     def note(self, step: int, vectors: State, gathered: Callable[[], dict[str, Tensor]]) -> None:
-        """The steps from ``step`` on are done; written down if it is time."""
+        """Note that the steps from ``step`` on are done; written down if it is time."""
         if self._file is None or time.monotonic() < self._next:
             return
         start = time.monotonic()
-        told = {"file": self._file.name, "step": step, "hvps": self._cost.hvps, "gradients": self._cost.gradients}
-        told["order"] = {slot: list(params) for slot, params in vectors.items()}
+        facts = {"file": self._file.name, "step": step, "hvps": self._cost.hvps, "gradients": self._cost.gradients}
+        facts["order"] = {slot: list(params) for slot, params in vectors.items()}
         flat = {f"vectors/{slot}/{name}": t for slot, params in vectors.items() for name, t in params.items()}
-        save_sealed(self._file, {**flat, **gathered()}, told)
+        save_sealed(self._file, {**flat, **gathered()}, facts)
         self._next = time.monotonic() + max(EVERY, SHARE * (time.monotonic() - start))

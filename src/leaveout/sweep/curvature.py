@@ -44,25 +44,25 @@ class Curvature(ABC):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the gradient is at hand."""
+        """Say whether the gradient is at hand."""
         return "gradient" in self.__dict__
 
     @abstractmethod
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """C(Z)·a and ⟨a, g_z⟩/|Z| for every vector a."""
+        """Compute C(Z)·a and ⟨a, g_z⟩/|Z| for every vector a."""
 
     @abstractmethod
     def changes(
         self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
     ) -> Params:
-        """C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a, with its own weights w and their change ẇ."""
+        """Compute C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a, with its own weights w and their change ẇ."""
 
     @abstractmethod
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
-        """g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
+        """Compute g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
 
     def gradients(self, examples: Batch) -> Params:
-        """g(z) for every example."""
+        """Compute g(z) for every example."""
         return example_gradients(self.task, self.params, examples, self.chunk)
 
 
@@ -70,12 +70,12 @@ class Hessian(Curvature):
     """The true curvature: SGD-IE, ACC."""
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """H·a and ⟨a, g_z⟩/|Z| for every vector a; a single one may go without the gradient, which is quicker."""
+        """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; one alone may go without the gradient, which is quicker."""
         if height(vectors) == 1:
-            value, one, read = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
+            value, one, weights = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
             if value is not None:
                 self.__dict__["gradient"] = value
-            return each(lambda t: t[None], one), read[None]
+            return each(lambda t: t[None], one), weights[None]
         value, curved, reads = hessian_products(self.task, self.params, self.batch, vectors, self.chunk)
         self.__dict__["gradient"] = value
         return curved, reads
@@ -83,13 +83,13 @@ class Hessian(Curvature):
     def changes(
         self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
     ) -> Params:
-        """H(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
+        """Compute H(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
         stacks = (vectors, weights, added)
         self.__dict__["gradient"], changes = weighted_changes(self.task, self.params, self.batch, stacks, self.chunk)
         return changes
 
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
-        """g(z) and H(z)·v for every example."""
+        """Compute g(z) and H(z)·v for every example."""
         return example_products(self.task, self.params, examples, vectors, self.chunk)
 
 
@@ -102,7 +102,7 @@ class GaussNewton(Curvature):
     fisher = False
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """C·a and ⟨a, g_z⟩/|Z| for every vector a."""
+        """Compute C·a and ⟨a, g_z⟩/|Z| for every vector a."""
         self.__dict__["gradient"], curved, reads = outer_products(
             self.task, self.params, self.batch, vectors, self.chunk, fisher=self.fisher
         )
@@ -111,7 +111,7 @@ class GaussNewton(Curvature):
     def changes(
         self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
     ) -> Params:
-        """C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
+        """Compute C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
         stacks = (vectors, weights, added)
         self.__dict__["gradient"], changes = outer_changes(
             self.task, self.params, self.batch, stacks, self.chunk, fisher=self.fisher
@@ -119,7 +119,7 @@ class GaussNewton(Curvature):
         return changes
 
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
-        """g(z) and C(z)·v for every example."""
+        """Compute g(z) and C(z)·v for every example."""
         return example_outer_products(self.task, self.params, examples, vectors, self.chunk, fisher=self.fisher)
 
 
@@ -133,7 +133,7 @@ class Flat(Curvature):
     """No curvature: only the derivative in the weights."""
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """Zero, and ⟨a, g_z⟩/|Z| for every vector a."""
+        """Return zero, and ⟨a, g_z⟩/|Z| for every vector a."""
         self.__dict__["gradient"], reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
         return each(torch.zeros_like, vectors), reads
 
@@ -143,17 +143,17 @@ class Flat(Curvature):
         weights: Float[Tensor, "vectors batch"],  # noqa: ARG002
         added: Float[Tensor, "vectors batch"],
     ) -> Params:
-        """(1/|Z|) Σ ẇ_z g(z) for every row of changes."""
+        """Compute (1/|Z|) Σ ẇ_z g(z) for every row of changes."""
         return each(lambda t: torch.tensordot(added, t, 1).div_(len(t)), self.gradients(self.batch))
 
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:  # noqa: ARG002 - nothing is curved
-        """g(z), and zero."""
+        """Compute g(z), and zero."""
         gradients = self.gradients(examples)
         return gradients, each(torch.zeros_like, gradients)
 
 
 def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
-    """Refuses stop-gradients where a product with J = ∂ḡ/∂θ would have to serve for one with its transpose."""
+    """Refuse stop-gradients where a product with J = ∂ḡ/∂θ would have to serve for one with its transpose."""
     if kind is Hessian and not task.abilities.symmetric:
         raise UnsupportedError(
             f"{task.abilities.reason}, so that the derivative of the gradient is not a symmetric matrix, which this "
@@ -165,7 +165,7 @@ def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
 def own_where(
     curvature: Curvature, keep: Bool[Tensor, " examples"] | None, examples: Batch, vectors: Params
 ) -> tuple[Params, Params]:
-    """As ``curvature.own``, with C(z)·v only where it is wanted, and zero elsewhere; None: everywhere."""
+    """Compute ``curvature.own`` with C(z)·v only where it is wanted, and zero elsewhere; None: everywhere."""
     if keep is None or bool(keep.all()):
         return curvature.own(examples, vectors)
     if not bool(keep.any()):
@@ -173,10 +173,10 @@ def own_where(
         return gradients, each(torch.zeros_like, gradients)
     index, rest = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
     chosen = vectors if is_single(vectors, curvature.params) else rows(vectors, index)
-    kept, curved = curvature.own(take(examples, index), chosen)
+    chosen_gradients, curved = curvature.own(take(examples, index), chosen)
     order = torch.argsort(torch.cat([index, rest]))
     others = curvature.gradients(take(examples, rest))
     return (
-        each(lambda a, b: torch.cat([a, b])[order], kept, others),
+        each(lambda a, b: torch.cat([a, b])[order], chosen_gradients, others),
         each(lambda a, b: torch.cat([a, torch.zeros_like(b)])[order], curved, others),
     )

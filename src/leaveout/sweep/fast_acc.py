@@ -41,7 +41,7 @@ from leaveout.trajectory.trajectory import Trajectory
 
 MOST_PAIRS = 2**40
 FILE_BYTES = 4_000_000_000
-"""How large a file for what reaches the steps may be, beyond one vector a step."""
+"""How large a file for what reaches the steps may be, beyond one vector per step."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +73,26 @@ class Correction:
         check_symmetric(self.trajectory.task, self.kind)
 
     def remainders(self, queries: Params, width: int | None = None) -> Products:
-        """Both scores for every query vector, a sweep each."""
+        """Compute both scores for every query vector, a sweep each."""
         return _side_by_side([self.remainder(query, width) for query in split(queries, 1)])
 
     def remainder(self, query: Params, width: int | None = None) -> Products:
-        """Both scores for one query vector, in one backward sweep; ``width`` keeps the remainders in a sketch."""
+        """Compute both scores for one query vector in one backward sweep; ``width`` keeps remainders in a sketch."""
         task, rule, final = self.trajectory.task, self.trajectory.rule, self.trajectory.final()
         sweep = Sweep(self.trajectory, self.resources, self.cost, self.kind)
         layout = Layout(rule, final[PARAM])
         like = next(iter(final[PARAM].values()))
         project = sketch(layout, width, like) if width else None
-        held = place(len(self.left_out), rule, layout.group if project is None else project.group, like, self.resources)
+        lazy = place(len(self.left_out), rule, layout.group if project is None else project.group, like, self.resources)
         # What is in a file already is not copied to another: such a sweep begins anew.
-        checkpoint = SweepCheckpoint(None if held.disk else self.resources.checkpoint, self.cost, like.device)
+        checkpoint = SweepCheckpoint(None if lazy.disk else self.resources.checkpoint, self.cost, like.device)
         saved = checkpoint.saved()
         vectors = saved.vectors if saved else embed(query, final)
         plain = saved.gathered["plain"] if saved else like.new_zeros(len(self.left_out))
         extra = saved.gathered["extra"] if saved else torch.zeros_like(plain)
         waiting = saved is not None  # nothing is noted before the first correction
         if saved:
-            held.unpack(saved.gathered)
+            lazy.unpack(saved.gathered)
         growth = Growth(task)
         recorded_steps = self.trajectory.backward(saved.step if saved else None)
         for recorded in self.resources.track(recorded_steps, len(self.trajectory), "backward"):
@@ -105,7 +105,7 @@ class Correction:
                 pulled = sweep.pull(recorded, vectors)
                 vectors = pulled.state
                 plain.index_add_(0, row, pulled.weights[0, position], alpha=-1)
-                held.advance(step.carry.mT)
+                lazy.advance(step.carry.mT)
                 continue
             at = expand(recorded.before, 1)
             state, along = rule.cotangent((at, at[PARAM]), vectors, recorded.record.hypers)
@@ -113,43 +113,43 @@ class Correction:
             self.cost.hvps += 1
             own = _Own(self.kind(task, recorded.params, recorded.batch), layout, each(lambda t: t[0], along))
             gradient, mean = like.new_zeros((1, layout.width)), like.new_zeros((1, layout.width))
-            read = like.new_zeros(size)
+            reads = like.new_zeros(size)
             examples = turns(size, self._pairs)
             for part in examples:
                 flat, bent = own(part)
                 gradient += flat.mean(0, keepdim=True) * (len(flat) / size)
                 mean += bent.mean(0, keepdim=True) * (len(flat) / size)
-                read[part] = flat @ layout.flatten(along)[0]
+                reads[part] = flat @ layout.flatten(along)[0]
                 flat = flat if project is None else project(flat)
                 for pairs in _pairs(position, part, size, self._pairs):
                     chosen = _chosen(flat, position[pairs] - part.start)
-                    extra.index_add_(0, row[pairs], held.read(row[pairs], step.enter, chosen), alpha=-1 / size)
+                    extra.index_add_(0, row[pairs], lazy.read(row[pairs], step.enter, chosen), alpha=-1 / size)
             self._check(recorded, layout.unflatten(gradient))
             vectors = {**state, PARAM: each(torch.add, state[PARAM], layout.unflatten(mean))}
             growth.note(recorded, vectors)
-            plain.index_add_(0, row, read[position], alpha=-1 / size)
-            held.advance(step.carry.mT)
+            plain.index_add_(0, row, reads[position], alpha=-1 / size)
+            lazy.advance(step.carry.mT)
             for part in examples:
                 bent = bent if len(examples) == 1 else own(part)[1]
                 bent = bent if project is None else project(bent)
                 for pairs in _pairs(position, part, size, self._pairs):
                     chosen = _chosen(bent, position[pairs] - part.start)
-                    taken = chosen if keep is None else chosen * keep[pairs][:, None].to(chosen)
-                    held.add(row[pairs], taken[:, None], alpha=-1 / size)
-            checkpoint.note(recorded.record.index, vectors, lambda: {"plain": plain, "extra": extra, **held.packed()})
+                    terms = chosen if keep is None else chosen * keep[pairs][:, None].to(chosen)
+                    lazy.add(row[pairs], terms[:, None], alpha=-1 / size)
+            checkpoint.note(recorded.record.index, vectors, lambda: {"plain": plain, "extra": extra, **lazy.packed()})
         growth.tell()
         return Products(plain[:, None], (plain + extra)[:, None])
 
     def corrected_gradient(self, queries: Params, subspace: Subspace | None = None) -> Products:
-        """Both scores for every query vector: as many at a time as the budget holds.
+        """Compute both scores for every query vector: as many at a time as the budget holds.
 
-        A vector a step is kept for each: in memory, or in a temporary file where that saves sweeps.
+        A vector per step is kept for each: in memory, or in a temporary file where that saves sweeps.
         """
         count, width = height(queries), budget.param_bytes(self.trajectory) * len(self.trajectory)
         carried = self.resources.divided(2).chunk(2 * budget.backward_bytes(self.trajectory), count)
-        kept = self.resources.divided(2).chunk(2 * width, count)
-        disk = kept * 4 < carried or self.resources.divided(2).bytes < 2 * width
-        chunk = min(carried, max(1, FILE_BYTES // width) if disk else kept)
+        stored = self.resources.divided(2).chunk(2 * width, count)
+        disk = stored * 4 < carried or self.resources.divided(2).bytes < 2 * width
+        chunk = min(carried, max(1, FILE_BYTES // width) if disk else stored)
         return _side_by_side([self._corrected_gradient(part, subspace, disk) for part in split(queries, chunk)])
 
     def _corrected_gradient(self, queries: Params, subspace: Subspace | None, disk: bool) -> Products:
@@ -190,7 +190,7 @@ class Correction:
         return SubspaceTransport(self.trajectory, layout, free, basis)
 
     def _stop(self) -> int:
-        """The step after the last one that is corrected."""
+        """Return the step after the last one that is corrected."""
         stop = 0 if self.schedule.probability == 0 else len(self.trajectory)
         while stop and not self.schedule.within(self.trajectory.run.record(stop - 1).epoch):
             stop -= 1
@@ -224,7 +224,7 @@ class _Own:
 
 
 def _pairs(position: Int[Tensor, " pairs"], part: slice, size: int, most: int) -> list[Int[Tensor, " some"]]:
-    """Which pairs are of a part of the batch, at most so many at a time."""
+    """Return which pairs are of a part of the batch, at most so many at a time."""
     if part.start == 0 and part.stop >= size:
         return list(torch.arange(len(position)).split(most)) if len(position) else []
     within = ((position >= part.start) & (position < part.stop)).nonzero()[:, 0]
@@ -237,6 +237,6 @@ def _side_by_side(parts: list[Products]) -> Products:
 
 
 def _chosen(matrix: Float[Tensor, "batch width"], position: Int[Tensor, " pairs"]) -> Float[Tensor, "pairs width"]:
-    """Its rows at these positions, without a copy where they are all of them in their order."""
+    """Return its rows at these positions, without a copy where they are all of them in their order."""
     whole = len(position) == len(matrix) and torch.equal(position, torch.arange(len(matrix)))
     return matrix if whole else matrix[position]

@@ -34,7 +34,7 @@ class Drift:
 
 
 def drift(rule: Rule, hypers: Sequence[Hyper], l2: float, like: Tensor) -> Drift:
-    """The optimizer's own step on unit vectors; a per-example L2 term is curvature that is known, and stays.
+    """Apply the optimizer's own step to unit vectors; a per-example L2 term is curvature that is known, and stays.
 
     >>> hyper = {"lr": 0.1, "momentum": 0, "dampening": 0, "weight_decay": 1.0, "nesterov": 0, "started": 1}
     >>> step = drift(Rule("SGD", {"w": 0}, ("param",)), [hyper], 2.0, torch.zeros(()))
@@ -68,16 +68,16 @@ class Layout:
         self.group = torch.tensor(group, device=next(iter(params.values())).device)
 
     def spread(self, values: Mapping[str, float], like: Tensor) -> Float[Tensor, " width"]:
-        """A number for each parameter tensor, at all of its coordinates."""
+        """Spread a number for each parameter tensor to all of its coordinates."""
         parts = zip(self.names, self.sizes, strict=True)
         return torch.cat([like.new_full((size,), values[name]) for name, size in parts])
 
     def flatten(self, stack: Params) -> Float[Tensor, "rows width"]:
-        """A stack of parameter vectors as a matrix."""
+        """Flatten a stack of parameter vectors to a matrix."""
         return torch.cat([flat_rows(stack[name]) for name in self.names], dim=1)
 
     def unflatten(self, matrix: Float[Tensor, "rows width"]) -> Params:
-        """The matrix as a stack of parameter vectors."""
+        """Unflatten the matrix to a stack of parameter vectors."""
         parts = dict(zip(self.names, matrix.split(self.sizes, dim=1), strict=True))
         # In the parameters' own order, which torch.func compares.
         return {name: parts[name].reshape(len(matrix), *self.shapes[name]) for name in self.order}
@@ -96,16 +96,16 @@ class Sketch:
     group: Int[Tensor, " buckets"]
 
     def __call__(self, matrix: Float[Tensor, "rows coordinates"]) -> Float[Tensor, "rows buckets"]:
-        """Φ applied to every row."""
+        """Apply Φ to every row."""
         return matrix.new_zeros((len(matrix), len(self.group))).index_add_(1, self.bucket, matrix * self.sign)
 
     def back(self, matrix: Float[Tensor, "rows buckets"]) -> Float[Tensor, "rows coordinates"]:
-        """Φᵀ applied to every row."""
+        """Apply Φᵀ to every row."""
         return matrix[:, self.bucket] * self.sign
 
 
 def sketch(layout: Layout, width: int, like: Tensor, seed: int = 0) -> Sketch:
-    """A seeded sketch of ``width`` buckets a group."""
+    """Draw a seeded sketch of ``width`` buckets per group."""
     generator = torch.Generator().manual_seed(seed)
     bucket = torch.randint(width, (layout.width,), generator=generator)
     sign = torch.randint(2, (layout.width,), generator=generator) * 2 - 1
@@ -125,8 +125,8 @@ class RowFile:
 
     def __getitem__(self, rows: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen slots width"]:
         with _no_room():
-            read = bytearray().join(self._read(row * self._bytes) for row in rows.tolist())
-        flat = torch.frombuffer(read, dtype=self._like.dtype) if read else torch.zeros(0, dtype=self._like.dtype)
+            data = bytearray().join(self._read(row * self._bytes) for row in rows.tolist())
+        flat = torch.frombuffer(data, dtype=self._like.dtype) if data else torch.zeros(0, dtype=self._like.dtype)
         return flat.reshape(len(rows), *self._shape).to(self._like.device)
 
     def __setitem__(self, rows: Int[Tensor, " chosen"], values: Float[Tensor, "chosen slots width"]) -> None:
@@ -137,19 +137,19 @@ class RowFile:
     # The system may read or write less than it was asked to: near a full disk, or of more than 2 GB.
 
     def _read(self, place: int) -> bytes:
-        found = b""
-        while len(found) < self._bytes:
-            part = os.pread(self._file.fileno(), self._bytes - len(found), place + len(found))
+        content = b""
+        while len(content) < self._bytes:
+            part = os.pread(self._file.fileno(), self._bytes - len(content), place + len(content))
             if not part:
                 raise OSError("it ends before its last row")
-            found += part
-        return found
+            content += part
+        return content
 
     def _write(self, data: bytes, place: int) -> None:
         left = memoryview(data)
         while left:
-            done = os.pwrite(self._file.fileno(), left, place)
-            left, place = left[done:], place + done
+            count = os.pwrite(self._file.fileno(), left, place)
+            left, place = left[count:], place + count
 
 
 @contextmanager
@@ -175,7 +175,7 @@ class LazyVectors:
         self.group, self._groups, self.disk = group, int(group.max()) + 1, disk
         self._sizes = group.bincount().tolist()  # a group's coordinates stand side by side
         shape = (rows, slots, len(group))
-        self._held: Tensor | RowFile = RowFile(shape, like) if disk else like.new_zeros(shape)
+        self._rows: Tensor | RowFile = RowFile(shape, like) if disk else like.new_zeros(shape)
         self._touched = torch.full((rows,), -1)
         self._step = 0
         # since[j]: what has happened to a row that was last put at step first + j.
@@ -185,27 +185,27 @@ class LazyVectors:
         self._moving = False
 
     def packed(self) -> dict[str, Tensor]:
-        """All of it, to be put aside; for rows that are in memory."""
-        assert isinstance(self._held, Tensor)  # noqa: S101 - asked before
+        """Return all of it, to be put aside; for rows that are in memory."""
+        assert isinstance(self._rows, Tensor)  # noqa: S101 - asked before
         clock = torch.tensor([self._step, self._first, int(self._moving)])
-        return {"held": self._held, "touched": self._touched, "since": self._since, "clock": clock}
+        return {"held": self._rows, "touched": self._touched, "since": self._since, "clock": clock}
 
     def unpack(self, packed: dict[str, Tensor]) -> None:
-        """As it was when it was packed."""
-        self._held, self._touched, self._since = packed["held"], packed["touched"], packed["since"]
+        """Restore everything as it was when it was packed."""
+        self._rows, self._touched, self._since = packed["held"], packed["touched"], packed["since"]
         self._step, self._first, moving = packed["clock"].tolist()
         self._moving = bool(moving)
 
     def now(self, rows: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen slots width"]:
-        """The chosen rows as they are now."""
-        held = self._held.index_select(0, rows) if isinstance(self._held, Tensor) else self._held[rows]
+        """Return the chosen rows as they are now."""
+        vectors = self._rows.index_select(0, rows) if isinstance(self._rows, Tensor) else self._rows[rows]
         if not self._moving:
-            return held
+            return vectors
         # A row that was never put is zero, whatever matrix it meets.
         moves = self._since[(self._touched[rows] - self._first).clamp(min=0)]
         if self._groups == 1:
-            return moves[:, 0] @ held
-        return torch.einsum("rwst,rtw->rsw", moves[:, self.group], held)
+            return moves[:, 0] @ vectors
+        return torch.einsum("rwst,rtw->rsw", moves[:, self.group], vectors)
 
     def read(
         self,
@@ -213,21 +213,21 @@ class LazyVectors:
         enter: Float[Tensor, "groups slots"],
         gradients: Float[Tensor, "chosen width"],
     ) -> Float[Tensor, " chosen"]:
-        """⟨bᵀ s, g⟩ for chosen rows s as they are now, each with a gradient of its own."""
+        """Compute ⟨bᵀ s, g⟩ for chosen rows s as they are now, each with a gradient of its own."""
         now = self.now(rows)
         parts = zip(now.split(self._sizes, dim=2), gradients.split(self._sizes, dim=1), enter, strict=False)
         return sum_of(torch.linalg.vecdot(part, own[:, None]) @ b for part, own, b in parts)
 
     def put(self, rows: Int[Tensor, " chosen"], values: Float[Tensor, "chosen slots width"]) -> None:
-        """Replaces rows, as of now; each may be named once."""
-        self._held[rows] = values
+        """Replace rows, as of now; each may be named once."""
+        self._rows[rows] = values
         self._touched[rows] = self._step
 
     def add(self, rows: Int[Tensor, " terms"], terms: Float[Tensor, "terms some width"], alpha: float = 1) -> None:
-        """Adds multiples of terms to the first slots of rows, as of now; a row may be named several times."""
+        """Add multiples of terms to the first slots of rows, as of now; a row may be named several times."""
         some = terms.shape[1]
-        if not self._moving and isinstance(self._held, Tensor):
-            self._held[:, :some].index_add_(0, rows, terms, alpha=alpha)
+        if not self._moving and isinstance(self._rows, Tensor):
+            self._rows[:, :some].index_add_(0, rows, terms, alpha=alpha)
             self._touched[rows] = self._step
             return
         chosen, place = torch.unique(rows, return_inverse=True)
@@ -236,7 +236,7 @@ class LazyVectors:
         self.put(chosen, values)
 
     def advance(self, carry: Float[Tensor, "groups slots slots"]) -> None:
-        """One step passes for every row."""
+        """Pass one step for every row."""
         carry = carry[: self._groups]  # no coordinate may be of the last ones
         self._step += 1
         self._moving |= not torch.equal(carry, self._still[0])

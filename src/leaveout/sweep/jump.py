@@ -27,7 +27,7 @@ ROW = 8
 
 
 def jump_products(sweep: Sweep, left_out: LeftOut, queries: Params, *, together: bool = True) -> Products:
-    """SGD-IE's inner products and those of the jumps, for every row and query vector, from one backward sweep.
+    """Compute SGD-IE's inner products and those of the jumps, for every row and query vector, in one backward sweep.
 
     Args:
         sweep: the run, the curvature that carries the query vectors, and which occurrences are corrected.
@@ -45,17 +45,17 @@ def jump_products(sweep: Sweep, left_out: LeftOut, queries: Params, *, together:
     for recorded, pulled in sweep.pulled(queries, saved):
         pairs = left_out.pairs(recorded.record.ids)
         row, position = pairs
-        read = -pulled.weights[:, position].T
-        sums["plain"].index_add_(0, row, read)
+        reads = -pulled.weights[:, position].T
+        sums["plain"].index_add_(0, row, reads)
         keep = sweep.schedule.kept(recorded.record, left_out, row)
         if keep is not None:
-            pairs, read = (row[keep], position[keep]), read[keep]
+            pairs, reads = (row[keep], position[keep]), reads[keep]
         if len(pairs[0]):
             if together:
                 _add_jumps(sums["extra"], pairs, pulled.step, pulled.arriving, chunk)
             else:
                 _add_single_jumps(sums["extra"], pairs, recorded.record.ids, pulled.step, pulled.arriving, chunk)
-            sums["extra"].index_add_(0, pairs[0], read, alpha=-1)
+            sums["extra"].index_add_(0, pairs[0], reads, alpha=-1)
         checkpoint.note(recorded.record.index, pulled.state if sweep.curved else still, lambda: sums)
     return Products(sums["plain"], sums["plain"] + sums["extra"])
 

@@ -71,7 +71,7 @@ class LinearStep:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the step can be computed again without a gradient of its own."""
+        """Say whether the step can be computed again without a gradient of its own."""
         return self._map.has_gradient
 
     @cached_property
@@ -80,26 +80,26 @@ class LinearStep:
         return self._rule.step(self._recorded.before, self._map.gradient, self._hypers)
 
     def pull(self, vectors: State) -> Pulled:
-        """∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight."""
+        """Compute ∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight."""
         state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self._hypers)
         along = self._path(along)
         curved, reads = self._map.products(along)
         return Pulled(_plus(state, curved), state, along, reads, vectors, self)
 
     def push(self, vectors: State, pairs: Pairs) -> State:
-        """∂F(w¹)·δ + γ: SGD-IE's step, with the first-order effect of each row's examples. Uses the vectors up."""
+        """Compute ∂F(w¹)·δ + γ: SGD-IE's step, with its examples' first-order effect. Uses the vectors up."""
         missed = self._marked(vectors, pairs)
         along = self._map.changes(vectors[PARAM], torch.ones_like(missed), -missed)
         return self._tangent(vectors, self._path(along))
 
     def inject(self, pairs: Pairs, count: int) -> State:
-        """γ alone, for ``count`` rows."""
+        """Compute γ alone, for ``count`` rows."""
         affected, gradient = self._left_out(pairs)
         missing = gather_sums(each(torch.neg, gradient), affected, count)
         return self._tangent(zeros(self._recorded.before, count), missing)
 
     def push_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> State:
-        """∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state.
+        """Compute ∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state.
 
         Rows that are not to be kept take SGD-IE's step. Uses the vectors up.
         """
@@ -117,35 +117,35 @@ class LinearStep:
         return replace_rows(pushed, affected, {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent})
 
     def pull_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> tuple[State, Float[Tensor, " rows"]]:
-        """∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩; rows that are not kept as for SGD-IE."""
+        """Compute ∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩; rows that are not kept as for SGD-IE."""
         count = height(vectors[PARAM])
-        read = next(iter(vectors[PARAM].values())).new_zeros(count)
+        reads = next(iter(vectors[PARAM].values())).new_zeros(count)
         state, along = self._rule.cotangent(self._at(count), vectors, self._hypers)
         if keep is not None:
             plain, gradient = self._left_out(_where(pairs, ~keep))
-            read[plain] = -inner_rows(rows(along, plain), gradient)
+            reads[plain] = -inner_rows(rows(along, plain), gradient)
             pairs = _where(pairs, keep)
         affected, gradient = self._left_out(pairs)
         if len(affected):
             own = self._counterfactual(gradient)
             own_vectors = state_rows(vectors, affected)
             jump = self._jump(own)
-            read[affected] = sum(inner_rows(own_vectors[slot], jump[slot]) for slot in jump)
+            reads[affected] = sum(inner_rows(own_vectors[slot], jump[slot]) for slot in jump)
             if not self._rule.linear:
                 own_state, own_along = self._rule.cotangent(own, own_vectors, self._hypers)
                 state = replace_rows(state, affected, own_state)
                 along = replace_rows({PARAM: along}, affected, {PARAM: own_along})[PARAM]
         along = self._path(along)
         without = self._marked(vectors, pairs)
-        return _plus(state, self._map.changes(along, 1 - without, torch.zeros_like(without))), read
+        return _plus(state, self._map.changes(along, 1 - without, torch.zeros_like(without))), reads
 
     def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], State]:
-        """The rows with an example in this batch, and each one's Γ: the step without its examples minus the step."""
+        """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step."""
         affected, gradient = self._left_out(pairs)
         return affected, self._jump(self._counterfactual(gradient))
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
-        """One where a row leaves out an example of the batch, zero elsewhere."""
+        """Mark with one where a row leaves out an example of the batch, zero elsewhere."""
         like = next(iter(vectors[PARAM].values()))
         marked = like.new_zeros((len(like), len(self._recorded.record.ids)))
         marked[pairs] = 1
@@ -162,17 +162,17 @@ class LinearStep:
         return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self._hypers)
 
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
-        """The recorded state with the batch gradient that lacks each row's examples."""
+        """Return the recorded state with the batch gradient that lacks each row's examples."""
         state, _ = self._at(height(gradient))
         return state, each(torch.sub, expand({PARAM: self._map.gradient}, height(gradient))[PARAM], gradient)
 
     def _jump(self, own: tuple[State, Params]) -> State:
-        """Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
+        """Compute Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
         stepped = self._rule.steps(*own, self._hypers)
         return {slot: each(torch.sub, stepped[slot], self.after[slot]) for slot in stepped}
 
     def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:
-        """The rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, on their path."""
+        """Return the rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, on their path."""
         affected, local = torch.unique(pairs[0], return_inverse=True)
         if not len(affected):
             return affected, self._nothing()
@@ -185,20 +185,20 @@ class LinearStep:
         return {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
 
     def _padded(self, pairs: Pairs) -> tuple[Int[Tensor, " padded"], Int[Tensor, " padded"]]:
-        """The pairs, the last one repeated up to one of a few lengths: few shapes to trace."""
+        """Repeat the last pair up to one of a few lengths: few shapes to trace."""
         row, position = pairs
         quantum = max(1, len(self._recorded.record.ids) // 8)
         more = -len(row) % quantum if len(row) != len(self._recorded.record.ids) else 0
         return torch.cat([row, row[-1:].expand(more)]), torch.cat([position, position[-1:].expand(more)])
 
     def _mean(self, terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
-        """(1/|Z|) times the sum of each row's terms; those beyond the pairs are padding."""
+        """Compute (1/|Z|) times the sum of each row's terms; those beyond the pairs are padding."""
         size = len(self._recorded.record.ids)
-        if count == len(local):  # one example a row: only their order may differ
+        if count == len(local):  # one example per row: only their order may differ
             index = torch.empty_like(local).scatter_(0, local, torch.arange(count, device=local.device))
             return each(lambda tensor: tensor[index].div_(size), terms)
-        held = each(lambda tensor: tensor[: len(local)], terms)
-        return each(lambda tensor: tensor.div_(size), gather_sums(held, local, count))
+        actual = each(lambda tensor: tensor[: len(local)], terms)
+        return each(lambda tensor: tensor.div_(size), gather_sums(actual, local, count))
 
 
 def _plus(state: State, params: Params) -> State:

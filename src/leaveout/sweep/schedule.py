@@ -34,15 +34,15 @@ class Schedule:
 
     @property
     def always(self) -> bool:
-        """Whether every occurrence is corrected."""
+        """Say whether every occurrence is corrected."""
         return self.probability == 1 and self.epochs is None
 
     def kept(self, record: Record, left_out: LeftOut, row: Int[Tensor, " pairs"]) -> Bool[Tensor, " pairs"] | None:
-        """Which of a step's pairs are corrected; None: all of them."""
+        """Return which of a step's pairs are corrected; None: all of them."""
         return None if self.always else self.chosen(record, left_out.keys(row))
 
     def chosen(self, record: Record, keys: Int[Tensor, " pairs"]) -> Bool[Tensor, " pairs"]:
-        """Which of a step's occurrences are corrected; ``keys`` tell their rows apart."""
+        """Return which of a step's occurrences are corrected; ``keys`` tell their rows apart."""
         if not self.within(record.epoch) or self.probability == 0:
             return torch.zeros(len(keys), dtype=torch.bool)
         if self.probability == 1:
@@ -50,11 +50,11 @@ class Schedule:
         return torch.from_numpy(_uniform(self.seed, record.index, keys.numpy()) < self.probability)
 
     def within(self, epoch: int) -> bool:
-        """Whether an epoch is among the chosen ones."""
+        """Say whether an epoch is among the chosen ones."""
         return self.epochs is None or self.epochs[0] <= epoch < self.epochs[1]
 
     def check(self, run: Run) -> None:
-        """Refuses to choose among epochs that were not recorded."""
+        """Refuse to choose among epochs that were not recorded."""
         if self.epochs is not None and run.record(len(run) - 1).epoch == 0:
             raise InputError(
                 "epochs= was given, but this run has one epoch only, or its loop did not say where epochs begin: "
@@ -64,7 +64,7 @@ class Schedule:
 
 
 def schedule_of(probability: float, epochs: int | str | tuple[int, int] | None, seed: int) -> Schedule:
-    """What an estimator's options ask for.
+    """Return what an estimator's options ask for.
 
     >>> schedule_of(1.0, 4, 0).epochs, schedule_of(1.0, "first", 0).epochs
     ((0, 4), (1, 2))
@@ -90,7 +90,7 @@ def schedule_of(probability: float, epochs: int | str | tuple[int, int] | None, 
 
 
 def _uniform(seed: int, step: int, keys: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each key: the same in any order."""
+    """Draw a number in [0, 1) for each key: the same in any order."""
     start = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) % 2**64
     x = keys.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(start)
     return (mixed(x) >> np.uint64(11)) / 2.0**53

@@ -36,7 +36,7 @@ class Growth:
         self._most, self._from, self._to = 1.0, -1, -1
 
     def note(self, recorded: RecordedStep, vectors: State) -> None:
-        """The vectors after a step (or, going back, before it); refuses those that are not finite."""
+        """Note the vectors after a step (or, going back, before it); refuse those that are not finite."""
         size = _size(vectors[PARAM])
         index = recorded.record.index
         self._count += 1
@@ -50,7 +50,7 @@ class Growth:
             self._most, self._from, self._to = size / self._low, self._low_at, index
 
     def tell(self) -> None:
-        """Warns of what has been seen."""
+        """Warn of what has been seen."""
         if self._most > LIMIT:
             warnings.warn(f"{self._seen()}; {REMEDY}", LeaveoutWarning, stacklevel=3)
 
@@ -81,7 +81,7 @@ REMEDY = (
 
 
 def blame(task: Task, recorded: RecordedStep) -> list[int]:
-    """The examples of a step's batch whose loss has a first or second derivative that is not finite."""
+    """Name the examples of a step's batch whose loss has a first or second derivative that is not finite."""
     ids = recorded.record.ids.tolist()
     return [example for i, example in enumerate(ids) if not _is_smooth(task, recorded.params, _pick(recorded.batch, i))]
 

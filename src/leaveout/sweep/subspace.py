@@ -22,7 +22,7 @@ EXTRA = 4
 def top_directions(
     trajectory: Trajectory, layout: Layout, kind: type[Curvature], rank: int, resources: Resources, cost: Cost
 ) -> Float[Tensor, "rank width"]:
-    """Orthonormal rows that span the top eigenvectors of H̄, the mean of the batch Hessians at evenly spaced steps.
+    """Return orthonormal rows that span the top eigenvectors of H̄, the mean batch Hessian at evenly spaced steps.
 
     By subspace iteration ``Q ← orth(H̄ Q)`` from a seeded random start, with a few directions more than are kept.
     """

@@ -1,6 +1,6 @@
 """Carries vectors through the steps of a run, forward and backward: the only such loops.
 
-Forward, a displacement a row, δ ← ∂F·δ + (what the row's examples did). Backward, a vector a query, u ← ∂Fᵀ·u,
+Forward, a displacement per row, δ ← ∂F·δ + (what the row's examples did). Backward, a vector per query, u ← ∂Fᵀ·u,
 read off at every occurrence of every example; both give the same inner products ⟨u_N, δ_N⟩.
 """
 
@@ -54,18 +54,18 @@ class Sweep:
 
     @property
     def curved(self) -> bool:
-        """Whether vectors move with the steps."""
+        """Say whether vectors move with the steps."""
         return self.kind is not Flat
 
     def displacements(self, left_out: LeftOut) -> State:
-        """δ_N for every row: forward, one vector a row."""
+        """Compute δ_N for every row: forward, one vector per row."""
         moved = zeros(self.trajectory.initial(), len(left_out))
         for _, moved in self.course(left_out):  # noqa: B007 - the last one counts
             pass
         return moved
 
     def course(self, left_out: LeftOut) -> Iterator[tuple[RecordedStep, State]]:
-        """δ of every row on its way: each step, from the first, with the displacements after it."""
+        """Yield δ of every row on its way: each step, from the first, with the displacements after it."""
         moved = zeros(self.trajectory.initial(), len(left_out))
         growth = Growth(self.trajectory.task, steady=True)
         chunk = self.chunk(len(left_out))
@@ -87,7 +87,7 @@ class Sweep:
         growth.tell()
 
     def inner_products(self, left_out: LeftOut, queries: Params) -> Float[Tensor, "rows queries"]:
-        """⟨u_q, δ_r⟩ for every row and query vector, backward."""
+        """Compute ⟨u_q, δ_r⟩ for every row and query vector, backward."""
         if self.corrected:
             size = self.resources.chunk(2 * budget.forward_bytes(self.trajectory), len(left_out))
             parts = list(left_out.chunks(size))
@@ -99,11 +99,11 @@ class Sweep:
         return self._shared(left_out, queries)
 
     def chunk(self, count: int) -> int:
-        """How many vectors go through a product at a time."""
+        """Return how many vectors go through a product at a time."""
         return budget.chunk(self.resources, self.trajectory, count)
 
     def pulled(self, queries: Params, saved: SavedSweep | None = None) -> Iterator[tuple[RecordedStep, Pulled]]:
-        """The query vectors on their way back: each step, from the last, with what reaches it."""
+        """Yield the query vectors on their way back: each step, from the last, with what reaches it."""
         vectors = saved.vectors if saved else embed(queries, self.trajectory.final())
         growth = Growth(self.trajectory.task)
         chunk = self.chunk(height(queries))
@@ -116,7 +116,7 @@ class Sweep:
         growth.tell()
 
     def pull(self, recorded: RecordedStep, vectors: State, chunk: int = 1) -> Pulled:
-        """One step back, counted and checked."""
+        """Take the vectors one step back, counted and checked."""
         count = height(vectors[PARAM])
         self._count(count)
         step = self._step(recorded, chunk)
@@ -127,7 +127,7 @@ class Sweep:
         return pulled
 
     def _shared(self, left_out: LeftOut, queries: Params) -> Float[Tensor, "rows queries"]:
-        """One vector a query serves all rows: −(∂F/∂w_k)ᵀu is added to k's row at each of its occurrences."""
+        """Carry one vector per query for all rows: −(∂F/∂w_k)ᵀu is added to k's row at each of its occurrences."""
         checkpoint = SweepCheckpoint(self.resources.checkpoint, self.cost, self.trajectory.task.device)
         saved = checkpoint.saved()
         fresh = next(iter(queries.values())).new_zeros((len(left_out), height(queries)))
@@ -140,7 +140,7 @@ class Sweep:
         return totals
 
     def _private(self, left_out: LeftOut, query: Params) -> Float[Tensor, " rows"]:
-        """A vector a row, u + e_k: the shared vector with the row's own remainder."""
+        """Carry a vector per row, u + e_k: the shared vector with the row's own remainder."""
         check_symmetric(self.trajectory.task, self.kind)
         count = len(left_out)
         stacked = {name: tensor.expand(count, *tensor.shape) for name, tensor in query.items()}
@@ -153,8 +153,8 @@ class Sweep:
             pairs = left_out.pairs(recorded.record.ids)
             keep = self.schedule.kept(recorded.record, left_out, pairs[0])
             self._count(count)
-            vectors, read = step.pull_corrected(vectors, pairs, keep)
-            total += read
+            vectors, reads = step.pull_corrected(vectors, pairs, keep)
+            total += reads
             self._check(recorded, step)
             growth.note(recorded, vectors)
         growth.tell()
@@ -165,7 +165,7 @@ class Sweep:
         return LinearStep(self.trajectory.rule, recorded, curvature, self.path)
 
     def _check(self, recorded: RecordedStep, step: LinearStep) -> None:
-        """Every step whose gradient is at hand is computed again; of the others some, the first and the last."""
+        """Compute every step again whose gradient is at hand; of the others some, the first and the last."""
         index = recorded.record.index
         if step.has_gradient or index % CHECK_EVERY == 0 or index == len(self.trajectory) - 1:
             self.trajectory.check.step(recorded, step.after)

@@ -1,4 +1,4 @@
-"""How a displacement gets from one occurrence of its example to the next without a product a row and step.
+"""How a displacement gets from one occurrence of its example to the next without a product per row and step.
 
 The whole transport V·δ is approximated at once: where the batch's curvature is dropped, the example's own is dropped
 too, because the two nearly cancel. So what travels freely collects plain gradients, not corrected ones.
@@ -31,7 +31,7 @@ from leaveout.trajectory.trajectory import Trajectory
 class Subspace:
     """Exact transport on the ``rank`` directions of largest curvature, free transport outside.
 
-    Costs ``rank`` more Hessian-vector products a step, whatever the number of examples.
+    Costs ``rank`` more Hessian-vector products per step, whatever the number of examples.
     """
 
     rank: int = 8
@@ -47,13 +47,13 @@ class Subspace:
 
 
 def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> LazyVectors:
-    """Room for a vector a row: in memory if the budget holds them, otherwise in a file, which is slower."""
+    """Make room for a vector per row: in memory if the budget holds them, otherwise in a file, which is slower."""
     needed = rows * len(rule.slots) * len(group) * like.element_size()
     return LazyVectors(rows, len(rule.slots), group, like, disk=needed > resources.divided(4).bytes)
 
 
 def turns(count: int, size: int) -> list[slice]:
-    """Runs of at most ``size`` of so many pairs.
+    """Cut so many pairs into runs of at most ``size``.
 
     >>> turns(5, 2)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
@@ -65,14 +65,14 @@ class Transport(ABC):
     """Displacements of all rows, known at their own occurrences."""
 
     def products(self, keep: Keep) -> int:
-        """Products with the curvature that a step takes."""
+        """Count the products with the curvature that a step takes."""
         return 1 if keep is None or bool(keep.any()) else 0
 
     @abstractmethod
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
-        """H(z)·δ_r for every pair, zero where it is not corrected, with the rows: at most ``size`` pairs at a time.
+        """Yield the rows and H(z)·δ_r for every pair, zero where it is not corrected: at most ``size`` pairs at a time.
 
         Then the step passes, without the examples. Where it takes several turns, the gradients that the step needs
         are not kept from them but taken again.
@@ -80,7 +80,7 @@ class Transport(ABC):
 
     @abstractmethod
     def advance(self, recorded: RecordedStep) -> None:
-        """A step passes that no row has an example in."""
+        """Pass a step that no row has an example in."""
 
 
 class Free(Transport):
@@ -97,28 +97,28 @@ class Free(Transport):
     ) -> None:
         self._trajectory, self._layout, self._like = trajectory, layout, like
         self.rows, self.kind, self.resources = rows, kind, resources
-        self._held = place(rows, trajectory.rule, layout.group, like, resources)
+        self._vectors = place(rows, trajectory.rule, layout.group, like, resources)
 
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
-        """H(z)·δ_r for every pair, and on."""
+        """Yield H(z)·δ_r for every pair, and go on."""
         curvature = self.kind(self._trajectory.task, recorded.params, recorded.batch)
         gradients: Params | None = None
         for part in turns(len(row), size):
             vectors = self._layout.unflatten(self.now(row[part]))
-            kept = None if keep is None else keep[part]
-            gradients, curved = own_where(curvature, kept, take(recorded.batch, position[part]), vectors)
+            corrected = None if keep is None else keep[part]
+            gradients, curved = own_where(curvature, corrected, take(recorded.batch, position[part]), vectors)
             yield row[part], self._layout.flatten(curved)
         self.move(recorded, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
-        """A step passes."""
-        self._held.advance(self._drift(recorded).carry)
+        """Pass a step."""
+        self._vectors.advance(self._drift(recorded).carry)
 
     def now(self, row: Int[Tensor, " pairs"]) -> Float[Tensor, "pairs width"]:
-        """Each pair's row's displacement of the parameters."""
-        return self._held.now(row)[:, 0]
+        """Return each pair's row's displacement of the parameters."""
+        return self._vectors.now(row)[:, 0]
 
     def move(
         self,
@@ -128,14 +128,14 @@ class Free(Transport):
         size: int,
         gradients: Params | None = None,
     ) -> None:
-        """The step passes, and takes the pairs' examples away; their gradients may be at hand."""
+        """Pass the step, and take the pairs' examples away; their gradients may be at hand."""
         step = self._drift(recorded)
-        self._held.advance(step.carry)
+        self._vectors.advance(step.carry)
         enter = step.enter[self._layout.group].T / -len(recorded.record.ids)  # slots x width
         curvature = self.kind(self._trajectory.task, recorded.params, recorded.batch)
         for part in turns(len(row), size):
             own = gradients or curvature.gradients(take(recorded.batch, position[part]))
-            self._held.add(row[part], self._layout.flatten(own)[:, None] * enter)
+            self._vectors.add(row[part], self._layout.flatten(own)[:, None] * enter)
 
     def _drift(self, recorded: RecordedStep) -> Drift:
         return drift(self._trajectory.rule, recorded.record.hypers, self._trajectory.task.l2, self._like)
@@ -150,15 +150,15 @@ class SubspaceTransport(Transport):
         self._inside = {slot: basis.new_zeros(shape) for slot in trajectory.rule.slots}
 
     def products(self, keep: Keep) -> int:
-        """As many more as the subspace has directions."""
+        """Count as many more as the subspace has directions."""
         return len(self._basis) + 2 * super().products(keep)
 
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
-        """H(z)·δ_r for every pair, and on."""
+        """Yield H(z)·δ_r for every pair, and go on."""
         curvature = self._free.kind(self._trajectory.task, recorded.params, recorded.batch)
-        taken, gradients = [], None
+        terms, gradients = [], None
         for part in turns(len(row), size):
             own, where = row[part], position[part]
             outside, inside = self._free.now(own), self._inside[PARAM][own] @ self._basis
@@ -168,19 +168,19 @@ class SubspaceTransport(Transport):
             both, curved = own_where(curvature, twice, take(recorded.batch, torch.cat([where, where])), vectors)
             gradients = each(lambda t: t[: len(t) // 2], both)
             of_moved, of_inside = self._layout.flatten(curved).chunk(2)
-            taken.append((of_inside + self._layout.flatten(gradients)) @ self._basis.T)
+            terms.append((of_inside + self._layout.flatten(gradients)) @ self._basis.T)
             yield own, of_moved
-        self._move(recorded, row, torch.cat(taken))
+        self._move(recorded, row, torch.cat(terms))
         self._free.move(recorded, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
-        """A step passes."""
+        """Pass a step."""
         nobody = torch.zeros(0, dtype=torch.int64)
         self._move(recorded, nobody, self._basis.new_zeros((0, len(self._basis))))
         self._free.advance(recorded)
 
-    def _move(self, recorded: RecordedStep, row: Int[Tensor, " pairs"], taken: Float[Tensor, "pairs rank"]) -> None:
-        """The optimizer's own step on the coordinates, with the batch's curvature within the span."""
+    def _move(self, recorded: RecordedStep, row: Int[Tensor, " pairs"], terms: Float[Tensor, "pairs rank"]) -> None:
+        """Take the optimizer's own step on the coordinates, with the batch's curvature within the span."""
         hypers = recorded.record.hypers
         if any(hyper != hypers[0] for hyper in hypers):
             raise UnsupportedError(
@@ -192,5 +192,5 @@ class SubspaceTransport(Transport):
         curvature = self._free.kind(self._trajectory.task, recorded.params, recorded.batch, chunk)
         curved = self._layout.flatten(curvature.products(self._layout.unflatten(self._basis))[0]) @ self._basis.T
         gradient = self._inside[PARAM] @ curved
-        gradient.index_add_(0, row, taken, alpha=-1 / len(recorded.record.ids))
+        gradient.index_add_(0, row, terms, alpha=-1 / len(recorded.record.ids))
         self._inside = self._trajectory.rule.definition.step(self._inside, gradient, values(hypers[0]))

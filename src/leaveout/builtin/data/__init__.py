@@ -37,7 +37,7 @@ _SOURCES = {
 
 
 def names() -> tuple[str, ...]:
-    """The data sets that `load` knows.
+    """Name the data sets that `load` knows.
 
     >>> names()
     ('20news', 'adult', 'cifar10', 'digits', 'digits-1v7', 'mnist', 'mnist-1v7')
@@ -46,7 +46,7 @@ def names() -> tuple[str, ...]:
 
 
 def sizes(name: str) -> tuple[int, int]:
-    """How many training and validation examples `load` draws if not told.
+    """Return how many training and validation examples `load` draws if not told.
 
     >>> sizes("digits")
     (1000, 400)
@@ -75,7 +75,7 @@ def _known(name: str) -> _Source:
 
 
 def load(name: str, n_train: int | None = None, n_val: int | None = None, seed: int = 0) -> Data:
-    """A data set: `n_train` and `n_val` rows drawn by seed (the experiments' numbers if not given), and a test part.
+    """Load a data set: `n_train` and `n_val` rows drawn by seed (the experiments' numbers by default), and a test part.
 
     The test part is the official one for mnist, mnist-1v7 and cifar10, and all rows left over for the others.
     """

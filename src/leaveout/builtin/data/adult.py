@@ -43,7 +43,7 @@ _MERGED = {
 
 
 def _rows(name: str) -> pd.DataFrame:
-    """One of the two files; `?` stays a value of its own."""
+    """Read one of the two files; `?` stays a value of its own."""
     content = original(Remote("adult", name, _ARCHIVE + name, f"sha256:{_FILES[name]}"), _FILES[name])
     return pd.read_csv(
         io.BytesIO(content),
@@ -55,7 +55,7 @@ def _rows(name: str) -> pd.DataFrame:
 
 
 def table() -> Table:
-    """Six numbers and eight one-hot coded categories; class 1 earns more than 50,000."""
+    """Return six numbers and eight one-hot coded categories; class 1 earns more than 50,000."""
     frame = pd.concat([_rows(name) for name in _FILES], ignore_index=True).replace(_MERGED)
     frame["fnlwgt"] = np.log1p(frame["fnlwgt"])
     x = pd.get_dummies(frame[_NUMERIC + _CATEGORICAL], columns=_CATEGORICAL, prefix_sep=":", dtype=np.float64)

@@ -27,27 +27,27 @@ _CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hor
 
 
 def _unpacked() -> list[bytes] | None:
-    """The six batches, if all of them lie there as single files."""
+    """Read the six batches, if all of them lie there as single files."""
     paths = {name: find("cifar10", *variants(name)) for name in _BATCHES}
-    found = {name: path for name, path in paths.items() if path is not None}
-    if len(found) < len(_BATCHES):
+    files = {name: path for name, path in paths.items() if path is not None}
+    if len(files) < len(_BATCHES):
         return None
-    return [checked(read(path), _BATCHES[name], path) for name, path in found.items()]
+    return [checked(read(path), _BATCHES[name], path) for name, path in files.items()]
 
 
 def _archived(path: Path) -> list[bytes]:
-    """The six batches out of the archive."""
-    found = {name.name: content for name, content in members(path) if name.name in _BATCHES}
-    missing = sorted(_BATCHES.keys() - found.keys())
+    """Read the six batches out of the archive."""
+    contents = {name.name: content for name, content in members(path) if name.name in _BATCHES}
+    missing = sorted(_BATCHES.keys() - contents.keys())
     if missing:
         raise InputError(
             f"{path} lacks {', '.join(missing)}: replace it with the original, or delete it.", code="data-incomplete"
         )
-    return [checked(found[name], sha256, path / name) for name, sha256 in _BATCHES.items()]
+    return [checked(contents[name], sha256, path / name) for name, sha256 in _BATCHES.items()]
 
 
 def table() -> Table:
-    """All ten classes, as images for the network."""
+    """Return all ten classes, as images for the network."""
     batches = _unpacked() or _archived(find("cifar10", _ARCHIVE.name) or download(_ARCHIVE))
     # A record is one label byte and 3 x 32 x 32 pixel bytes.
     records = np.concatenate([np.frombuffer(batch, np.uint8).reshape(-1, 3073) for batch in batches])

@@ -7,7 +7,7 @@ from leaveout.builtin.data.examples import Table
 
 
 def table() -> Table:
-    """Flat rows of 64 pixels in [0, 1], ten classes."""
+    """Return flat rows of 64 pixels in [0, 1], ten classes."""
     x, y = load_digits(return_X_y=True)
     return Table(
         x=x / 16,  # the pixels are counts 0..16
@@ -21,7 +21,7 @@ def table() -> Table:
 
 
 def one_against_seven() -> Table:
-    """Digit 1 (class 0) against 7 (class 1), standardised: a small stand-in for the larger two-class sets."""
+    """Return digit 1 (class 0) against 7 (class 1), standardised: a small stand-in for the larger two-class sets."""
     whole = table()
     rows = np.flatnonzero((whole.y == 1) | (whole.y == 7))
     return Table(

@@ -65,7 +65,7 @@ class Table:
 def split(
     n: int, n_train: int, n_val: int, seed: int = 0
 ) -> tuple[Int64[np.ndarray, " train"], Int64[np.ndarray, " val"], Int64[np.ndarray, " rest"]]:
-    """Rows 0..n-1 as (train, val, rest): disjoint, drawn by `train_test_split`, repeatable by seed.
+    """Split rows 0..n-1 into (train, val, rest): disjoint, drawn by `train_test_split`, repeatable by seed.
 
     >>> train, val, rest = split(10, 4, 3, seed=0)
     >>> train, val, rest

@@ -29,28 +29,28 @@ class Remote:
     folder: str
     name: str
     url: str
-    known: str
+    checksum: str
 
 
 def roots() -> list[Path]:
-    """The directories that are searched, first one first."""
-    named = os.environ.get("LEAVEOUT_DATA")
-    if named and not Path(named).is_dir():
+    """Return the directories that are searched, first one first."""
+    directory = os.environ.get("LEAVEOUT_DATA")
+    if directory and not Path(directory).is_dir():
         raise InputError(
-            f"LEAVEOUT_DATA names {named}, which is not a directory; create it or unset the variable.",
+            f"LEAVEOUT_DATA names {directory}, which is not a directory; create it or unset the variable.",
             code="data-directory-missing",
         )
-    return ([Path(named)] if named else []) + [Path(pooch.os_cache("leaveout"))]
+    return ([Path(directory)] if directory else []) + [Path(pooch.os_cache("leaveout"))]
 
 
 def find(folder: str, *patterns: str) -> Path | None:
-    """The first file that matches one of the patterns, in the order of `roots` and then of the patterns."""
+    """Find the first file that matches one of the patterns, in the order of `roots` and then of the patterns."""
     matches = (path for root in roots() for pattern in patterns for path in sorted((root / folder).glob(pattern)))
     return next((path for path in matches if path.is_file()), None)
 
 
 def variants(name: str) -> tuple[str, ...]:
-    """The names under which a file may be kept: plain or compressed."""
+    """Return the names under which a file may be kept: plain or compressed."""
     return name, f"{name}.gz", f"{name}.xz"
 
 
@@ -58,7 +58,7 @@ def download(remote: Remote) -> Path:
     """Fetch a file into the cache; say what to put where if that cannot be done."""
     try:
         cache = Path(pooch.os_cache("leaveout")) / remote.folder
-        return Path(pooch.retrieve(remote.url, remote.known, fname=remote.name, path=cache))
+        return Path(pooch.retrieve(remote.url, remote.checksum, fname=remote.name, path=cache))
     except OSError as error:  # every failure of the network or of the disk
         reason = f"could not be fetched from {remote.url} ({type(error).__name__})"
     except ValueError:  # pooch's word for a wrong checksum
@@ -71,7 +71,7 @@ def download(remote: Remote) -> Path:
 
 
 def read(path: Path) -> bytes:
-    """A file's content, decompressed as its suffix says."""
+    """Read a file, decompressed as its suffix says."""
     try:
         return _DECOMPRESS.get(path.suffix, bytes)(path.read_bytes())
     except _DAMAGED as error:
@@ -81,7 +81,7 @@ def read(path: Path) -> bytes:
 
 
 def members(path: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """The regular files in a tar archive; links and devices are passed over."""
+    """Read the regular files in a tar archive; links and devices are passed over."""
     try:
         with tarfile.open(path) as archive:
             for member in archive:
@@ -95,7 +95,7 @@ def members(path: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
 
 
 def checked(content: bytes, sha256: str, path: Path) -> bytes:
-    """The content, if it is the original's."""
+    """Return the content, if it is the original's."""
     if hashlib.sha256(content).hexdigest() != sha256:
         raise InputError(
             f"{path} differs from the original (sha256): replace it with the original, or delete it.",
@@ -105,6 +105,6 @@ def checked(content: bytes, sha256: str, path: Path) -> bytes:
 
 
 def original(remote: Remote, sha256: str) -> bytes:
-    """The decompressed content of one public file, found or fetched, and checked."""
+    """Return the decompressed content of one public file, found or fetched, and checked."""
     path = find(remote.folder, *variants(remote.name.removesuffix(".gz"))) or download(remote)
     return checked(read(path), sha256, path)

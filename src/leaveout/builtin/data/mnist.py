@@ -30,21 +30,21 @@ _N_TRAIN = 60_000
 
 
 def _bytes(name: str, header: int) -> UInt8[np.ndarray, " size"]:
-    """The content of an idx file after its header, whose sizes the checksum has already settled."""
-    known, sha256 = _FILES[name]
-    remote = Remote("mnist", f"{name}.gz", f"{_MIRROR}{name}.gz", f"sha256:{known}")
+    """Read an idx file after its header, whose sizes the checksum has already settled."""
+    archive_sha256, sha256 = _FILES[name]
+    remote = Remote("mnist", f"{name}.gz", f"{_MIRROR}{name}.gz", f"sha256:{archive_sha256}")
     return np.frombuffer(original(remote, sha256), np.uint8, offset=header)
 
 
 def _read() -> tuple[UInt8[np.ndarray, "n 784"], Int64[np.ndarray, " n"]]:
-    """All 70,000 images as flat rows with their digits, the training file first."""
+    """Read all 70,000 images as flat rows with their digits, the training file first."""
     pixels = np.concatenate([_bytes(f"{part}-images-idx3-ubyte", 16) for part in ("train", "t10k")])
     digits = np.concatenate([_bytes(f"{part}-labels-idx1-ubyte", 8) for part in ("train", "t10k")])
     return pixels.reshape(-1, 784), digits.astype(np.int64)
 
 
 def table() -> Table:
-    """All ten digits, as images for the network."""
+    """Return all ten digits, as images for the network."""
     x, y = _read()
     return Table(
         x=x.reshape(-1, 1, 28, 28),
@@ -58,7 +58,7 @@ def table() -> Table:
 
 
 def one_against_seven() -> Table:
-    """Digit 1 (class 0) against 7 (class 1), flat and standardised."""
+    """Return digit 1 (class 0) against 7 (class 1), flat and standardised."""
     x, y = _read()
     ids = np.flatnonzero((y == 1) | (y == 7))
     return Table(

@@ -26,14 +26,14 @@ _SHA256 = "1b425d0cedc89771e13d331af9e3dc9481d99db3d5e1ea89c55cb2d1aa2f67cc"
 
 
 def _messages() -> dict[tuple[int, int, str], bytes]:
-    """The raw messages by (part, group, file name), in order."""
+    """Return the raw messages by (part, group, file name), in order."""
     path = find("20news", "20news-bydate*.tar.gz") or download(_ARCHIVE)
-    found = {
+    texts = {
         (_PARTS.index(name.parts[-3]), _GROUPS.index(name.parts[-2]), name.name): content
         for name, content in members(path)
         if len(name.parts) >= 3 and name.parts[-3] in _PARTS and name.parts[-2] in _GROUPS
     }
-    messages = dict(sorted(found.items()))
+    messages = dict(sorted(texts.items()))
     if hashlib.sha256(b"".join(messages.values())).hexdigest() != _SHA256:
         raise InputError(
             f"{path} does not hold the original messages of {' and '.join(_GROUPS)}: "
@@ -44,12 +44,12 @@ def _messages() -> dict[tuple[int, int, str], bytes]:
 
 
 def _body(message: bytes) -> str:
-    """The words the author wrote: headers, footers and quotes give the group away. The order matters."""
+    """Return the words the author wrote: headers, footers and quotes give the group away. The order matters."""
     return strip_newsgroup_quoting(strip_newsgroup_footer(strip_newsgroup_header(message.decode("latin-1"))))
 
 
 def table() -> Table:
-    """Tf-idf weights, fitted on the by-date training part; class 1 is the Macintosh group."""
+    """Return Tf-idf weights, fitted on the by-date training part; class 1 is the Macintosh group."""
     messages = _messages()
     part, group = np.array([key[:2] for key in messages], np.int64).T
     bodies = [_body(message) for message in messages.values()]

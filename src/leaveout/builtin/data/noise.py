@@ -22,7 +22,7 @@ class Noisy:
 
 
 def gaussian(examples: Examples, sigma: float, seed: int = 0) -> Noisy:
-    """Make x + N(0, σ²) of every feature, in the unit of the features as they were loaded."""
+    """Add N(0, σ²) to every feature, in the unit of the features as they were loaded."""
     if not 0 <= sigma < float("inf"):
         raise InputError(f"sigma={sigma} must be a finite number, 0 or more.", code="sigma-out-of-range")
     x = examples.x

@@ -32,13 +32,13 @@ FIVE = [
 
 
 def image_sweeps() -> list[Row]:
-    """SGD-IE against plain training, and ACC against SGD-IE, on the MNIST network."""
-    found, task, run = images(5_120, 4)  # several epochs, as trainings have
+    """Compare SGD-IE with plain training, and ACC with SGD-IE, on the MNIST network."""
+    dataset, task, run = images(5_120, 4)  # several epochs, as trainings have
     training, sgdie, acc = quickest(
         8,
         lambda: plain_training(task, run, copy.deepcopy(task.model), nn.CrossEntropyLoss()),
-        lambda: SGDIE().score(run, task, found.val, resources=QUIET),
-        lambda: ACC().score(run, task, found.val, resources=QUIET),
+        lambda: SGDIE().score(run, task, dataset.val, resources=QUIET),
+        lambda: ACC().score(run, task, dataset.val, resources=QUIET),
     )
     times = f"training {training:.1f} s, SGD-IE {sgdie:.1f} s, ACC(free) {acc:.1f} s"
     how = f"MNIST CNN, {len(run)} steps of 64, 4 epochs: {times}, the quickest of eight each"
@@ -49,37 +49,37 @@ def image_sweeps() -> list[Row]:
 
 
 def example_count() -> list[Row]:
-    """What a step costs must not depend on how many examples there are."""
+    """Compare what a step costs for few and for many examples: it must not depend on their number."""
     each, peak = {}, 0
     for n, epochs in ((1000, 40), (50_000, 1)):
-        found, task, run = images(n, epochs)
-        ACC().score(run.head(40), task, found.val, resources=QUIET)  # traces, and the first touch of memory
-        cost = ACC().score(run, task, found.val, resources=QUIET).cost
+        dataset, task, run = images(n, epochs)
+        ACC().score(run.head(40), task, dataset.val, resources=QUIET)  # traces, and the first touch of memory
+        cost = ACC().score(run, task, dataset.val, resources=QUIET).cost
         each[n], peak = cost.seconds / len(run), cost.peak_memory
-    how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms a step; {peak / 1e9:.1f} GB at n = 50,000"
+    how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms per step; {peak / 1e9:.1f} GB at n = 50,000"
     return [Row("ACC(free), a step at n = 50,000 / at n = 1,000", each[50_000] / each[1000], "<=", 1.2, how)]
 
 
 def many_outputs() -> list[Row]:
-    """A hundred query outputs against a hundred times one."""
-    found, task, run = binary("adult", "mlp", epochs=38)
-    some = TensorDataset(found.val.x[:100], found.val.y[:100])
-    ACC().score(run.head(20), task, found.val, resources=QUIET)
-    one, _ = seconds(lambda: ACC().score(run, task, found.val, resources=QUIET))
+    """Compare a hundred query outputs with a hundred times one."""
+    dataset, task, run = binary("adult", "mlp", epochs=38)
+    some = TensorDataset(dataset.val.x[:100], dataset.val.y[:100])
+    ACC().score(run.head(20), task, dataset.val, resources=QUIET)
+    one, _ = seconds(lambda: ACC().score(run, task, dataset.val, resources=QUIET))
     hundred, _ = seconds(lambda: ACC(readout="outputs").score(run, task, some, resources=QUIET))
     how = f"Adult 8-8: {one:.2f} s and {hundred:.2f} s"
     return [Row("ACC(free), 100 query outputs / 100 times one", hundred / (100 * one), "<=", 0.25, how)]
 
 
 def replays() -> list[Row]:
-    """Exact replay against a plain loop, and exact ACC against exact replay."""
-    found, task, run = binary("adult", "mlp", epochs=38)
+    """Compare exact replay with a plain loop, and exact ACC with exact replay."""
+    dataset, task, run = binary("adult", "mlp", epochs=38)
     loss = nn.BCEWithLogitsLoss()
     plain, replay, acc = quickest(
         10,
         lambda: plain_training(task, run, copy.deepcopy(task.model), loss),
-        lambda: Replay().score(run, task, found.val, resources=QUIET),
-        lambda: ACC("exact").score(run, task, found.val, resources=QUIET),
+        lambda: Replay().score(run, task, dataset.val, resources=QUIET),
+        lambda: ACC("exact").score(run, task, dataset.val, resources=QUIET),
     )
     how = f"Adult 8-8, n = 400, {len(run)} steps: {replay:.2f} s, a plain model {plain:.3f} s, the quickest of ten each"
     return [
@@ -89,7 +89,7 @@ def replays() -> list[Row]:
 
 
 def _parts(task: Task, run: Run, replay: float, acc: float) -> str:
-    """What the derivatives alone take of a step: 400 models' gradients, and how the gradient changes along 400 rows."""
+    """Time the derivatives alone: 400 models' gradients, and how the gradient changes along 400 rows."""
     recorded = Trajectory(run, task).recorded_step(len(run) // 2)
     stack = {n: t + 0.01 * torch.randn(400, *t.shape) for n, t in recorded.params.items()}
     weights = torch.ones(400, 100)
@@ -107,9 +107,9 @@ def _parts(task: Task, run: Run, replay: float, acc: float) -> str:
 
 
 def wide_inputs() -> list[Row]:
-    """How much of the machine's matrix rate the first layer's products reach."""
-    found, task, run = binary("20news", "mlp", epochs=10)
-    width = found.train.x.shape[1]
+    """Measure how much of the machine's matrix rate the first layer's products reach."""
+    dataset, task, run = binary("20news", "mlp", epochs=10)
+    width = dataset.train.x.shape[1]
     left, right = torch.randn(400 * 8, width), torch.randn(width, 100)
     left @ right
     plain, _ = seconds(lambda: [left @ right for _ in range(10)])
@@ -117,18 +117,18 @@ def wide_inputs() -> list[Row]:
     rate = 10 * work / plain
     rows = []
     for estimator in (Replay(), ACC("exact")):
-        taken = estimator.score(run, task, found.val, resources=QUIET).cost.seconds
-        reached = 2 * work * len(run) / taken  # one product forward and one back
+        elapsed = estimator.score(run, task, dataset.val, resources=QUIET).cost.seconds
+        reached = 2 * work * len(run) / elapsed  # one product forward and one back
         how = f"20News 8-8: {reached / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s"
         rows.append(Row(f"{estimator.name}, layer-1 rate / plain matmul", reached / rate, ">=", 0.25, how))
     return rows
 
 
 def recording() -> list[Row]:
-    """What recording adds to an ordinary loop."""
-    found, task, _ = images(20_000, 1)
+    """Measure what recording adds to an ordinary loop."""
+    dataset, task, _ = images(20_000, 1)
     loss = nn.CrossEntropyLoss()
-    loader = DataLoader(found.train, batch_size=64, shuffle=True)
+    loader = DataLoader(dataset.train, batch_size=64, shuffle=True)
 
     def loop(*, recorded: bool) -> None:
         model = copy.deepcopy(task.model)
@@ -147,16 +147,16 @@ def recording() -> list[Row]:
 
 
 def plans() -> list[Row]:
-    """What ``plan`` predicts against what then happens."""
+    """Compare what ``plan`` predicts with what then happens."""
     rows = []
     cheap: list[Estimator] = [TracIn(), SGDIE(), ACC()]
-    for what, (found, task, run), methods in (
+    for what, (dataset, task, run), methods in (
         ("MNIST CNN", images(20_000, 1), cheap),
         ("Adult 8-8", binary("adult", "mlp", epochs=38), [*cheap, ACC("exact"), Replay()]),
     ):
-        planned = plan(task, found.val, run, resources=QUIET)["seconds"]
+        planned = plan(task, dataset.val, run, resources=QUIET)["seconds"]
         real = {
-            m.resolved(run).name: min(_alone(m, run, task.untraced(), found.val) for _ in range(2)) for m in methods
+            m.resolved(run).name: min(_alone(m, run, task.untraced(), dataset.val) for _ in range(2)) for m in methods
         }
         worst = float(max(max(planned[name] / real[name], real[name] / planned[name]) for name in real))
         how = ", ".join(f"{name} {planned[name]:.1f} and {real[name]:.1f} s" for name in real) + ", the quicker of two"
@@ -165,20 +165,20 @@ def plans() -> list[Row]:
 
 
 def _alone(method: Estimator, run: Run, task: Task, query: Dataset) -> float:
-    """Seconds that a method takes by itself, without what others left to be swept up."""
+    """Time a method by itself, without what others left to be swept up."""
     gc.collect()
     return method.score(run, task, query, resources=QUIET).cost.seconds
 
 
 def cheap_transports() -> list[Row]:
-    """Rank correlation of the cheap transports with the exact one, on five tasks."""
+    """Correlate the ranks of the cheap transports with those of the exact one, on five tasks."""
     rows = []
     for name, model in FIVE:
-        found, task, run = binary(name, model, n=200, size=50, epochs=30)
-        exact = ACC("exact").score(run, task, found.val, resources=QUIET).mean()
+        dataset, task, run = binary(name, model, n=200, size=50, epochs=30)
+        exact = ACC("exact").score(run, task, dataset.val, resources=QUIET).mean()
         for transport, target in (("free", 0.98), (Subspace(8), 0.99)):
             estimator = ACC(transport)
-            values = estimator.score(run, task, found.val, resources=QUIET).mean()
+            values = estimator.score(run, task, dataset.val, resources=QUIET).mean()
             tau = kendall(values, exact)
             what = f"tau({estimator.name}, exact ACC), {name}, {model}"
             rows.append(Row(what, tau, ">=", target, "n = 200, batch 50, 30 epochs, lr 0.1"))
@@ -186,14 +186,14 @@ def cheap_transports() -> list[Row]:
 
 
 def faithful_outputs() -> list[Row]:
-    """Rank correlation of ACC with the outputs readout with exact leave-one-out."""
+    """Correlate the ranks of ACC with the outputs readout with those of exact leave-one-out."""
     rows = []
     for name in ("adult", "20news", "mnist-1v7"):
         taus = []
         for seed in range(5):
-            found, task, run = binary(name, "logistic", seed=seed, l2=0.01)
-            truth = Replay().score(run, task, found.val, resources=QUIET).mean()
-            values = ACC(readout="outputs").score(run, task, found.val, resources=QUIET).mean()
+            dataset, task, run = binary(name, "logistic", seed=seed, l2=0.01)
+            truth = Replay().score(run, task, dataset.val, resources=QUIET).mean()
+            values = ACC(readout="outputs").score(run, task, dataset.val, resources=QUIET).mean()
             taus.append(kendall(values, truth))
         how = f"n = 400, batch 100, 30 epochs, lr 0.1, l2 0.01; five seeds, {min(taus):.3f} to {max(taus):.3f}"
         rows.append(Row(f"tau(ACC(free) outputs, exact leave-one-out), {name}, logistic", mean(taus), ">=", 0.96, how))

@@ -33,12 +33,12 @@ class Bottleneck(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's outputs."""
+        """Return the block's outputs."""
         return F.relu(self.body(x) + self.skip(x))
 
 
 def resnet50() -> nn.Module:
-    """The 25.6 million parameters of ResNet-50; the last block is ``blocks.15``."""
+    """Build the 25.6 million parameters of ResNet-50; the last block is ``blocks.15``."""
     model = nn.Sequential()
     model.add_module(
         "stem",
@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of every token's successor."""
+        """Return logits of every token's successor."""
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
             x = layer(x)
@@ -83,7 +83,7 @@ class Layer(nn.Module):
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The next layer's inputs."""
+        """Return the next layer's inputs."""
         parts = self.attention(self.before(x)).chunk(3, 2)
         query, key, value = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -92,21 +92,21 @@ class Layer(nn.Module):
 
 
 def imagenet() -> Described:
-    """ResNet-50 on one image, trained with momentum; its last block is scored."""
+    """Build ResNet-50 on one image, trained with momentum; its last block is scored."""
     with torch.device("meta"):
         image, label = torch.empty(1, 3, 224, 224), torch.empty(1, dtype=torch.int64)
         return Described(resnet50(), image, label, F.cross_entropy, ("blocks.15.*",), slots=2)
 
 
 def language_model(layers: tuple[str, ...] = ("*",)) -> Described:
-    """A model of 100 million parameters on one text of 512 tokens, trained with momentum; all of it is scored."""
+    """Build a model of 100 million parameters on one text of 512 tokens, trained with momentum; all of it is scored."""
     with torch.device("meta"):
         model, text = LanguageModel(37_400, 768, 10, 12, 512), torch.empty(1, 512, dtype=torch.int64)
         return Described(model, text, text, _next_token, layers, slots=2)
 
 
 def language_model_last() -> Described:
-    """The same, with its last layer scored."""
+    """Build the same, with its last layer scored."""
     return language_model(("layers.9.*",))
 
 

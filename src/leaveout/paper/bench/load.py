@@ -64,7 +64,7 @@ class Resident:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Samples while this lasts."""
+        """Sample while this lasts."""
         thread = threading.Thread(target=self._sample, daemon=True)
         thread.start()
         try:
@@ -79,7 +79,7 @@ class Resident:
         return max(size for _, size in self.samples)
 
     def growth(self, steps: int) -> float:
-        """Bytes a step once it has settled, for steps that take the same time each."""
+        """Estimate bytes per step once it has settled, for steps that take the same time each."""
         time, size = np.array(self.samples).T
         time = time - time[0]
         late = time >= SETTLED * time[-1]
@@ -90,17 +90,17 @@ class Resident:
 
 
 def watched(what: str, steps: int, function: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
-    """Calls a function of so many steps; what it took, and what it gave."""
+    """Call a function of so many steps; return what it took, and what it gave."""
     resident = Resident()
     used = process_time()
     with resident.watched():
-        taken, result = seconds(function)
-    told = {"what": what, "steps": steps, "seconds": taken, "processor": process_time() - used}
-    return {**told, "peak": resident.peak, "growth": resident.growth(steps)}, result
+        elapsed, result = seconds(function)
+    figures = {"what": what, "steps": steps, "seconds": elapsed, "processor": process_time() - used}
+    return {**figures, "peak": resident.peak, "growth": resident.growth(steps)}, result
 
 
 def long_run(steps: int) -> Iterator[dict[str, Any]]:
-    """Very many steps of a small model recorded, opened and scored."""
+    """Record, open and score very many steps of a small model."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1000, 8, generator=generator)
     data = TensorDataset(x, (x.sum(1) + torch.randn(1000, generator=generator) > 0).float())
@@ -108,24 +108,24 @@ def long_run(steps: int) -> Iterator[dict[str, Any]]:
     task = Task(model, nn.BCEWithLogitsLoss(), data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     path = folder()
-    told, run = watched(
+    figures, run = watched(
         f"{steps:,} steps recorded, logistic regression with 9 parameters, batches of 10",
         steps,
         lambda: train(task, optimizer, steps // 100, 10, 0, path, resources=QUIET),
     )
-    yield {**told, "case": "long", "disk": sum(file.stat().st_size for file in path.iterdir())}
+    yield {**figures, "case": "long", "disk": sum(file.stat().st_size for file in path.iterdir())}
     del run
-    told, _ = watched(
+    figures, _ = watched(
         "the same run opened and scored by SGD-IE, one query",
         steps,
         lambda: SGDIE().score(open_run(path), task, TensorDataset(*data[:100]), resources=QUIET),
     )
-    yield {**told, "case": "long"}
+    yield {**figures, "case": "long"}
     shutil.rmtree(path.parent)
 
 
 def wide_run(examples: int, *, width: int = 64, size: int = 1000) -> Iterator[dict[str, Any]]:
-    """Very many examples scored in one pass, each remembered in a projection."""
+    """Score very many examples in one pass, each remembered in a projection."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(examples, 64, generator=generator)
     data = TensorDataset(x, (x[:, :10] + torch.randn(examples, 10, generator=generator)).argmax(1))
@@ -135,24 +135,24 @@ def wide_run(examples: int, *, width: int = 64, size: int = 1000) -> Iterator[di
     count = sum(param.numel() for param in model.parameters())
     steps = EPOCHS * -(-examples // size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    told, run = watched(
+    figures, run = watched(
         f"{EPOCHS} epochs of {examples:,} examples recorded, network with {count:,} parameters, batches of {size:,}",
         steps,
         lambda: train(task, optimizer, EPOCHS, size, 0, path, resources=QUIET),
     )
-    yield {**told, "case": "wide", "disk": sum(file.stat().st_size for file in path.iterdir())}
+    yield {**figures, "case": "wide", "disk": sum(file.stat().st_size for file in path.iterdir())}
     query = TensorDataset(*data[:1000])
-    told, _ = watched(
+    figures, _ = watched(
         f"the same run scored by ACC(sketch={width}), one pass, {examples:,} scores",
         steps,
         lambda: ACC(sketch=width).score(run, task, query, resources=Resources("2GB", progress=False)),
     )
-    yield {**told, "case": "wide"}
+    yield {**figures, "case": "wide"}
     shutil.rmtree(path.parent)
 
 
 def write(rows: list[dict[str, Any]], out: Path) -> None:
-    """``load.json`` and ``load.md``; cases that were not measured now stay as they are there."""
+    """Write ``load.json`` and ``load.md``; cases that were not measured now stay as they are there."""
     machine = f"Threads: {torch.get_num_threads()}; PyTorch {torch.__version__}, Python {platform.python_version()}."
     out.mkdir(parents=True, exist_ok=True)
     measured = {row["case"] for row in rows}

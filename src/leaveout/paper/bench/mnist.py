@@ -29,35 +29,37 @@ SCORES = "acc.safetensors"
 
 
 def measure(n: int, flipped: float, replays: int, out: Path, work: Path | None = None) -> dict[str, Any]:
-    """Trains, scores and verifies; writes the most harmful images as one sheet, and the figures as JSON.
+    """Train, score and verify; write the most harmful images as one sheet, and the figures as JSON.
 
     With ``work``, run, scores and finished replays stay there, and the same call goes on with them.
     """
     work = work or folder()
-    found = data.load("mnist", n_train=n, n_val=10_000)
-    noisy = data.flip(found.train, flipped, seed=0)
+    dataset = data.load("mnist", n_train=n, n_val=10_000)
+    noisy = data.flip(dataset.train, flipped, seed=0)
     task = Task(models.build("mnist-cnn", seed=0), nn.CrossEntropyLoss(), noisy.examples)
     file = out / (f"mnist-{n}" + ("-flipped" if flipped else "") + ".json")
     if not (work / SCORES).exists() or not file.exists():
         out.mkdir(parents=True, exist_ok=True)
-        told, acc = _scored(task, noisy, found.val, work)
-        harmful = [row["id"] for row in told["harmful"]]
+        figures, acc = _scored(task, noisy, dataset.val, work)
+        harmful = [row["id"] for row in figures["harmful"]]
         file.with_suffix(".png").write_bytes(png(pixels(sheet(noisy.examples, harmful).numpy(), side=4096)))
-        write_text(file, json.dumps(told, indent=1) + "\n")
+        write_text(file, json.dumps(figures, indent=1) + "\n")
         acc.save(work / SCORES, overwrite=True)
-    told, acc, run = json.loads(file.read_text()), Scores.load(work / SCORES), open_run(work / "run")
-    check = verify(acc, run, task, found.val, replays=replays, resources=Resources(memory="6GB", work=work / "shards"))
-    told["verify"] = {
+    figures, acc, run = json.loads(file.read_text()), Scores.load(work / SCORES), open_run(work / "run")
+    check = verify(
+        acc, run, task, dataset.val, replays=replays, resources=Resources(memory="6GB", work=work / "shards")
+    )
+    figures["verify"] = {
         "sentence": check.sentence,
         "seconds": check.cost.seconds,
         "replays": check.table.reset_index().to_dict("records"),
     }
-    write_text(file, json.dumps(told, indent=1) + "\n")
-    return told
+    write_text(file, json.dumps(figures, indent=1) + "\n")
+    return figures
 
 
 def _scored(task: Task, noisy: Noisy, val: Examples, work: Path) -> tuple[dict[str, Any], Scores]:
-    """Train and scores; figures of both, and ACC's scores."""
+    """Train and score; return figures of both, and ACC's scores."""
     resources, there = Resources(memory="6GB"), (work / "run").exists()
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.05)
     recorded, run = seconds(
@@ -67,7 +69,7 @@ def _scored(task: Task, noisy: Noisy, val: Examples, work: Path) -> tuple[dict[s
     sgdie, acc = score([SGDIE(), ACC()], run, task, val, resources=resources)
     harmful = [int(i) for i in acc.harmful(SHEET)]
     flipped = int(noisy.touched.sum())
-    told: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "images": task.size,
         "flipped": flipped,
         "steps": len(run),
@@ -83,12 +85,12 @@ def _scored(task: Task, noisy: Noisy, val: Examples, work: Path) -> tuple[dict[s
     }
     for scores in (sgdie, acc):
         worst = [int(i) for i in scores.harmful(flipped)]
-        told[f"flipped found by {scores.method}"] = int(noisy.touched[worst].sum())
-    return told, acc
+        figures[f"flipped found by {scores.method}"] = int(noisy.touched[worst].sum())
+    return figures, acc
 
 
 def sheet(examples: Examples, ids: list[int], columns: int = 10, zoom: int = 3) -> Float[Tensor, "height width"]:
-    """Images side by side, with a thin frame around each."""
+    """Put images side by side, with a thin frame around each."""
     tiles = [torch.nn.functional.pad(examples.x[i, 0], (1, 1, 1, 1), value=0.5) for i in ids]
     rows = [torch.cat(tiles[start : start + columns], dim=1) for start in range(0, len(tiles), columns)]
     return torch.cat(rows).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)

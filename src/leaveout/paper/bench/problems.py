@@ -23,19 +23,19 @@ QUIET = Resources(progress=False)
 
 
 def folder() -> Path:
-    """A new place for a run, removed by the system in its own time."""
+    """Make a new place for a run, removed by the system in its own time."""
     return Path(tempfile.mkdtemp(prefix="leaveout-bench-")) / "run"
 
 
 def seconds(function: Callable[[], T]) -> tuple[float, T]:
-    """How long a call took, and what it gave."""
+    """Measure how long a call took, and what it gave."""
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result
 
 
 def quickest(rounds: int, *functions: Callable[[], object]) -> list[float]:
-    """The least seconds of each function, taken in turns: what else a machine does only ever adds to them."""
+    """Measure the least seconds of each function, taken in turns: what else a machine does only ever adds to them."""
     times = [[seconds(function)[0] for function in functions] for _ in range(rounds)]
     return [min(column) for column in zip(*times, strict=True)]
 
@@ -43,25 +43,25 @@ def quickest(rounds: int, *functions: Callable[[], object]) -> list[float]:
 def binary(
     name: str, model: str, *, n: int = 400, size: int = 100, epochs: int = 30, seed: int = 0, l2: float = 0.0
 ) -> tuple[Data, Task, Run]:
-    """A two-class set with logistic regression or the 8-8 network, trained by plain SGD at 0.1."""
-    found = data.load(name, n_train=n, n_val=400, seed=seed)
-    net = models.build(model, seed=seed, features=found.train.x.shape[1])
-    task = Task(net, nn.BCEWithLogitsLoss(), found.train, l2=l2)
+    """Train logistic regression or the 8-8 network on a two-class set by plain SGD at 0.1."""
+    dataset = data.load(name, n_train=n, n_val=400, seed=seed)
+    net = models.build(model, seed=seed, features=dataset.train.x.shape[1])
+    task = Task(net, nn.BCEWithLogitsLoss(), dataset.train, l2=l2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return found, task, train(task, optimizer, epochs, size, seed, folder(), resources=QUIET)
+    return dataset, task, train(task, optimizer, epochs, size, seed, folder(), resources=QUIET)
 
 
 def images(n: int, epochs: int, *, size: int = 64) -> tuple[Data, Task, Run]:
-    """The convolutional network on n MNIST images."""
-    found = data.load("mnist", n_train=n, n_val=1000)
+    """Train the convolutional network on n MNIST images."""
+    dataset = data.load("mnist", n_train=n, n_val=1000)
     net = models.build("mnist-cnn", seed=0)
-    task = Task(net, nn.CrossEntropyLoss(), found.train)
+    task = Task(net, nn.CrossEntropyLoss(), dataset.train)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    return found, task, train(task, optimizer, epochs, size, 0, folder(), resources=QUIET)
+    return dataset, task, train(task, optimizer, epochs, size, 0, folder(), resources=QUIET)
 
 
 def plain_training(task: Task, run: Run, model: nn.Module, loss: nn.Module) -> float:
-    """Seconds that an ordinary PyTorch loop takes for the run's steps: nothing recorded, nothing checked."""
+    """Time an ordinary PyTorch loop over the run's steps: nothing recorded, nothing checked."""
     optimizer = torch.optim.SGD(model.parameters(), lr=run.record(0).hypers[0]["lr"])
     plans = [run.record(i).ids for i in range(len(run))]
     x, y = task.train_set.tensors  # type: ignore[attr-defined]

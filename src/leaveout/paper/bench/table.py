@@ -61,23 +61,23 @@ class Row:
 
     @property
     def meets(self) -> bool:
-        """Whether the figure is on the right side of its target."""
+        """Say whether the figure is on the right side of its target."""
         return self.value <= self.target if self.bound == "<=" else self.value >= self.target
 
 
 def run_cases(cases: Sequence[Callable[[], list[Row]]]) -> Iterator[Row]:
-    """The rows of all cases, as they are measured."""
+    """Yield the rows of all cases, as they are measured."""
     for case in cases:
         yield from case()
 
 
 def write(rows: Sequence[Row], folder: Path) -> None:
-    """``benchmarks.json`` and ``benchmarks.md``; rows that are there already and were not measured again stay."""
+    """Write ``benchmarks.json`` and ``benchmarks.md``; rows that were not measured again stay."""
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(({row.what: row for row in _written(folder)} | {row.what: row for row in rows}).values())
-    told = {"machine": machine, "rows": [{**asdict(row), "meets": row.meets} for row in rows]}
-    (folder / "benchmarks.json").write_text(json.dumps(told, indent=1) + "\n")
+    content = {"machine": machine, "rows": [{**asdict(row), "meets": row.meets} for row in rows]}
+    (folder / "benchmarks.json").write_text(json.dumps(content, indent=1) + "\n")
     lines = [HEAD + f"{machine['threads']} threads, PyTorch {machine['torch']}, Python {machine['python']}.", ""]
     lines += ["| what | measured | target | meets | how |", "| --- | --- | --- | --- | --- |"]
     lines += [
@@ -91,7 +91,7 @@ def write(rows: Sequence[Row], folder: Path) -> None:
 
 
 def load_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What ``leaveout load`` measured."""
+    """Return what ``leaveout load`` measured."""
     lines = ["| what | time | CPU time | per step | peak memory | growth per step | on disk |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     for row in rows:

@@ -17,7 +17,7 @@ from leaveout.trajectory.trajectory import Trajectory
 
 
 def displaced(problem: Problem, marks: Sequence[int], *, corrected: bool) -> Iterator[tuple[int, Params]]:
-    """Every example's estimated displacement after each number of steps, from one sweep: SGD-IE's or exact ACC's."""
+    """Estimate every example's displacement after each number of steps, from one sweep: SGD-IE's or exact ACC's."""
     sweep = Sweep(Trajectory(problem.run, problem.task), QUIET, Cost(), corrected=corrected)
     for recorded, moved in sweep.course(leave_out(problem.task.size)):
         if recorded.record.index + 1 in marks:
@@ -25,7 +25,7 @@ def displaced(problem: Problem, marks: Sequence[int], *, corrected: bool) -> Ite
 
 
 def replayed(problem: Problem, marks: Sequence[int]) -> Iterator[tuple[int, Params]]:
-    """Every example's true displacement after each number of steps, from one stack of trainings."""
+    """Compute every example's true displacement after each number of steps, from one stack of trainings."""
     trajectory = Trajectory(problem.run, problem.task)
     for recorded, params in courses(trajectory, leave_out(problem.task.size), 0.0, QUIET, Cost()):
         if recorded.record.index + 1 in marks:
@@ -33,6 +33,6 @@ def replayed(problem: Problem, marks: Sequence[int]) -> Iterator[tuple[int, Para
 
 
 def changes(problem: Problem, step: int, moved: Params, readout: str) -> Tensor:
-    """The change of the mean query loss for displacements after some steps, by a readout."""
+    """Compute the change of the mean query loss for displacements after some steps, by a readout."""
     query = Query(problem.task, problem.run.state(step)[PARAM], problem.val, single=False)
     return readout_of(readout).of_displacements(query, moved).mean(1)

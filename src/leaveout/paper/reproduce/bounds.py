@@ -37,7 +37,7 @@ GAMMA = 1.0
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """Logistic regression inside and outside the theorem's conditions, and networks with a run for each length."""
+    """List logistic regression inside and outside the theorem's conditions, and networks with a run for each length."""
     n, last = (60, {"adult": 8, "mnist-1v7": 8}) if quick else (200, {"adult": 512, "mnist-1v7": 128})
     marks = [1, 2, 4, 8, 16, 32, 64, 128, 512]
     shared = {"n": n, "batch": n // 2}
@@ -62,7 +62,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row for each length of training and estimator."""
+    """Return a row for each length of training and estimator."""
     return _convex(settings) if settings["kind"] == "convex" else _nonconvex(settings)
 
 
@@ -73,22 +73,22 @@ def _convex(settings: Settings) -> list[Row]:
     marks = [epochs * each for epochs in settings["epochs"]]
     rows: list[Row] = []
     with trained(model, nn.BCEWithLogitsLoss(), train, val, {**settings, "epochs": settings["epochs"][-1]}) as problem:
-        known = constants(train.x, problem.run.state(0)[PARAM], settings["l2"])
+        factors = constants(train.x, problem.run.state(0)[PARAM], settings["l2"])
         since = torch.tensor(marks)[:, None] - _first(problem)[None]
-        bounds = convex_bounds(known, settings["lr"], settings["batch"], since)
-        for method, found in _errors(problem, marks).items():
-            for place, (step, told) in enumerate(found.items()):
-                error, bound = told["error"], bounds[method][place]
+        bounds = convex_bounds(factors, settings["lr"], settings["batch"], since)
+        for method, errors in _errors(problem, marks).items():
+            for place, (step, norms) in enumerate(errors.items()):
+                error, bound = norms["error"], bounds[method][place]
                 rows.append(
                     {
                         "steps": step,
                         "method": method,
-                        **_spread(told),
+                        **_spread(norms),
                         "bound": float(bound.mean()),
                         "above": float((error > bound).double().mean()),
                         "worst": float((error / bound).max()),
-                        "holds": conditions(known, settings["lr"], settings["batch"]),
-                        **known,
+                        "holds": conditions(factors, settings["lr"], settings["batch"]),
+                        **factors,
                     }
                 )
     return rows
@@ -105,13 +105,13 @@ def _nonconvex(settings: Settings) -> list[Row]:
             model = nn.Sequential(*(nn.Tanh() if isinstance(layer, nn.ReLU) else layer for layer in model.children()))
         chosen = {**settings, "epochs": epochs, "lr": settings["lr"] / math.sqrt(steps)}
         with trained(model, nn.BCEWithLogitsLoss(), train, val, chosen) as problem:
-            for method, found in _errors(problem, [steps]).items():
-                rows.append({"steps": steps, "method": method, **_spread(found[steps])})
+            for method, errors in _errors(problem, [steps]).items():
+                rows.append({"steps": steps, "method": method, **_spread(errors[steps])})
     return rows
 
 
 def constants(x: Tensor, start: Params, l2: float) -> dict[str, float]:
-    """λ, Λ, L and G of logistic regression on these inputs, trained from this start."""
+    """Compute λ, Λ, L and G of logistic regression on these inputs, trained from this start."""
     longest = float((x.square().sum(1) + 1).sqrt().max())
     radius = max(math.sqrt(sum(float(t.square().sum()) for t in start.values())), longest / l2)
     return {
@@ -122,16 +122,16 @@ def constants(x: Tensor, start: Params, l2: float) -> dict[str, float]:
     }
 
 
-def conditions(known: dict[str, float], lr: float, batch: int) -> bool:
+def conditions(factors: dict[str, float], lr: float, batch: int) -> bool:
     """Say whether the theorem's assumptions on batch size and learning rate hold."""
-    low, high, rough, steep = known["lambda"], known["Lambda"], known["L"], known["G"]
+    low, high, rough, steep = factors["lambda"], factors["Lambda"], factors["L"], factors["G"]
     longest = min(1 / high, batch * low / (4 * high**2), batch * low / (2 * steep * rough))
     return batch >= 4 * high / low and lr <= longest
 
 
-def convex_bounds(known: dict[str, float], lr: float, batch: int, since: Tensor) -> dict[str, Tensor]:
-    """2G/(λM) · 1/(N−π) for SGD-IE and αG/M · (1 − αλ/2)^(N−π−1) for ACC, N−π steps since the first occurrence."""
-    low, steep = known["lambda"], known["G"]
+def convex_bounds(factors: dict[str, float], lr: float, batch: int, since: Tensor) -> dict[str, Tensor]:
+    """Compute 2G/(λM) · 1/(N−π) for SGD-IE, αG/M · (1 − αλ/2)^(N−π−1) for ACC, N−π steps since the first occurrence."""
+    low, steep = factors["lambda"], factors["G"]
     return {
         "SGD-IE": 2 * steep / (low * batch) / since,
         "ACC(exact)": lr * steep / batch * (1 - lr * low / 2) ** (since - 1),
@@ -139,15 +139,15 @@ def convex_bounds(known: dict[str, float], lr: float, batch: int, since: Tensor)
 
 
 def _unit(settings: Settings) -> tuple[Examples, Examples]:
-    """The data in float64, scaled so that the longest training row has length one."""
-    found = data.load(settings["data"], n_train=settings["n"], n_val=settings["n"], seed=settings["seed"])
-    scale = found.train.x.double().norm(dim=1).max()
-    train, val = (Examples(p.x.double() / scale, p.y.double(), p.ids) for p in (found.train, found.val))
+    """Load the data in float64, scaled so that the longest training row has length one."""
+    dataset = data.load(settings["data"], n_train=settings["n"], n_val=settings["n"], seed=settings["seed"])
+    scale = dataset.train.x.double().norm(dim=1).max()
+    train, val = (Examples(p.x.double() / scale, p.y.double(), p.ids) for p in (dataset.train, dataset.val))
     return train, val
 
 
 def _first(problem: Problem) -> Tensor:
-    """The first step that uses each example."""
+    """Return the first step that uses each example."""
     first = torch.full((problem.task.size,), -1)
     for step in range(len(problem.run)):
         ids = problem.run.record(step).ids
@@ -156,7 +156,7 @@ def _first(problem: Problem) -> Tensor:
 
 
 def _errors(problem: Problem, marks: Sequence[int]) -> dict[str, dict[int, dict[str, Tensor]]]:
-    """‖E‖ and ‖δ‖ of every example, by estimator and number of steps."""
+    """Compute ‖E‖ and ‖δ‖ of every example, by estimator and number of steps."""
     truth = {step: _flat(moved) for step, moved in replayed(problem, marks)}
     return {
         method: {
@@ -171,8 +171,8 @@ def _flat(moved: Params) -> Tensor:
     return torch.cat([tensor.flatten(1) for tensor in moved.values()], dim=1).clone()
 
 
-def _spread(told: dict[str, Tensor]) -> dict[str, float]:
-    error, moved = told["error"], told["moved"]
+def _spread(norms: dict[str, Tensor]) -> dict[str, float]:
+    error, moved = norms["error"], norms["moved"]
     return {
         "error": float(error.mean()),
         "largest": float(error.max()),
@@ -181,7 +181,7 @@ def _spread(told: dict[str, Tensor]) -> dict[str, float]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """Measured against bound for logistic regression; growth for the networks."""
+    """Compare measured errors with the bound for logistic regression; growth for the networks."""
     convex, grown = frame[frame["kind"] == "convex"], frame[frame["kind"] == "nonconvex"]
     rows = []
     for (name, where, method, steps), part in convex.groupby(["data", "conditions", "method", "steps"], sort=False):
@@ -189,23 +189,23 @@ def tables(frame: pd.DataFrame) -> str:
         shown = [number(mean[c], True) for c in ("error", "largest", "bound")]
         holds = "yes" if part["holds"].all() else "no"
         worst = "-" if part["worst"].isna().any() else f"{float(part['worst'].max()):.2g}"
-        told = [f"{mean['relative']:.1%}", f"{mean['above']:.1%}", worst, str(part["seed"].nunique())]
-        rows.append([str(name), str(where), holds, str(method), str(steps), *shown, *told])
+        columns = [f"{mean['relative']:.1%}", f"{mean['above']:.1%}", worst, str(part["seed"].nunique())]
+        rows.append([str(name), str(where), holds, str(method), str(steps), *shown, *columns])
     head = ["data", "case", "conditions hold", "method", "steps", "mean error", "largest", "mean bound"]
     text = f"{CONVEX}\n\n" + table(
         [*head, "error of displacement", "examples above bound", "largest error / bound", "seeds"], rows
     )
     rows = []
     for (model, method, steps), part in grown.groupby(["model", "method", "steps"], sort=False):
-        told = [number(float(part[c].mean()), True) for c in ("error", "largest")]
+        columns = [number(float(part[c].mean()), True) for c in ("error", "largest")]
         relative = f"{float(part['relative'].mean()):.1%}"
-        rows.append([str(model), str(method), str(steps), *told, relative, str(part["seed"].nunique())])
+        rows.append([str(model), str(method), str(steps), *columns, relative, str(part["seed"].nunique())])
     head = ["activation", "method", "steps", "mean error", "largest", "error of displacement", "seeds"]
     return f"{text}\n\n## Networks\n\n{GROWTH}\n\n{table(head, rows)}"
 
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
-    """Errors and bounds over the number of steps."""
+    """Plot errors and bounds over the number of steps."""
     panels = []
     for (_, name, where, model), part in frame.groupby(["kind", "data", "conditions", "model"], sort=False):
         lines = []

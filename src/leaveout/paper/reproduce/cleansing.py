@@ -28,7 +28,7 @@ AMOUNTS = [1, 3, 6, 10, 30, 60, 100, 300, 600, 1000, 3000, 6000, 10_000]
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """MNIST clean and with a tenth of the labels flipped for every seed, then CIFAR-10 for one."""
+    """List MNIST clean and with a tenth of the labels flipped for every seed, then CIFAR-10 for one."""
     small = {**SMALL, "n": 1920, "val": 500, "test": 2000, "epochs": 4, "remove": [10, 100], "random": 1}
     mnist = [
         {"data": "mnist", "flipped": flipped, **(small if quick else SMALL), **SHARED, "sketch": None, "seed": seed}
@@ -41,7 +41,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def full(seeds: int, quick: bool) -> Sequence[Settings]:
-    """The published sizes: all images but 10,000 for validation, 20 epochs."""
+    """List the published sizes: all images but 10,000 for validation, 20 epochs."""
     if quick:
         return cells(seeds, True)
     return [
@@ -62,13 +62,13 @@ def full(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row for each training: what was removed by whom, and the test loss and error after it."""
+    """Return a row for each training: what was removed by whom, and the test loss and error after it."""
     seed, name = settings["seed"], settings["data"]
-    found = data.load(name, n_train=settings["n"], n_val=settings["val"], seed=seed)
-    noisy = data.flip(found.train, settings["flipped"], seed)
-    test = Examples(*(part[: settings["test"]] for part in (found.test.x, found.test.y, found.test.ids)))
+    dataset = data.load(name, n_train=settings["n"], n_val=settings["val"], seed=seed)
+    noisy = data.flip(dataset.train, settings["flipped"], seed)
+    test = Examples(*(part[: settings["test"]] for part in (dataset.test.x, dataset.test.y, dataset.test.ids)))
     model = models.build(MODELS[name], seed=seed)
-    with trained(model, nn.CrossEntropyLoss(), noisy.examples, found.val, settings) as problem:
+    with trained(model, nn.CrossEntropyLoss(), noisy.examples, dataset.val, settings) as problem:
         methods = [SGDIE(), ACC("free", sketch=settings["sketch"]), TracIn()]
         scored = score(methods, problem.run, problem.task, problem.val, resources=QUIET)
         curve = cleanse(
@@ -84,12 +84,12 @@ def compute(settings: Settings) -> list[Row]:
     }
     return [
         {**row, "flipped_found": caught.get((row["choice"], row["removed"])), "flipped_all": int(noisy.touched.sum())}
-        for row in ({str(key): value for key, value in told.items()} for told in curve.table.to_dict("records"))
+        for row in ({str(key): value for key, value in record.items()} for record in curve.table.to_dict("records"))
     ]
 
 
 def tables(setting: str, frame: pd.DataFrame) -> str:
-    """Test error by method and number removed, and its change from nothing removed: mean (std) over seeds."""
+    """Tabulate the test error by method and number removed, and its change: mean (std) over seeds."""
     rows = []
     for (name, flipped), part in frame.groupby(["data", "flipped"], sort=False):
         base = part[part["choice"] == NOTHING].groupby("seed")["error"].mean()
@@ -98,20 +98,20 @@ def tables(setting: str, frame: pd.DataFrame) -> str:
         for (choice, removed), own in part[part["choice"] != NOTHING].groupby(["choice", "removed"], sort=False):
             by = own.groupby("seed")["error"].mean()
             change = (by - base).dropna()
-            told = (
+            phrase = (
                 f"{100 * change.mean():+.2f} ({100 * change.std():.2f})"
                 if len(change) > 1
                 else f"{100 * change.mean():+.2f}"
             )
             caught = own["flipped_found"].mean()
             share = "-" if pd.isna(caught) or not flipped else f"{caught:.0f} of {own['flipped_all'].iloc[0]}"
-            rows.append([*place, str(choice), str(removed), f"{by.mean():.2%}", told, share, str(len(by))])
+            rows.append([*place, str(choice), str(removed), f"{by.mean():.2%}", phrase, share, str(len(by))])
     head = ["data", "flipped", "removed by", "removed", "test error", "change, points (std)", "flipped found", "seeds"]
     return f"{setting}\n\n" + table(head, rows)
 
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
-    """Test error against the number removed."""
+    """Plot the test error against the number removed."""
     panels = []
     order = [RANDOM, "SGD-IE", "TracIn"]
     for (name, flipped), part in frame.groupby(["data", "flipped"], sort=False):

@@ -19,7 +19,7 @@ MODELS = {"logistic": "logistic", "mlp": "8-8 network"}
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """A run for each seed, model, batch size and learning rate."""
+    """List a run for each seed, model, batch size and learning rate."""
     shared = {"data": "20news", "noise": "clean", "level": 0.0, "l2": 0.01, "dtype": "float32"}
     n, epochs = (100, 10) if quick else (400, 38)
     return [
@@ -31,28 +31,28 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row for each epoch count and method; one run serves all epochs."""
+    """Return a row for each epoch count and method; one run serves all epochs."""
     rows: list[Row] = []
     with binary(settings) as problem:
         each = -(-settings["n"] // settings["batch"])
         marks = [epoch * each for epoch in range(2, settings["epochs"] + 1, 4)]
         truth = {step: changes(problem, step, moved, "exact") for step, moved in replayed(problem, marks)}
         for step, moved in displaced(problem, marks, corrected=True):
-            found = {
+            estimates = {
                 "ACC(exact)": changes(problem, step, moved, "linear"),
                 "ACC(exact, exact readout)": changes(problem, step, moved, "exact"),
             }
             cheap = score([SGDIE(), ACC("free")], problem.run.head(step), problem.task, problem.val, resources=QUIET)
-            found |= {scores.method: scores.mean() for scores in cheap}
+            estimates |= {scores.method: scores.mean() for scores in cheap}
             rows += [
                 {"epoch": step // each, "method": method, **agreement(values, truth[step])}
-                for method, values in found.items()
+                for method, values in estimates.items()
             ]
     return rows
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """First and last epoch of every configuration, and what ACC gains."""
+    """Tabulate the first and last epoch of every configuration, and what ACC gains."""
     rows = []
     ends = (int(frame["epoch"].min()), int(frame["epoch"].max()))
     for (model, batch, lr), part in frame.groupby(["model", "batch", "lr"]):
@@ -72,7 +72,7 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 def gains(frame: pd.DataFrame) -> str:
-    """By how much ACC's RMSE lies below SGD-IE's, at the first and the last epoch."""
+    """Compute by how much ACC's RMSE lies below SGD-IE's, at the first and the last epoch."""
     rows = []
     for (model, batch, lr), part in frame.groupby(["model", "batch", "lr"]):
         means = part.groupby(["epoch", "method"])["rmse"].mean().unstack()
@@ -85,7 +85,7 @@ def gains(frame: pd.DataFrame) -> str:
 
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
-    """RMSE and Jaccard@10 over epochs for every configuration."""
+    """Plot RMSE and Jaccard@10 over epochs for every configuration."""
     drawn = []
     for model, part in frame.groupby("model"):
         for column, label in (("rmse", "RMSE"), ("jaccard@10", "Jaccard@10")):

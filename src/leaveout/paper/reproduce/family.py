@@ -67,20 +67,20 @@ TASKS = (("adult", "logistic"), ("20news", "logistic"), ("mnist-1v7", "logistic"
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row a method: agreement with exact replay, and time and products beside those of the replay."""
+    """Compute a row per method: agreement with exact replay, and time and products beside those of the replay."""
     methods = EVERYTHING if settings["optimizer"] == "sgd" and settings["whole"] else FAMILY_METHODS
     methods = methods if settings["optimizer"] == "sgd" else ADAM_METHODS
     rows: list[Row] = []
     with binary(settings) as problem:
-        asked = (problem.run, problem.task, problem.val)
+        question = (problem.run, problem.task, problem.val)
         start = process_time()
-        truth = Replay().score(*asked, resources=QUIET)
+        truth = Replay().score(*question, resources=QUIET)
         replaying = process_time() - start
         for method in methods:
             if isinstance(method, InfluenceFunction) and (settings["model"] == "mlp") != (method.damping > 0):
                 continue  # a network's Hessian is not positive definite, and logistic regression needs no help
             start = process_time()  # which other work on the machine does not count in
-            scores = method.score(*asked, resources=QUIET)
+            scores = method.score(*question, resources=QUIET)
             time = (process_time() - start) / replaying
             rows.append({"method": scores.method, **agreement(scores.mean(), truth.mean()), "time": time,
                          "hvps": scores.cost.hvps, "gradients": scores.cost.gradients})  # fmt: skip
@@ -88,7 +88,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """MNIST 1 against 7 with both models; SGD for 4, 16 and 32 epochs, Adam for 4."""
+    """List MNIST 1 against 7 with both models; SGD for 4, 16 and 32 epochs, Adam for 4."""
     usual = QUICK if quick else SETTINGS
     trained = [("sgd", 0.1, epochs) for epochs in ((2, 4) if quick else (4, 16, 32))]
     trained += [("adam", rate, 2 if quick else 4) for rate in (0.1, 0.001)]
@@ -102,7 +102,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def every_cell(seeds: int, quick: bool) -> Sequence[Settings]:
-    """Four tasks by SGD, and the same by Adam."""
+    """List four tasks by SGD, and the same by Adam."""
     usual = QUICK if quick else SETTINGS
     return [
         {"data": data, "model": model, "noise": "clean", "level": 0.0, **usual, "optimizer": optimizer,
@@ -114,7 +114,7 @@ def every_cell(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """Both tables, ours and the published figures."""
+    """Tabulate both, ours and the published figures."""
     rows = []
     keys = ["optimizer", "model", "lr", "epochs"]
     for (optimizer, model, lr, epochs), part in frame.groupby(keys, sort=False):
@@ -123,15 +123,15 @@ def tables(frame: pd.DataFrame) -> str:
             rows.append([*where, str(method), *(spread(own[c]) for c in COLUMNS), str(own["seed"].nunique())])
     for (epochs, method), values in PUBLISHED.items():
         rows.append(["*paper*", "*SGD 0.1*", f"*{epochs}*", f"*{method}*", *(f"*{number(v)}*" for v in values), "*5*"])
-    for method, known in PUBLISHED_ADAM.items():
-        shown = ["-" if v is None else f"*{number(v)}*" for v in known]
+    for method, figures in PUBLISHED_ADAM.items():
+        shown = ["-" if v is None else f"*{number(v)}*" for v in figures]
         rows.append(["*paper*", "*Adam*", "*4*", f"*{method}*", *shown, "*5*"])
     head = ["model", "optimizer", "epochs", "method", *COLUMNS.values(), "seeds"]
     return f"{SETTING}\n\n" + table(head, rows)
 
 
 def every_table(frame: pd.DataFrame) -> str:
-    """A row a method, a column a task: tau (RMSE over the spread of the true scores), then time."""
+    """Tabulate a row per method, a column per task: tau (RMSE over the spread of the true scores), then time."""
     shown = []
     for optimizer, of_optimizer in frame.groupby("optimizer", sort=False):
         rows = []

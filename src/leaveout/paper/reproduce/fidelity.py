@@ -22,19 +22,19 @@ PERCENTS = (70, 50, 30, 10)
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row a method: how its scores of all training examples agree with the truth; seed 0 keeps the scores too."""
+    """Compute a row per method: how its scores of all examples agree with the truth; seed 0 keeps the scores too."""
     with binary(settings) as problem:
         truth = Replay().score(problem.run, problem.task, problem.val, resources=QUIET).mean()
-        found = estimates(problem)
-    rows = [{"method": name, **agreement(found[name], truth)} for name in METHODS]
+        values = estimates(problem)
+    rows = [{"method": name, **agreement(values[name], truth)} for name in METHODS]
     if settings["seed"] == 0:
         for row in rows:
-            row |= {"estimate": _listed(found[str(row["method"])]), "truth": _listed(truth)}
+            row |= {"estimate": _listed(values[str(row["method"])]), "truth": _listed(truth)}
     return rows
 
 
 def estimates(problem: Problem) -> dict[str, Tensor]:
-    """All methods' scores from three sweeps: SGD-IE rides with ACC(free), both exact readings share displacements."""
+    """Score by all methods in three sweeps: SGD-IE rides with ACC(free), both exact readings share displacements."""
     run, task, val = problem.run, problem.task, problem.val
     plain, free = score([SGDIE(), ACC("free")], run, task, val, resources=QUIET)
     outputs = ACC("free", "outputs").score(run, task, val, resources=QUIET)
@@ -46,7 +46,7 @@ def estimates(problem: Problem) -> dict[str, Tensor]:
 
 
 def agreement(estimate: Tensor, truth: Tensor) -> dict[str, float]:
-    """The tables' columns."""
+    """Compute the tables' columns."""
     return {
         "rmse": rmse(estimate, truth),
         "kendall": kendall(estimate, truth),

@@ -21,7 +21,7 @@ MODELS = {"logistic": "logistic", "mlp": "8-8 network"}
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """A run for each seed, data set and model; its groups of all sizes are scored together."""
+    """List a run for each seed, data set and model; its groups of all sizes are scored together."""
     return [
         {
             "data": data,
@@ -40,18 +40,20 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row for each group size and method, with the values behind it for seed 0."""
+    """Return a row for each group size and method, with the values behind it for seed 0."""
     chosen = drawn(settings["n"], settings["shares"], settings["groups"], settings["seed"])
     with binary(settings) as problem:
-        asked = (problem.run, problem.task, problem.val)
+        question = (problem.run, problem.task, problem.val)
         methods = [SGDIE(), ACC("free"), ACC("free", "outputs"), ACC("exact"), ACC("exact", "exact")]
-        found = {scores.method: scores.mean() for scores in score(methods, *asked, groups=chosen, resources=QUIET)}
-        truth = Replay().score(*asked, groups=chosen, resources=QUIET).mean()
+        estimates = {
+            scores.method: scores.mean() for scores in score(methods, *question, groups=chosen, resources=QUIET)
+        }
+        truth = Replay().score(*question, groups=chosen, resources=QUIET).mean()
     rows: list[Row] = []
     for place, share in enumerate(settings["shares"]):
         part = slice(place * settings["groups"], (place + 1) * settings["groups"])
         for method in METHODS:
-            estimate, true = found[method][part], truth[part]
+            estimate, true = estimates[method][part], truth[part]
             row: Row = {"share": share, "method": method, "spread": float(true.double().std())}
             row |= {"spearman": spearman(estimate, true), "rmse": rmse(estimate, true)}
             if settings["seed"] == 0:
@@ -61,7 +63,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def drawn(n: int, shares: Sequence[float], count: int, seed: int) -> dict[str, list[int]]:
-    """Random groups: ``count`` of each share of the examples, all of one share before the next.
+    """Draw random groups: ``count`` of each share of the examples, all of one share before the next.
 
     >>> [len(group) for group in drawn(40, (0.05, 0.2), 2, seed=0).values()]
     [2, 2, 8, 8]
@@ -75,7 +77,7 @@ def drawn(n: int, shares: Sequence[float], count: int, seed: int) -> dict[str, l
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """Spearman and RMSE for both sizes side by side."""
+    """Tabulate Spearman and RMSE for both sizes side by side."""
     rows = []
     for (model, data), part in frame.groupby(["model", "data"], sort=False):
         for method, own in part.groupby("method", sort=False):
@@ -87,10 +89,10 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
-    """Estimate against truth for every group of seed 0."""
-    seen = frame[frame["seed"] == 0]
+    """Plot estimate against truth for every group of seed 0."""
+    first_seed = frame[frame["seed"] == 0]
     pictures = []
-    for model, part in seen.groupby("model", sort=False):
+    for model, part in first_seed.groupby("model", sort=False):
         panels = []
         for (share, data), own in part.groupby(["share", "data"], sort=False):
             clouds = [

@@ -42,7 +42,7 @@ OURS = "labels()"
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """Digits, Adult and 20News for every seed, then MNIST for one."""
+    """List Digits, Adult and 20News for every seed, then MNIST for one."""
     shared = {"flipped": 0.1, "l2": 0.0}
     small = {"n": 200, "val": 100, "epochs": 5, "replays": 8} if quick else {}
     names = [(name, seed) for seed in range(seeds) for name in ("digits", "adult", "20news")]
@@ -51,27 +51,27 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 @contextmanager
 def flipped_run(settings: Settings) -> Iterator[tuple[Problem, Tensor]]:
-    """A recorded run on flipped labels with clean queries, and which labels were flipped."""
+    """Record a run on flipped labels with clean queries, and which labels were flipped."""
     name, seed = settings["data"], settings["seed"]
-    found = data.load(name, n_train=settings["n"], n_val=settings["val"], seed=seed)
-    noisy = data.flip(found.train, settings["flipped"], seed + 1)
+    dataset = data.load(name, n_train=settings["n"], n_val=settings["val"], seed=seed)
+    noisy = data.flip(dataset.train, settings["flipped"], seed + 1)
     kind, options = MODELS[name]
     if kind != "mnist-cnn":
         options = {**options, "features": noisy.examples.x.shape[1]}
-    loss = nn.BCEWithLogitsLoss() if len(found.classes) == 2 else nn.CrossEntropyLoss()
-    with trained(models.build(kind, seed=seed, **options), loss, noisy.examples, found.val, settings) as problem:
+    loss = nn.BCEWithLogitsLoss() if len(dataset.classes) == 2 else nn.CrossEntropyLoss()
+    with trained(models.build(kind, seed=seed, **options), loss, noisy.examples, dataset.val, settings) as problem:
         yield problem, noisy.touched
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row for each way to rank the labels, lowest first."""
+    """Return a row for each way to rank the labels, lowest first."""
     with flipped_run(settings) as (problem, wrong):
         run, task = problem.run, problem.task
         rows: list[Row] = []
 
-        def measured(method: str, ask: Callable[..., Any], *given: Any) -> Any:
+        def measured(method: str, ask: Callable[..., Any], *arguments: Any) -> Any:
             start = time.perf_counter()
-            answer = ask(*given)
+            answer = ask(*arguments)
             row = {"method": method, "seconds": round(time.perf_counter() - start, 2)}
             values = answer.table["label_score"].to_numpy() if isinstance(answer, Labels) else np.asarray(answer)
             rows.append({**row, **ranked(values, wrong.numpy()), **counted(answer, wrong.numpy())})
@@ -79,18 +79,18 @@ def compute(settings: Settings) -> list[Row]:
 
         plain = measured(OURS, lambda: labels(run, task, resources=QUIET))
         measured(f"labels(folds={FOLDS})", lambda: labels(run, task, folds=FOLDS, resources=QUIET))
-        seen = dynamics(run, task, resources=QUIET)
-        measured("averaged margin", lambda: seen.margin)
-        measured("mean loss", lambda: -seen.loss)
-        measured("mean probability", lambda: seen.probability)
-        measured("last loss", lambda: -seen.losses[-1])
+        history = dynamics(run, task, resources=QUIET)
+        measured("averaged margin", lambda: history.margin)
+        measured("mean loss", lambda: -history.loss)
+        measured("mean probability", lambda: history.probability)
+        measured("last loss", lambda: -history.losses[-1])
         measured("self-influence (TracIn)", lambda: -TracIn("epochs").self_influence(run, task, resources=QUIET).mean())
         for scores in score([SGDIE(), ACC("free")], run, task, problem.val, resources=QUIET):
             measured(scores.method, scores.mean)
             if not settings["replays"]:
                 continue
             check = verify(scores, run, task, problem.val, replays=settings["replays"], resources=QUIET)
-            weight = influence_weight(check, seen.misfit)
+            weight = influence_weight(check, history.misfit)
             mixed = labels(run, task, scores=scores, check=check, resources=QUIET) if weight else plain
             measured(f"labels(scores={scores.method})", lambda answer: answer, mixed)
             rows[-1] |= {"weight": weight, "verdict": check.verdict.level}
@@ -126,7 +126,7 @@ def counted(answer: Any, wrong: np.ndarray) -> Row:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """Average precision and share found by data set and method, then what counts as an issue."""
+    """Tabulate average precision and share found by data set and method, then what counts as an issue."""
     names = [name for name in SHOWN if name in set(frame["data"])]
     shares, issues = [], []
     for method, own in frame.groupby("method", sort=False):

@@ -9,7 +9,7 @@ import pandas as pd
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table.
+    """Write a Markdown table.
 
     >>> print(table(["a", "b"], [["1", "2"]]))
     | a | b |
@@ -21,7 +21,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(values: pd.Series | Sequence[float], small: bool = False) -> str:
-    """Mean (standard deviation); ``small`` for what is far below one.
+    """Write mean (standard deviation); ``small`` for what is far below one.
 
     >>> spread([0.5, 0.7]), spread([1e-4, 3e-4], small=True), spread([0.25])
     ('0.600 (0.141)', '2.00e-4 (1.41e-4)', '0.250 (-)')
@@ -35,7 +35,7 @@ def spread(values: pd.Series | Sequence[float], small: bool = False) -> str:
 
 
 def number(value: float, small: bool = False) -> str:
-    """A number in few characters.
+    """Write a number in few characters.
 
     >>> number(0.98765), number(0.00012345, small=True)
     ('0.988', '1.23e-4')

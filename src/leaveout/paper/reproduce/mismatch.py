@@ -27,7 +27,7 @@ DRAWS = {"the noise that was trained on": 0, "another draw of the noise": 1}
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """Every feature noise of the tables but 20News', whose coordinates the tables change."""
+    """List every feature noise of the tables but 20News', whose coordinates the tables change."""
     return [
         {
             "data": name,
@@ -45,24 +45,24 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row for each draw of the noise that the scores see."""
+    """Return a row for each draw of the noise that the scores see."""
     seed = settings["seed"]
     with binary(settings) as problem:
         truth = Replay().score(problem.run, problem.task, problem.val, resources=QUIET).mean()
         clean = data.load(settings["data"], n_train=settings["n"], n_val=settings["n"], seed=seed).train
         rows = []
-        for told, shift in DRAWS.items():
+        for draw, shift in DRAWS.items():
             noisy = corrupted(clean, settings["data"], settings["noise"], settings["level"], seed + 10_000 * shift)
-            rows.append({"scored from": told, **agreement(recurrence(problem, noisy, settings["l2"]), truth)})
+            rows.append({"scored from": draw, **agreement(recurrence(problem, noisy, settings["l2"]), truth)})
     return rows
 
 
-def recurrence(problem: Problem, seen: Examples, l2: float) -> Tensor:
-    """SGD-IE of logistic regression along a run's states, from other inputs than it was trained on.
+def recurrence(problem: Problem, inputs: Examples, l2: float) -> Tensor:
+    """Compute SGD-IE of logistic regression along a run's states, from other inputs than it was trained on.
 
     Backward: score_k += c⟨u, g_k⟩ for k in the batch, then u ← u − lr·H̄u, from u = ∇L(query).
     """
-    x, y = _extended(seen)
+    x, y = _extended(inputs)
     val_x, val_y = _extended(problem.val)
     theta = _flat(problem, len(problem.run))
     u = val_x.T @ (torch.sigmoid(val_x @ theta) - val_y) / len(val_y)
@@ -88,11 +88,11 @@ def _flat(problem: Problem, step: int) -> Tensor:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """Tau and RMSE with the right and with the wrong draw."""
+    """Tabulate tau and RMSE with the right and with the wrong draw."""
     rows = []
-    for (name, noise, level, told), part in frame.groupby(["data", "noise", "level", "scored from"], sort=False):
+    for (name, noise, level, draw), part in frame.groupby(["data", "noise", "level", "scored from"], sort=False):
         shown = [spread(part["kendall"]), spread(part["rmse"], small=True), str(part["seed"].nunique())]
-        rows.append([SHOWN[str(name)], named(str(noise), level), str(told), *shown])
+        rows.append([SHOWN[str(name)], named(str(noise), level), str(draw), *shown])
     return f"{SETTING}\n\n" + table(["data", "noise", "SGD-IE scored from", "tau", "RMSE", "seeds"], rows)
 
 

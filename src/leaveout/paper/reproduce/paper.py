@@ -16,18 +16,18 @@ SOURCE = "Accumulative SGD Influence Estimation, tables of the non-convex and th
 
 @cache
 def figures() -> pd.DataFrame:
-    """A row for each experiment, data set, noise and method: the metrics, each with its ``_std``."""
+    """Return a row for each experiment, data set, noise and method: the metrics, each with its ``_std``."""
     return pd.read_csv(Path(__file__).with_name("paper.csv"))
 
 
 def figure(experiment: str, data: str, noise: str, level: float, method: str) -> pd.Series:
-    """One row of the published tables.
+    """Return one row of the published tables.
 
     >>> float(figure("convex", "adult", "clean", 0.0, "ACC-SGD-IE")["kendall"])
     0.9774
     """
-    known = figures()
+    table = figures()
     keys = {"experiment": experiment, "data": data, "noise": noise, "level": level, "method": method}
     for name, value in keys.items():
-        known = known[known[name] == value]
-    return known.iloc[0]
+        table = table[table[name] == value]
+    return table.iloc[0]

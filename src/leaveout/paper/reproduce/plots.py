@@ -54,16 +54,16 @@ class Plot:
 
 
 def png(plot: Plot) -> bytes:
-    """The picture as a PNG file."""
+    """Draw the picture as a PNG file."""
     from matplotlib.figure import Figure  # an extra: only the experiments draw PNGs
 
     columns = min(plot.columns, len(plot.panels))
     figure = Figure(figsize=(4.2 * columns, 3.4 * plot.rows + 0.8), layout="constrained")
     axes = figure.subplots(plot.rows, columns, squeeze=False).flatten()
-    named: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for axis, panel in zip(axes, plot.panels, strict=False):
         for series in panel.series:
-            named.setdefault(series.name, _draw(axis, series))
+            handles.setdefault(series.name, _draw(axis, series))
         if panel.diagonal:
             low, high = _range(panel)
             axis.plot([low, high], [low, high], color="black", linewidth=0.8)
@@ -76,7 +76,7 @@ def png(plot: Plot) -> bytes:
     for axis in axes[len(plot.panels) :]:
         axis.set_visible(False)
     figure.suptitle(plot.title)
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(len(named), 4))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 4))
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=90)
     return file.getvalue()
@@ -93,18 +93,18 @@ def _draw(axis: Any, series: Series) -> Any:
 
 
 def interactive(plot: Plot) -> Any:
-    """The picture for a page, a plotly figure."""
+    """Draw the picture for a page, a plotly figure."""
     from plotly.subplots import make_subplots  # an extra, as above
 
     columns = min(plot.columns, len(plot.panels))
     figure = make_subplots(plot.rows, columns, subplot_titles=[panel.title for panel in plot.panels])
-    seen: set[str] = set()
+    names: set[str] = set()
     for number, panel in enumerate(plot.panels):
         row, column = number // columns + 1, number % columns + 1
         for series in panel.series:
-            for trace in _traces(series, first=series.name not in seen):
+            for trace in _traces(series, first=series.name not in names):
                 figure.add_trace(trace, row=row, col=column)
-            seen.add(series.name)
+            names.add(series.name)
         if panel.diagonal:
             low, high = _range(panel)
             line = {"x": [low, high], "y": [low, high], "mode": "lines", "line": {"color": "black", "width": 1}}
@@ -116,10 +116,10 @@ def interactive(plot: Plot) -> Any:
 
 
 def _traces(series: Series, *, first: bool) -> list[dict[str, Any]]:
-    """What plotly draws for a series."""
+    """Return what plotly draws for a series."""
     colour = COLOURS[series.colour % len(COLOURS)]
-    named = {"legendgroup": series.name, "name": series.name}
-    shown = {**named, "x": series.x, "y": series.y, "showlegend": first}
+    labels = {"legendgroup": series.name, "name": series.name}
+    shown = {**labels, "x": series.x, "y": series.y, "showlegend": first}
     if series.points:
         return [{**shown, "mode": "markers", "marker": {"color": colour, "size": 4, "opacity": 0.6}}]
     line = {"color": colour, "dash": "dash" if series.dashed else "solid"}
@@ -132,7 +132,7 @@ def _traces(series: Series, *, first: bool) -> list[dict[str, Any]]:
             "fillcolor": f"rgba({','.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))},0.15)",
         }
         quiet = {"line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, "mode": "lines"}
-        traces.append({**named, **around, **quiet})
+        traces.append({**labels, **around, **quiet})
     return traces
 
 

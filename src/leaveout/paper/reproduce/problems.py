@@ -33,20 +33,21 @@ class Problem:
 
 @contextmanager
 def binary(settings: Settings) -> Iterator[Problem]:
-    """A two-class problem of the tables; the run's files go when the block ends.
+    """Train a two-class problem of the tables; the run's files go when the block ends.
 
     The seed draws the split, the noise, the initial weights and the order of the batches.
     """
     seed, dtype = settings["seed"], getattr(torch, settings["dtype"])
-    found = data.load(settings["data"], n_train=settings["n"], n_val=settings["n"], seed=seed)
-    noisy = corrupted(found.train, settings["data"], settings["noise"], settings["level"], seed)
+    dataset = data.load(settings["data"], n_train=settings["n"], n_val=settings["n"], seed=seed)
+    noisy = corrupted(dataset.train, settings["data"], settings["noise"], settings["level"], seed)
     model = models.build(settings["model"], seed=seed, features=noisy.x.shape[1])
-    x, val_x = noisy.x, found.val.x
+    x, val_x = noisy.x, dataset.val.x
     if settings.get("optimizer") != "adam":  # whose steps depend on the coordinates
         x, val_x, model = narrowed(x, val_x, model, settings["model"])
     model.to(dtype)
     train_set, val = (
-        Examples(part.to(dtype), known.y.to(dtype), known.ids) for part, known in ((x, noisy), (val_x, found.val))
+        Examples(part.to(dtype), examples.y.to(dtype), examples.ids)
+        for part, examples in ((x, noisy), (val_x, dataset.val))
     )
     with trained(model, nn.BCEWithLogitsLoss(), train_set, val, settings) as problem:
         yield problem
@@ -56,7 +57,7 @@ def binary(settings: Settings) -> Iterator[Problem]:
 def trained(
     model: nn.Module, loss: nn.Module, train_set: Examples, val: Examples, settings: Settings
 ) -> Iterator[Problem]:
-    """A model trained by SGD, or by Adam if so named, with ``lr``, ``epochs``, ``batch``, ``l2`` and ``seed``."""
+    """Train a model by SGD, or by Adam if so named, with ``lr``, ``epochs``, ``batch``, ``l2`` and ``seed``."""
     task = Task(model, loss, train_set, l2=settings["l2"])
     kind = torch.optim.Adam if settings.get("optimizer") == "adam" else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=settings["lr"])
@@ -69,7 +70,7 @@ def trained(
 
 
 def corrupted(examples: Examples, name: str, noise: str, level: float, seed: int) -> Examples:
-    """The training examples with ``"clean"``, ``"feature"`` or ``"label"`` noise of a level.
+    """Corrupt the training examples with ``"clean"``, ``"feature"`` or ``"label"`` noise of a level.
 
     Feature noise on 20News sets entries to 1, as words that the message does not contain; elsewhere it is Gaussian.
     """
@@ -81,7 +82,7 @@ def corrupted(examples: Examples, name: str, noise: str, level: float, seed: int
 
 
 def narrowed(x: Tensor, val: Tensor, model: nn.Module, kind: str) -> tuple[Tensor, Tensor, nn.Module]:
-    """The same problem in fewer coordinates, where there are more features than examples.
+    """Write the same problem in fewer coordinates, where there are more features than examples.
 
     With Q an orthonormal basis of all rows, x = Q(Qᵀx): a first layer W sees x as WQ sees Qᵀx. The part of W outside
     the span meets no example, training or query, and only shrinks by the L2 term; all losses, gradients and scores are

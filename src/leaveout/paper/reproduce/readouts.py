@@ -24,7 +24,7 @@ READINGS = ("linear", "exact")
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """All three sets, clean and with the most label noise; networks for a quarter of the seeds."""
+    """List all three sets, clean and with the most label noise; networks for a quarter of the seeds."""
     return [
         {"data": name, "model": model, "noise": noise, "level": level, **(QUICK if quick else SETTINGS), "seed": seed}
         for seed in range(seeds)
@@ -35,12 +35,12 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row for each displacement and reading of it."""
+    """Return a row for each displacement and reading of it."""
     with binary(settings) as problem:
-        asked = (problem.run, problem.task, problem.val)
-        real = Replay().score(*asked, displacements=True, resources=QUIET)
+        question = (problem.run, problem.task, problem.val)
+        real = Replay().score(*question, displacements=True, resources=QUIET)
         moved = {
-            method.name: method.score(*asked, displacements=True, resources=QUIET).displacements or {}
+            method.name: method.score(*question, displacements=True, resources=QUIET).displacements or {}
             for method in (SGDIE(), ACC("exact"))
         } | {REAL: real.displacements or {}}
         query = Query(problem.task, problem.run.final()[PARAM], problem.val, single=False)
@@ -57,14 +57,14 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def distance(stack: Params, real: Params) -> float:
-    """Mean ‖δ − δ*‖ over mean ‖δ*‖."""
+    """Compute mean ‖δ − δ*‖ over mean ‖δ*‖."""
     apart = each(lambda a, b: (a - b).double(), stack, real)
     size = each(lambda a: a.double(), real)
     return float(inner_rows(apart, apart).sqrt().mean() / inner_rows(size, size).sqrt().mean())
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """RMSE and tau by displacement and reading, and how far the displacement is from the real one."""
+    """Tabulate RMSE and tau by displacement and reading, and how far the displacement is from the real one."""
     rows = []
     keys = ["model", "data", "noise", "level", "displacement"]
     for (model, name, noise, level, moved), part in frame.groupby(keys, sort=False):

@@ -34,7 +34,7 @@ def check_extras() -> None:
 
 
 def write(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = False) -> Path:
-    """Writes ``results.parquet``, ``table.md`` and a PNG for each plot; gives the directory."""
+    """Write ``results.parquet``, ``table.md`` and a PNG for each plot; return the directory."""
     frame = finished(spec, out, seeds, quick=quick)
     folder = folder_of(spec, out, quick=quick)
     check_writable(folder / "table.md")
@@ -56,7 +56,7 @@ def _draw(plot: Plot, aside: Path) -> None:
 
 
 def page(specs: Iterable[Spec], out: Path, seeds: int | None = None, *, quick: bool = False) -> Path:
-    """``plots.html``: the pictures of every experiment that has results, in one file that needs nothing else."""
+    """Write ``plots.html``: the pictures of every experiment that has results, in one file that needs nothing else."""
     parts: list[str] = []
     for spec in specs:
         try:

@@ -18,7 +18,7 @@ from leaveout.paper.reproduce.spec import Row, Settings, Spec
 
 
 def folder_of(spec: Spec, out: Path, *, quick: bool) -> Path:
-    """Where an experiment's results go; quick ones have a place of their own."""
+    """Return where an experiment's results go; quick ones have a place of their own."""
     return out / (f"{spec.name}-quick" if quick else spec.name)
 
 
@@ -31,7 +31,7 @@ def compute(
     part: tuple[int, int] = (1, 1),
     resources: Resources | None = None,
 ) -> int:
-    """Computes the cells that are missing and tells how many these were.
+    """Compute the cells that are missing and return how many these were.
 
     Args:
         spec: the experiment.
@@ -52,8 +52,8 @@ def compute(
     folder = folder_of(spec, out, quick=quick) / "cells"
     check_writable(folder / "cell")
     missing = [settings for settings in cells if not (folder / spec.file(settings)).exists()]
-    for place, told in (resources or Resources()).map(partial(_computed, spec), missing, spec.name):
-        save_text(folder / spec.file(missing[place]), json.dumps(told, allow_nan=False) + "\n")
+    for place, result in (resources or Resources()).map(partial(_computed, spec), missing, spec.name):
+        save_text(folder / spec.file(missing[place]), json.dumps(result, allow_nan=False) + "\n")
     return len(missing)
 
 
@@ -70,16 +70,16 @@ def _computed(spec: Spec, settings: Settings) -> Row:
 
 
 def finished(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = False) -> pd.DataFrame:
-    """The rows of all finished cells with their settings, at least of the experiment's own number of seeds."""
+    """Read the rows of all finished cells with their settings, at least of the experiment's own number of seeds."""
     folder = folder_of(spec, out, quick=quick) / "cells"
     rows: list[Row] = []
     for settings in spec.cells(max(seeds or 0, spec.seeds), quick):
         file = folder / spec.file(settings)
         if os.path.exists(file):  # without an OSError where the name is too long
             rows += [
-                {**settings, **row, "cell_seconds": told["seconds"]}
-                for told in [_read(file, settings)]
-                for row in told["rows"]
+                {**settings, **row, "cell_seconds": result["seconds"]}
+                for result in [_read(file, settings)]
+                for row in result["rows"]
             ]
     if not rows:
         raise RunError(
@@ -91,10 +91,10 @@ def finished(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = F
 
 def _read(file: Path, settings: Settings) -> Row:
     try:
-        told = json.loads(file.read_text())
-        if told["settings"] != json.loads(json.dumps(settings)):
+        content = json.loads(file.read_text())
+        if content["settings"] != json.loads(json.dumps(settings)):
             raise ValueError("its settings are not those that its name stands for")
-        return {"seconds": float(told["seconds"]), "rows": list(told["rows"])}
+        return {"seconds": float(content["seconds"]), "rows": list(content["rows"])}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(
             f"{file} cannot be read ({error}): delete it, and the cell is computed again.", code="cell-unreadable"
@@ -102,5 +102,5 @@ def _read(file: Path, settings: Settings) -> Row:
 
 
 def _plain(row: Row) -> Row:
-    """A metric that does not exist is null."""
+    """Write a metric that does not exist as null."""
     return {key: or_null(value) for key, value in row.items()}

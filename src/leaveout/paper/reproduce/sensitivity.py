@@ -22,7 +22,7 @@ CHANGES: tuple[dict[str, object], ...] = (
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """One setting changed at a time, clean data; seeds are the outer loop."""
+    """List one setting changed at a time, clean data; seeds are the outer loop."""
     usual, changes = (QUICK, CHANGES[:2]) if quick else (SETTINGS, CHANGES)
     return [
         {"data": data, "model": model, "noise": "clean", "level": 0.0, **usual, **change, "seed": seed}
@@ -36,7 +36,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A row for each change, data set, model and method."""
+    """Tabulate each change, data set, model and method."""
     usual = SETTINGS if int(frame["n"].iloc[0]) == SETTINGS["n"] else QUICK
     rows = []
     keys = ["model", "data", "l2", "lr", "batch", "dtype"]
@@ -45,9 +45,9 @@ def tables(frame: pd.DataFrame) -> str:
         changed = [f"{name} {where[name]}" for name in keys[2:] if where[name] != usual[name]]
         for method, own in part.groupby("method", sort=False):
             shown = [spread(own[column], small=column == "rmse") for column in COLUMNS]
-            named = ["logistic" if where["model"] == "logistic" else "8-8", SHOWN[str(where["data"])]]
+            place = ["logistic" if where["model"] == "logistic" else "8-8", SHOWN[str(where["data"])]]
             rows.append(
-                [*named, ", ".join(changed) or "as in the tables", str(method), *shown, str(own["seed"].nunique())]
+                [*place, ", ".join(changed) or "as in the tables", str(method), *shown, str(own["seed"].nunique())]
             )
     head = ["model", "data", "changed", "method", *COLUMNS.values(), "seeds"]
     return "Clean data, the settings of the tables with one changed at a time.\n\n" + table(head, rows)

@@ -42,7 +42,7 @@ class Spec:
     plots: Callable[[pd.DataFrame], list[Plot]] = lambda _: []
 
     def file(self, settings: Settings) -> str:
-        """A cell's file name: readable, and another one as soon as any setting differs."""
+        """Name a cell's file: readable, and another one as soon as any setting differs."""
         words = "-".join(str(settings[key]) for key in self.naming)
         mark = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         return f"{words.replace('/', '_').replace(' ', '_')}-{mark}.json"

@@ -29,7 +29,7 @@ figures are in italics."""
 
 
 def cells(model: str, seeds: int, quick: bool) -> Sequence[Settings]:
-    """Every data set and noise; seeds are the outer loop, so that any part of the work is a fair table."""
+    """List every data set and noise; seeds are the outer loop, so that any part of the work is a fair table."""
     return [
         {"data": name, "model": model, "noise": noise, "level": level, **(QUICK if quick else SETTINGS), "seed": seed}
         for seed in range(seeds)
@@ -39,7 +39,7 @@ def cells(model: str, seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def spec(name: str, model: str, title: str) -> Spec:
-    """One of the tables."""
+    """Make one of the tables."""
     return Spec(
         name,
         title,
@@ -53,12 +53,12 @@ def spec(name: str, model: str, title: str) -> Spec:
 
 
 def tables(name: str, frame: pd.DataFrame) -> str:
-    """The table beside the published one, and where the correction pays."""
+    """Put the table beside the published one, and say where the correction pays."""
     return f"{SETTING}\n\n{summary(frame)}\n\n{full(name, frame)}"
 
 
 def full(name: str, frame: pd.DataFrame) -> str:
-    """Every data set, noise and method: mean (std) over seeds, the best of ours bold, the published in italics."""
+    """Tabulate every data set, noise and method: mean (std) over seeds, our best bold, the published in italics."""
     rows = []
     for (data, noise, level), part in frame.groupby(["data", "noise", "level"], sort=False):
         where = [SHOWN[str(data)], named(str(noise), level)]
@@ -71,14 +71,16 @@ def full(name: str, frame: pd.DataFrame) -> str:
             ]
             rows.append([*where, str(method), *shown, str(own["seed"].nunique())])
         for method in ("SGD-IE", "ACC-SGD-IE"):
-            known = paper.figure(name, str(data), str(noise), float(str(level)), method)
-            shown = [f"{number(known[c], c == 'rmse')} ({number(known[f'{c}_std'], c == 'rmse')})" for c in COLUMNS]
+            published = paper.figure(name, str(data), str(noise), float(str(level)), method)
+            shown = [
+                f"{number(published[c], c == 'rmse')} ({number(published[f'{c}_std'], c == 'rmse')})" for c in COLUMNS
+            ]
             rows.append([*where, f"*paper: {method}*", *[f"*{text}*" for text in shown], "*20*"])
     return table(["data", "noise", "method", *COLUMNS.values(), "seeds"], rows)
 
 
 def named(noise: str, level: object) -> str:
-    """A noise in words.
+    """Put a noise in words.
 
     >>> named("clean", 0.0), named("label", 0.3)
     ('clean', 'label 0.3')
@@ -87,12 +89,12 @@ def named(noise: str, level: object) -> str:
 
 
 def best(means: pd.Series) -> float:
-    """The best of some methods' means: the smallest RMSE, the largest of everything else."""
+    """Choose the best of some methods' means: the smallest RMSE, the largest of everything else."""
     return float(means.min() if means.name == "rmse" else means.max())
 
 
 def summary(frame: pd.DataFrame) -> str:
-    """Of how many cells each method is no worse than SGD-IE by the mean over seeds, and where it is worse."""
+    """Count the cells where each method is no worse than SGD-IE by the mean over seeds, and name the others."""
     keys = ["data", "noise", "level"]
     means = frame.groupby([*keys, "method"], sort=False)[list(COLUMNS)].mean().reset_index().set_index(keys)
     plain = means[means["method"] == "SGD-IE"]
@@ -109,10 +111,10 @@ def summary(frame: pd.DataFrame) -> str:
 
 
 def plots(name: str, frame: pd.DataFrame) -> list[Plot]:
-    """Estimate against truth for every example of seed 0."""
+    """Plot estimate against truth for every example of seed 0."""
     drawn = []
-    seen = frame[frame["seed"] == 0]
-    for data, part in seen.groupby("data", sort=False):
+    first_seed = frame[frame["seed"] == 0]
+    for data, part in first_seed.groupby("data", sort=False):
         panels = []
         for (noise, level), cell in part.groupby(["noise", "level"], sort=False):
             clouds = [
