@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from leaveout.errors import InputError
-from leaveout.evaluate import metrics as m
+from leaveout.evaluate.metrics import agreement as m
 
 JACCARD = partial(m.jaccard, percent=30)
 MAGNITUDE = partial(m.jaccard_magnitude, percent=30)

@@ -15,14 +15,17 @@ from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params, each
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError
+from leaveout.errors import InputError, check_seed
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, LeftOut, leave_out
-from leaveout.trajectory.replay import counterfactuals
+from leaveout.trajectory.replay import counterfactuals, moved_start
+
+JITTER = 1e-3
+"""The relative size of a move of the start."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,32 @@ class Replay(Estimator):
     Args:
         ids: the examples to leave out, one at a time; all of them by default.
         weight: the weight that a left-out example gets instead of one.
+        move: the seed of a move of the start: all models, the one with every example too, begin at a point that is a
+            random step of relative size ``jitter`` away from the recorded start. The scores are then not exact for
+            the recorded run; compared with it they tell how far an example's effect is reproducible.
+        jitter: ‖step‖/‖θ_0‖.
     """
 
     ids: Sequence[int] | Tensor | np.ndarray | None = None
     weight: float = 0.0
+    move: int | None = None
+    jitter: float = JITTER
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.move is not None:
+            check_seed(self.move)
+        if not (isinstance(self.jitter, int | float) and 0 < self.jitter < 1):
+            raise InputError(
+                f"jitter={self.jitter!r} is not a relative size: give a number between 0 and 1, such as 1e-3.",
+                code="jitter-out-of-range",
+            )
 
     @property
     def name(self) -> str:
         """The method's name."""
-        return titled("Replay", {"weight": f"weight {self.weight:g}" if self.weight else None})
+        moved = None if self.move is None else f"move {self.move} of {self.jitter:g}"
+        return titled("Replay", {"weight": f"weight {self.weight:g}" if self.weight else None, "move": moved})
 
     def _left_out(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> LeftOut:
         if self.ids is not None and (ids is not None or groups is not None):
@@ -52,16 +72,18 @@ class Replay(Estimator):
         return leave_out(task.size, cast("Sequence[int] | None", self.ids) if ids is None else ids, groups)
 
     def _exact(self, values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
-        return torch.ones(len(values), dtype=torch.bool) if self.weight == 0 else None
+        return torch.ones(len(values), dtype=torch.bool) if self.weight == 0 and self.move is None else None
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         # One more model in each stack is the undisturbed one, within the other half of the budget.
         bytes_each = budget.replay_bytes(request.trajectory)
-        return request.rows(partial(_replayed, self.weight), bytes_each, "replaying")
+        return request.rows(partial(_replayed, self), bytes_each, "replaying")
 
 
-def _replayed(weight: float, request: Request) -> tuple[Tensor, Params | None]:
-    params = counterfactuals(request.trajectory, request.left_out, weight, request.resources, request.cost)
+def _replayed(how: Replay, request: Request) -> tuple[Tensor, Params | None]:
+    trajectory = request.trajectory
+    start = None if how.move is None else moved_start(trajectory, how.jitter, how.move)
+    params = counterfactuals(trajectory, request.left_out, how.weight, request.resources, request.cost, start=start)
     losses = request.query.losses(params)
     # Compared with the undisturbed model of the same stack, so that rounding cancels.
     values = request.query.reduce(losses[:-1] - losses[-1:])
@@ -69,17 +91,23 @@ def _replayed(weight: float, request: Request) -> tuple[Tensor, Params | None]:
 
 
 def replayed(
-    scores: Scores, rows: Sequence[int], run: Run, task: Task, query: Dataset, resources: Resources | None
+    scores: Scores,
+    rows: Sequence[int],
+    run: Run,
+    task: Task,
+    query: Dataset,
+    resources: Resources | None,
+    replay: Replay | None = None,
 ) -> Scores:
-    """Replay some rows of scores exactly, for the queries that were scored."""
+    """Replay some rows of scores, for the queries that were scored; ``replay`` says from which start."""
+    replay = replay or Replay()
     scores.check_same_run(run)
     names = [scores.train_ids[row] for row in rows]
     if scores.groups is None:
-        truth = Replay(tuple(int(name) for name in names)).score(
-            run, task, query, queries=scores.queries, resources=resources
-        )
+        ids = [int(name) for name in names]
+        truth = replay.score(run, task, query, queries=scores.queries, ids=ids, resources=resources)
     else:
         groups = {str(name): scores.groups[str(name)] for name in names}
-        truth = Replay().score(run, task, query, queries=scores.queries, groups=groups, resources=resources)
+        truth = replay.score(run, task, query, queries=scores.queries, groups=groups, resources=resources)
     scores.check_same_queries(truth)
     return truth

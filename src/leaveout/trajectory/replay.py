@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from leaveout._util.trees import PARAM, Params, State, distance
+from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import LeaveoutWarning
@@ -25,13 +25,21 @@ LARGE = 1_000_000
 
 
 def counterfactuals(
-    trajectory: Trajectory, left_out: LeftOut, weight: float, resources: Resources, cost: Cost
+    trajectory: Trajectory,
+    left_out: LeftOut,
+    weight: float,
+    resources: Resources,
+    cost: Cost,
+    *,
+    start: State | None = None,
 ) -> Params:
     """Final parameters of the run again, once for each row with its examples weighted ``weight``, and once with none.
 
     The models are trained side by side; the last of the stack is the one with every example, whose way must be the
-    recorded one.
+    recorded one. With ``start`` all of them begin there instead of at the recorded start, and take another way.
     """
+    if start is not None:
+        return final(trajectory, copies(start, len(left_out) + 1), partial(_weights, left_out, weight), resources, cost)
     params: Params = {}
     for _, params in courses(trajectory, left_out, weight, resources, cost):  # noqa: B007 - the last one counts
         pass
@@ -45,16 +53,9 @@ def courses(
 
     The tensors change in place with the next step.
     """
-    count = len(left_out) + 1
-    state = _copies(trajectory, count)
-    gradients: Callable[..., Params] | None = None
+    start = copies(trajectory.initial(), len(left_out) + 1)
     travelled, strayed = 0.0, False
-    for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(left_out)}"):
-        weights = _weights(left_out, recorded.record.ids, weight, state[PARAM])
-        if gradients is None:
-            gradients = _way(trajectory.task, state[PARAM], recorded.batch)
-        state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, recorded.batch), recorded.record.hypers)
-        cost.gradients += count
+    for recorded, state in stacked(trajectory, start, partial(_weights, left_out, weight), resources, cost):
         travelled += distance(recorded.after[PARAM], recorded.before[PARAM])
         whole = {slot: {name: tensor[-1] for name, tensor in params.items()} for slot, params in state.items()}
         share = trajectory.check.way(recorded, whole, travelled)
@@ -62,6 +63,48 @@ def courses(
             strayed = True
             _warn_of_rounding(recorded.record.index, share)
         yield recorded, state[PARAM]
+
+
+def stacked(
+    trajectory: Trajectory, state: State, weights: Callable[[Tensor, Tensor], Tensor], resources: Resources, cost: Cost
+) -> Iterator[tuple[RecordedStep, State]]:
+    """Take every recorded step with a stack of models: each step with all models' states after it.
+
+    ``weights(ids, like)`` has the examples' weights at a step, a row per model, in the dtype of ``like``. The state is
+    changed in place.
+    """
+    gradients: Callable[..., Params] | None = None
+    like = next(iter(state[PARAM].values()))
+    for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(like) - 1}"):
+        if gradients is None:
+            gradients = _way(trajectory.task, state[PARAM], recorded.batch)
+        now = weights(recorded.record.ids, next(iter(state[PARAM].values())))
+        state = trajectory.rule.steps_(state, gradients(state[PARAM], now, recorded.batch), recorded.record.hypers)
+        cost.gradients += len(now)
+        yield recorded, state
+
+
+def final(
+    trajectory: Trajectory, start: State, weights: Callable[[Tensor, Tensor], Tensor], resources: Resources, cost: Cost
+) -> Params:
+    """Give all models' parameters at the end of ``stacked``."""
+    end = start
+    for _, end in stacked(trajectory, start, weights, resources, cost):  # noqa: B007 - the last one counts
+        pass
+    return end[PARAM]
+
+
+def moved_start(trajectory: Trajectory, jitter: float, seed: int) -> State:
+    """θ_0 + jitter·‖θ_0‖·ε/‖ε‖ with ε normal by ``seed``; the optimizer's own state stays.
+
+    Where the run starts at zero, ‖θ_N‖ takes the place of ‖θ_0‖.
+    """
+    state = trajectory.initial()
+    size = norm(state[PARAM]) or norm(trajectory.final()[PARAM])
+    order = torch.Generator().manual_seed(seed)
+    noise = {n: torch.randn(t.shape, generator=order, dtype=torch.float64).to(t) for n, t in state[PARAM].items()}
+    scale = jitter * size / norm(noise)
+    return {**state, PARAM: each(lambda tensor, move: tensor + scale * move, state[PARAM], noise)}
 
 
 def _warn_of_rounding(step: int, share: float) -> None:
@@ -80,7 +123,7 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
 
     Start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded.
     """
-    state, count = _copies(trajectory, len(left_out) + 1), len(left_out) + 1
+    state, count = copies(trajectory.initial(), len(left_out) + 1), len(left_out) + 1
     task, order = trajectory.task, torch.Generator().manual_seed(seed)
     gradients: Callable[..., Params] | None = None
     epoch, places = None, torch.arange(task.size)
@@ -90,7 +133,7 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
             epoch, places = record.epoch, torch.randperm(task.size, generator=order)
         ids = places[record.ids]
         batch = task.read(ids.tolist())
-        weights = _weights(left_out, ids, 0.0, state[PARAM])
+        weights = _weights(left_out, 0.0, ids, next(iter(state[PARAM].values())))
         if gradients is None:
             gradients = _way(task, state[PARAM], batch)
         state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, batch), record.hypers)
@@ -98,15 +141,15 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
     return state[PARAM]
 
 
-def _copies(trajectory: Trajectory, count: int) -> State:
+def copies(state: State, count: int) -> State:
+    """Stack ``count`` copies of a state, to be changed in place."""
     return {
         slot: {name: tensor.expand(count, *tensor.shape).clone() for name, tensor in params.items()}
-        for slot, params in trajectory.initial().items()
+        for slot, params in state.items()
     }
 
 
-def _weights(left_out: LeftOut, ids: Tensor, weight: float, params: Params) -> Tensor:
-    like = next(iter(params.values()))
+def _weights(left_out: LeftOut, weight: float, ids: Tensor, like: Tensor) -> Tensor:
     weights = like.new_ones((len(like), len(ids)))
     row, position = left_out.pairs(ids)
     weights[row, position] = weight

@@ -240,7 +240,7 @@ def _resamples(n: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def _pair(estimate: Values, truth: Values) -> tuple[np.ndarray, np.ndarray]:
-    x, y = _vector("estimate", estimate), _vector("truth", truth)
+    x, y = vector("estimate", estimate), vector("truth", truth)
     if len(x) != len(y):
         raise InputError(
             f"estimate has {len(x)} examples and truth {len(y)}: give both for the same ids, in order.",
@@ -254,7 +254,8 @@ def _pair(estimate: Values, truth: Values) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def _vector(name: str, values: Values) -> np.ndarray:
+def vector(name: str, values: Values) -> np.ndarray:
+    """Give one finite number per example as an array, or refuse what is not that."""
     try:
         values = values.detach().cpu().double().numpy() if isinstance(values, torch.Tensor) else values
         array = np.asarray(values, dtype=float)

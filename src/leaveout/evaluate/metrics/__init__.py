@@ -1,0 +1,43 @@
+"""How scores are measured: agreement with exact ones, and the protocols by which the field compares methods.
+
+>>> sorted(set(__all__) & {"auc", "kendall", "lds", "tsloo"})
+['auc', 'kendall', 'lds', 'tsloo']
+"""
+
+from leaveout.evaluate.metrics.agreement import (
+    Agreement,
+    Interval,
+    bootstrap,
+    compare,
+    jaccard,
+    jaccard_magnitude,
+    kendall,
+    rmse,
+    spearman,
+)
+from leaveout.evaluate.metrics.brittle import Brittleness, brittleness
+from leaveout.evaluate.metrics.detection import auc, average_precision
+from leaveout.evaluate.metrics.linear_datamodel import algorithm_lds, lds, random_subsets
+from leaveout.evaluate.metrics.per_query import PerQuery
+from leaveout.evaluate.metrics.trajectory_loo import tsloo
+
+__all__ = [
+    "Agreement",
+    "Brittleness",
+    "Interval",
+    "PerQuery",
+    "algorithm_lds",
+    "auc",
+    "average_precision",
+    "bootstrap",
+    "brittleness",
+    "compare",
+    "jaccard",
+    "jaccard_magnitude",
+    "kendall",
+    "lds",
+    "random_subsets",
+    "rmse",
+    "spearman",
+    "tsloo",
+]

@@ -1,0 +1,156 @@
+"""Brittleness: how many of the most helpful examples must go until a prediction flips, by replay and bisection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from leaveout._util.trees import PARAM, Params, height
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, UnsupportedError, is_whole
+from leaveout.run.reader import Run
+from leaveout.scores import Scores
+from leaveout.sweep import budget
+from leaveout.task.classes import Reading, class_logits, readings
+from leaveout.task.task import Task
+from leaveout.trajectory.left_out import leave_out
+from leaveout.trajectory.replay import counterfactuals
+from leaveout.trajectory.trajectory import Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class Brittleness:
+    """For each query, the predicted class, how many examples had to go, and what was predicted then.
+
+    ``table`` has a row per query: ``before``, ``removed`` (missing where ``most`` examples were not enough) and
+    ``after``.
+    """
+
+    table: pd.DataFrame
+    most: int
+    cost: Cost = field(default_factory=Cost)
+
+    @property
+    def median(self) -> float:
+        """The median number over all queries; infinite where less than half of them flip."""
+        return float(self.table["removed"].astype(float).fillna(float("inf")).median())
+
+    def __str__(self) -> str:
+        flipped = int(self.table["removed"].notna().sum())
+        words = f"{flipped} of {len(self.table)} predictions flip without at most {self.most} of their helpful examples"
+        return f"{words} (median {self.median:g})" if flipped * 2 > len(self.table) else words
+
+
+def brittleness(
+    scores: Scores,
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    most: int | None = None,
+    resources: Resources | None = None,
+) -> Brittleness:
+    """min{k : the run replayed without the k most helpful examples of a query predicts another class for it}.
+
+    Found by bisection between 0 and ``most``, all queries side by side: about log2(most) + 1 replays per query. Without
+    the k that is returned the prediction flips, without k − 1 it does not; should it flip and flip back below, that is
+    not seen.
+
+    Args:
+        scores: of single examples with ``queries="each"``; only those with a score above zero are taken away.
+        run: the run that was scored.
+        task: what was trained, a classifier.
+        query: the query set that was scored.
+        most: how many may go; half of the scored examples by default.
+        resources: memory budget and progress.
+    """
+    scores.check_same_run(run)
+    if scores.groups is not None or scores.queries != "each":
+        raise InputError(
+            "brittleness asks which examples helped each single prediction: give scores of single examples with "
+            'queries="each".',
+            code="queries-not-single",
+        )
+    most = max(1, len(scores.train_ids) // 2) if most is None else most
+    if not is_whole(most, 1):
+        raise InputError(f"most={most!r} must be a whole number of at least 1.", code="most-not-a-count")
+    predict = _Predictions(Trajectory(run, task), query, resources or Resources())
+    before = predict.recorded(len(scores.query_ids))
+    helpful = [_helpful(scores, column)[:most] for column in range(len(scores.query_ids))]
+    low, high = [0] * len(helpful), [len(ids) for ids in helpful]
+    first = [q for q, ids in enumerate(helpful) if ids]
+    after = dict(predict.without({q: helpful[q] for q in first}))
+    open_ = [q for q in first if after[q] != before[q]]
+    flipping = {q: after[q] for q in open_}
+    while asked := {q: helpful[q][: (low[q] + high[q]) // 2] for q in open_ if high[q] - low[q] > 1}:
+        for q, prediction in predict.without(asked):
+            if prediction != before[q]:
+                high[q], flipping[q] = len(asked[q]), prediction
+            else:
+                low[q] = len(asked[q])
+    table = pd.DataFrame(
+        {
+            "before": before,
+            "removed": pd.array([high[q] if q in flipping else None for q in range(len(helpful))], dtype="Int64"),
+            "after": pd.array([flipping.get(q) for q in range(len(helpful))], dtype="Int64"),
+        },
+        index=pd.Index(scores.query_ids, name="query"),
+    )
+    return Brittleness(table, most, predict.cost)
+
+
+def _helpful(scores: Scores, column: int) -> list[int]:
+    """The examples that helped a query, the most helpful first."""
+    values = scores.values[:, column]
+    order = torch.argsort(values, descending=True, stable=True)[: int((values > 0).sum())]
+    return [int(scores.train_ids[row]) for row in order.tolist()]
+
+
+class _Predictions:
+    """Predicted classes of single queries by models that were trained without some examples."""
+
+    def __init__(self, trajectory: Trajectory, query: Dataset, resources: Resources) -> None:
+        self.trajectory, self.query, self.resources, self.cost = trajectory, query, resources, Cost()
+        self._reading: Reading | None = None
+
+    def recorded(self, count: int) -> list[int]:
+        """The classes that the recorded run predicts for the first ``count`` queries."""
+        params = self.trajectory.final_whole()[PARAM]
+        return [self._of(params, q) for q in range(count)]
+
+    def without(self, groups: dict[int, list[int]]) -> Iterable[tuple[int, int]]:
+        """Each query with the class that is predicted for it by the run replayed without its group."""
+        with self.cost.metered():
+            left_out = leave_out(self.trajectory.task.size, groups=groups)
+            size = self.resources.chunk(2 * budget.replay_bytes(self.trajectory), len(left_out))
+            answers: list[tuple[int, int]] = []
+            for part in left_out.chunks(size):
+                params = counterfactuals(self.trajectory, part, 0.0, self.resources, self.cost)
+                for row in range(height(params) - 1):
+                    q = int(part.names[row])
+                    answers.append((q, self._of({name: tensor[row] for name, tensor in params.items()}, q)))
+        return answers
+
+    def _of(self, params: Params, number: int) -> int:
+        task = self.trajectory.task
+        with torch.no_grad():
+            outputs, targets = task.outputs(params, task.read([number], self.query))
+            reading = self._reading or self._read(outputs, targets)
+        return int(class_logits(reading, outputs).argmax(1))
+
+    def _read(self, outputs: Tensor, targets: Tensor) -> Reading:
+        allowed = readings(outputs, targets, self.trajectory.task.output_losses(outputs, targets))
+        if not allowed:
+            raise UnsupportedError(
+                "brittleness counts flips of predicted classes, and these outputs are not scores of classes: give a "
+                "task whose targets are class numbers.",
+                code="labels-not-classes",
+            )
+        self._reading = next(reading for reading in Reading if reading in allowed)
+        return self._reading
