@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import leaveout as lo
 from leaveout.cli.app import console
 from leaveout.cli.commands import app
+from leaveout.estimators.question import Question
 from leaveout.evaluate.scale import Described, Planned, needs, size_of
 from leaveout.task.trace import tracer as tracing
 
@@ -65,7 +66,9 @@ def test_counted_work_is_what_is_really_done(tmp_path, monkeypatch, made, method
     for method in methods:
         fresh = lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(x, y))  # without traces, which are counted as well
         query = TensorDataset(x[:1], y[:1])
-        METHODS[method].request(run, fresh, query)  # derivatives are compared before the work, once per task and run
+        METHODS[method].request(
+            Question(run, fresh, query)
+        )  # derivatives are compared before the work, once per task and run
         with FlopCounterMode(display=False) as counter:
             METHODS[method].score(run, fresh, query)
         assert counter.get_total_flops() == pytest.approx(planned.loc[method, "work"], rel=0.2), method

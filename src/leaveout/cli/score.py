@@ -30,6 +30,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators import Estimator
 from leaveout.estimators.base import Request
+from leaveout.estimators.question import Question
 from leaveout.estimators.several import one_by_one
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
@@ -100,21 +101,19 @@ def _scored(
 ) -> Iterator[tuple[Scores, Path, bool]]:
     """Yield scores, their files, and whether they are new: first those that are there, then each as it is done."""
     there = set()
-    question = (run, subject.task, subject.query)
+    question = Question(run, subject.task, subject.query, queries, groups=groups, resources=resources)
     for estimator in dict.fromkeys(estimators):
         name = estimator.resolved(run).name
         file = paths.scores(name, variant)
         if again or not file.exists():
             continue
         scores = Scores.load(file)
-        if other := _difference(
-            scores, name, estimator.request(*question, queries=queries, groups=groups, resources=resources)
-        ):
+        if other := _difference(scores, name, estimator.request(question)):
             raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
         there.add(estimator)
         yield scores, file, False
     methods = list(dict.fromkeys(estimators))
-    for _, scores in one_by_one(methods, *question, queries=queries, groups=groups, resources=resources, there=there):
+    for _, scores in one_by_one(methods, question, there):
         file = paths.scores(scores.method, variant)
         yield scores, scores.save(file, overwrite=again), True
 

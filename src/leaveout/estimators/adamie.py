@@ -29,7 +29,7 @@ class AdamIE(Estimator):
     ``acc=True`` reads Γ of the corrected gradient ``g(z_k) + H(z_k)·δ_k``; ``δ_k = Σ (α/|Z|) Γ_c(g(z_k))`` over the
     earlier c is what the example's own part of the updates has been so far, carried without curvature.
 
-    Cost: one gradient of every example a checkpoint; with ``acc`` a Hessian product of every example as well.
+    Cost: one gradient of every example per checkpoint; with ``acc`` a Hessian product of every example as well.
 
     Args:
         acc: correct the gradients with the examples' own curvature.

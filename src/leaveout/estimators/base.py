@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,8 @@ from leaveout._util.trees import PARAM, Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import VECTORS, Resources
-from leaveout.errors import InputError, MismatchError
+from leaveout.errors import MismatchError
+from leaveout.estimators.question import Question
 from leaveout.estimators.readout import Projected, Query
 from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
@@ -36,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request:
-    """One call of ``score``, checked."""
+    """A question, checked, with what answers it opened."""
 
     trajectory: Trajectory
     left_out: LeftOut
@@ -51,9 +53,21 @@ class Request:
     ) -> list[dict[str, Tensor]]:
         """Call ``function(request, item)`` for every item, where the engine does it; ``words`` tell the items apart."""
         keys = [f"{self._identity} {what} {word}" for word in words] if self.resources.work is not None else []
-        inside = replace(self, resources=self.resources.inside())
-        work = _alone if self.resources.elsewhere else _here
-        shards = completed(self.resources, partial(work, inside, function), items, keys, what)
+        inside, elsewhere = replace(self, resources=self.resources.inside()), self.resources.elsewhere
+
+        def work(given: tuple[T, Path | None]) -> Shard:
+            item, checkpoint = given
+            own = replace(inside, cost=Cost(), resources=inside.resources.with_checkpoint(checkpoint))
+            with ExitStack() as metered:
+                if elsewhere:  # another process, which nobody else accounts for
+                    metered.enter_context(own.cost.metered())
+                    metered.enter_context(kept_memory())
+                tensors = function(own, item)
+            if own.resources.memory != "auto":  # a heap in pieces grows from shard to shard
+                returned()
+            return Shard(tensors, own.cost)
+
+        shards = completed(self.resources, work, items, keys, what)
         for shard in shards:
             self.cost.hvps += shard.cost.hvps
             self.cost.gradients += shard.cost.gradients
@@ -73,7 +87,12 @@ class Request:
         """Return scores and displacements of all rows, by shards; ``function`` has those of a request's rows."""
         budget.check(self.resources, self.trajectory, bytes_each, "one row")
         parts = list(self.left_out.chunks(self.resources.shard_size(2 * bytes_each, len(self.left_out))))
-        shards = self.shards(partial(_rows, function), parts, [part.identity() for part in parts], what)
+
+        def work(request: Request, part: LeftOut) -> dict[str, Tensor]:
+            values, moved = function(replace(request, left_out=part))
+            return {"values": values, **{f"moved/{name}": tensor for name, tensor in (moved or {}).items()}}
+
+        shards = self.shards(work, parts, [part.identity() for part in parts], what)
         values = torch.cat([one["values"] for one in shards])
         return values, _moved(shards) if self.displacements else None
 
@@ -97,7 +116,11 @@ class Request:
             size = 1
         parts = [(start, min(start + size, count)) for start in range(0, count, size)]
         words = [f"{self.left_out.identity()} vectors {number} of {size}" for number in range(len(parts))]
-        shards = self.shards(partial(_columns, function, readout), parts, words, "sweeping")
+
+        def work(request: Request, part: tuple[int, int]) -> dict[str, Tensor]:
+            return function(request, readout.part(request.query, *part))
+
+        shards = self.shards(work, parts, words, "sweeping")
         return {name: torch.cat([one.pop(name) for one in shards], dim=1) for name in list(shards[0])}
 
     def scores(self, method: str, values: Float[Tensor, "rows queries"], moved: Params | None = None) -> Scores:
@@ -170,17 +193,12 @@ class Estimator(ABC):
             displacements: keep each row's parameter displacement as ``scores.displacements``.
             resources: memory budget and progress.
         """
-        chosen = self.resolved(run, displacements=displacements)
-        request = chosen.request(
-            run,
-            task,
-            query,
-            queries=queries,
-            ids=ids,
-            groups=groups,
-            displacements=displacements,
-            resources=resources,
-        )
+        return self.answer(Question(run, task, query, queries, ids, groups, displacements, resources or Resources()))
+
+    def answer(self, question: Question) -> Scores:
+        """Estimate what ``score`` does, for a question that is one value."""
+        chosen = self.resolved(question.run, displacements=question.displacements)
+        request = chosen.request(question)
         with request.cost.metered(), kept_memory():
             values, moved = chosen._values(request)
         return replace(request.scores(chosen.name, values, moved), unit=self.unit, exact=chosen._exact(values))
@@ -210,7 +228,7 @@ class Estimator(ABC):
         values, cost = [], Cost()
         for part in everyone.chunks(resources.part(bytes_each, len(everyone))):
             own = Subset(task.train_set, part.examples.tolist())
-            request = replace(chosen.request(run, task, own, queries="each", resources=resources), left_out=part)
+            request = replace(chosen.request(Question(run, task, own, "each", resources=resources)), left_out=part)
             with request.cost.metered(), kept_memory():
                 values.append(chosen._values(request)[0].diagonal())
             cost = cost + request.cost
@@ -228,46 +246,22 @@ class Estimator(ABC):
         """Return the same estimator with what it left open chosen for a run."""
         return self
 
-    def request(
-        self,
-        run: Run,
-        task: Task,
-        query: Dataset,
-        *,
-        queries: str = "mean",
-        ids: Sequence[int] | None = None,
-        groups: Groups | None = None,
-        displacements: bool = False,
-        resources: Resources | None = None,
-    ) -> Request:
-        """Check what ``score`` is asked."""
-        if not isinstance(run, Run):
-            raise InputError(
-                f"A run is needed, not a {type(run).__name__}: open a directory with lo.open_run(path).",
-                code="run-expected",
-            )
-        if queries not in ("mean", "each"):
-            raise InputError(f"queries={queries!r} is unknown: use 'mean' or 'each'.", code="queries-unknown")
+    def request(self, question: Question) -> Request:
+        """Check a question, and open what answers it."""
+        run, task, resources = question.run, question.task, question.resources
         trajectory, cost = Trajectory(run, task, self.layers), Cost()
         with cost.metered():
             trajectory = trajectory.compared()
-        resources = resources or Resources()
         final = trajectory.final_whole()[PARAM]
         warn_of_other_weights(run, task.parameters(), final)
-        checked = Query(trajectory.task, final, query, single=queries == "each", resources=resources.inside())
-        checked.check()
-        return Request(
-            trajectory,
-            self._left_out(task, ids, groups),
-            checked,
-            resources,
-            cost,
-            displacements,
-            repr(self),
-        )
+        single = question.queries == "each"
+        query = Query(trajectory.task, final, question.query, single=single, resources=resources.inside())
+        query.check()
+        left_out = self._left_out(question)
+        return Request(trajectory, left_out, query, resources, cost, question.displacements, repr(self))
 
-    def _left_out(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> LeftOut:
-        return leave_out(task.size, ids, groups)
+    def _left_out(self, question: Question) -> LeftOut:
+        return leave_out(question.task.size, question.ids, question.groups)
 
     def _exact(self, _values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
         """Return which rows are exact replays; None: all of them are estimates."""
@@ -276,39 +270,6 @@ class Estimator(ABC):
     @abstractmethod
     def _values(self, request: Request) -> tuple[Float[Tensor, "rows queries"], Params | None]:
         """Return the scores, and the displacements if they were asked for."""
-
-
-def _here(request: Request, function: Callable[[Request, T], dict[str, Tensor]], work: tuple[T, Path | None]) -> Shard:
-    item, checkpoint = work
-    own = replace(request, cost=Cost(), resources=request.resources.with_checkpoint(checkpoint))
-    shard = Shard(function(own, item), own.cost)
-    if own.resources.memory != "auto":  # a heap in pieces grows from shard to shard
-        returned()
-    return shard
-
-
-def _alone(request: Request, function: Callable[[Request, T], dict[str, Tensor]], work: tuple[T, Path | None]) -> Shard:
-    """Work in a process of its own, which is not accounted for here."""
-    cost = Cost()
-    with cost.metered(), kept_memory():
-        shard = _here(request, function, work)
-    return Shard(shard.tensors, shard.cost + cost)
-
-
-def _rows(
-    function: Callable[[Request], tuple[Tensor, Params | None]], request: Request, part: LeftOut
-) -> dict[str, Tensor]:
-    values, moved = function(replace(request, left_out=part))
-    return {"values": values, **{f"moved/{name}": tensor for name, tensor in (moved or {}).items()}}
-
-
-def _columns(
-    function: Callable[[Request, Params], dict[str, Tensor]],
-    readout: Projected,
-    request: Request,
-    part: tuple[int, int],
-) -> dict[str, Tensor]:
-    return function(request, readout.part(request.query, *part))
 
 
 def _moved(shards: list[dict[str, Tensor]]) -> Params:

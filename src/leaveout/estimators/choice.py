@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from leaveout._util.trees import PARAM, Params
 from leaveout.errors import InputError
 from leaveout.estimators.base import Request
-from leaveout.estimators.readout import Projected, Readout, readout_of
+from leaveout.estimators.readout import Projected, readout_of
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.fast_acc import Correction, Products
@@ -90,18 +89,33 @@ class Choice:
     def products(self, request: Request) -> Products:
         """Compute the plain and the corrected inner products by one cheap sweep, in the cheaper order."""
         readout = self._projected(request)
+        sweep = Sweep(request.trajectory, self.kind, schedule=self.schedule)
         if self.transport == "jump":
             if self.direction == "forward":
                 raise InputError(
                     "Jumps are read by a backward sweep: leave direction at 'auto'.", code="direction-fixed"
                 )
-            return Products(**request.columns(partial(_jumps, self), readout))
-        free = not isinstance(self.transport, Subspace)
-        if self.direction == "backward" and not free:
+
+            def jumps(shard: Request, vectors: Params) -> dict[str, Tensor]:
+                together = shard.left_out.named() is None
+                return jump_products(
+                    sweep, shard.left_out, vectors, shard.resources, shard.cost, together=together
+                )._asdict()
+
+            return Products(**request.columns(jumps, readout))
+        subspace = self.transport if isinstance(self.transport, Subspace) else None
+        if self.direction == "backward" and subspace:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.", code="direction-fixed")
         alone = self.sketch is not None or readout.count(request.query) == 1
-        backward = free and (self.direction == "backward" or (self.direction == "auto" and alone))
-        return Products(**request.columns(partial(_products, self, backward), readout, alone=backward))
+        backward = not subspace and (self.direction == "backward" or (self.direction == "auto" and alone))
+        width = self.sketch
+
+        def corrected(shard: Request, vectors: Params) -> dict[str, Tensor]:
+            rows = Correction(sweep, shard.left_out, shard.resources, shard.cost)
+            products = rows.remainders(vectors, width) if backward else rows.corrected_gradient(vectors, subspace)
+            return products._asdict()
+
+        return Products(**request.columns(corrected, readout, alone=backward))
 
     def _projected(self, request: Request) -> Projected:
         readout = readout_of(self.readout)
@@ -116,26 +130,26 @@ class Choice:
     def _swept(self, request: Request) -> tuple[Tensor, Params | None]:
         """Compute scores by a sweep with the whole step, forward or backward: the cheaper unless one is asked for."""
         readout, corrected = readout_of(self.readout), self.transport is not None
-        sweep = Sweep(
-            request.trajectory,
-            request.resources,
-            request.cost,
-            self.kind,
-            corrected,
-            self.schedule,
-            self._path(request),
-        )
-        if self.direction == "forward" or request.displacements or not isinstance(readout, Projected):
-            if self.direction == "backward":
-                raise InputError(
-                    "Displacements and the exact readout go forward: leave direction at 'auto'.", code="direction-fixed"
-                )
-            return _forward(request, readout, sweep)
+        sweep = Sweep(request.trajectory, self.kind, corrected, self.schedule, self._path(request))
+
+        def pushed(shard: Request) -> tuple[Tensor, Params | None]:
+            moved = sweep.displacements(shard.left_out, shard.resources, shard.cost)[PARAM]
+            return readout.of_displacements(shard.query, moved), moved if shard.displacements else None
+
+        def pulled(shard: Request, vectors: Params) -> dict[str, Tensor]:
+            return {"products": sweep.inner_products(shard.left_out, vectors, shard.resources, shard.cost)}
+
+        forward = self.direction == "forward" or request.displacements or not isinstance(readout, Projected)
+        if forward and self.direction == "backward":
+            raise InputError(
+                "Displacements and the exact readout go forward: leave direction at 'auto'.", code="direction-fixed"
+            )
         # Backward takes a vector per query, forward one per row; the corrected step has one per row either way.
-        if self.direction == "auto" and (corrected or readout.count(request.query) > len(request.left_out)):
-            return _forward(request, readout, sweep)
-        products = request.columns(partial(_pulled, sweep), readout)["products"]
-        return readout.of_products(request.query, products), None
+        if isinstance(readout, Projected) and not forward:
+            cheaper = corrected or readout.count(request.query) > len(request.left_out)
+            if self.direction == "backward" or not cheaper:
+                return readout.of_products(request.query, request.columns(pulled, readout)["products"]), None
+        return request.rows(pushed, budget.forward_bytes(request.trajectory), "forward")
 
     def _path(self, request: Request) -> Callable[[Params], Params] | None:
         """Return the map g ↦ ΦᵀΦg: whatever depends on gradients then depends on their projections Φg alone."""
@@ -145,35 +159,3 @@ class Choice:
         layout = Layout(request.trajectory.rule, params)
         project = sketch(layout, self.project, next(iter(params.values())))
         return lambda stack: layout.unflatten(project.back(project(layout.flatten(stack))))
-
-
-def _jumps(choice: Choice, request: Request, vectors: Params) -> dict[str, Tensor]:
-    sweep = Sweep(request.trajectory, request.resources, request.cost, choice.kind, schedule=choice.schedule)
-    products = jump_products(sweep, request.left_out, vectors, together=request.left_out.named() is None)
-    return {"plain": products.plain, "corrected": products.corrected}
-
-
-def _products(choice: Choice, backward: bool, request: Request, vectors: Params) -> dict[str, Tensor]:
-    correction = Correction(
-        request.trajectory, request.left_out, request.resources, request.cost, choice.kind, choice.schedule
-    )
-    if backward:
-        products = correction.remainders(vectors, choice.sketch)
-    else:
-        transport = choice.transport
-        products = correction.corrected_gradient(vectors, transport if isinstance(transport, Subspace) else None)
-    return {"plain": products.plain, "corrected": products.corrected}
-
-
-def _forward(request: Request, readout: Readout, sweep: Sweep) -> tuple[Tensor, Params | None]:
-    return request.rows(partial(_pushed, readout, sweep), budget.forward_bytes(request.trajectory), "forward")
-
-
-def _pushed(readout: Readout, sweep: Sweep, request: Request) -> tuple[Tensor, Params | None]:
-    moved = replace(sweep, resources=request.resources, cost=request.cost).displacements(request.left_out)[PARAM]
-    return readout.of_displacements(request.query, moved), moved if request.displacements else None
-
-
-def _pulled(sweep: Sweep, request: Request, vectors: Params) -> dict[str, Tensor]:
-    sweep = replace(sweep, resources=request.resources, cost=request.cost)
-    return {"products": sweep.inner_products(request.left_out, vectors)}

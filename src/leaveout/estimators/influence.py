@@ -89,22 +89,21 @@ class InfluenceFunction(Estimator):
             request.resources.check(
                 5 * width**2 // like.element_size(), "the whole Hessian, its factor and one product"
             )
+
+        def solved(shard: Request, vectors: Params) -> dict[str, Tensor]:
+            minimum = _Minimum(shard, self)
+            return {"products": minimum.products(minimum.solve(vectors))}
+
+        def moved(shard: Request) -> tuple[Tensor, Params | None]:
+            minimum = _Minimum(shard, self)
+            displacements = minimum.solve(minimum.gradients(shard.left_out))
+            values = readout.of_displacements(shard.query, displacements)
+            return values, displacements if shard.displacements else None
+
         if isinstance(readout, Projected) and not request.displacements:
-            products = request.columns(partial(_solved, self), readout, vector_bytes=HELD * width)["products"]
+            products = request.columns(solved, readout, vector_bytes=HELD * width)["products"]
             return readout.of_products(request.query, products), None
-        return request.rows(partial(_moved, self), HELD * width, "solving")
-
-
-def _solved(method: InfluenceFunction, request: Request, vectors: Params) -> dict[str, Tensor]:
-    minimum = _Minimum(request, method)
-    return {"products": minimum.products(minimum.solve(vectors))}
-
-
-def _moved(method: InfluenceFunction, request: Request) -> tuple[Tensor, Params | None]:
-    minimum = _Minimum(request, method)
-    moved = minimum.solve(minimum.gradients(request.left_out))
-    values = readout_of(method.readout).of_displacements(request.query, moved)
-    return values, moved if request.displacements else None
+        return request.rows(moved, HELD * width, "solving")
 
 
 class _Minimum:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -17,11 +16,12 @@ from leaveout._util.trees import Params, each
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, check_seed
 from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.question import Question
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget
 from leaveout.task.task import Task
-from leaveout.trajectory.left_out import Groups, LeftOut, leave_out
+from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.replay import counterfactuals, moved_start
 
 JITTER = 1e-3
@@ -64,12 +64,13 @@ class Replay(Estimator):
         moved = None if self.move is None else f"move {self.move} of {self.jitter:g}"
         return titled("Replay", {"weight": f"weight {self.weight:g}" if self.weight else None, "move": moved})
 
-    def _left_out(self, task: Task, ids: Sequence[int] | None, groups: Groups | None) -> LeftOut:
-        if self.ids is not None and (ids is not None or groups is not None):
+    def _left_out(self, question: Question) -> LeftOut:
+        if self.ids is not None and (question.ids is not None or question.groups is not None):
             raise InputError(
                 "Replay(ids=...) was given, and ids= or groups= as well: give one of them.", code="ids-given-twice"
             )
-        return leave_out(task.size, cast("Sequence[int] | None", self.ids) if ids is None else ids, groups)
+        own = question if self.ids is None else replace(question, ids=cast("Sequence[int]", self.ids))
+        return super()._left_out(own)
 
     def _exact(self, values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
         return torch.ones(len(values), dtype=torch.bool) if self.weight == 0 and self.move is None else None
@@ -77,17 +78,17 @@ class Replay(Estimator):
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         # One more model in each stack is the undisturbed one, within the other half of the budget.
         bytes_each = budget.replay_bytes(request.trajectory)
-        return request.rows(partial(_replayed, self), bytes_each, "replaying")
 
+        def replays(shard: Request) -> tuple[Tensor, Params | None]:
+            trajectory = shard.trajectory
+            start = None if self.move is None else moved_start(trajectory, self.jitter, self.move)
+            params = counterfactuals(trajectory, shard.left_out, self.weight, shard.resources, shard.cost, start=start)
+            losses = shard.query.losses(params)
+            # Compared with the undisturbed model of the same stack, so that rounding cancels.
+            values = shard.query.reduce(losses[:-1] - losses[-1:])
+            return values, each(lambda tensor: tensor[:-1] - tensor[-1:], params) if shard.displacements else None
 
-def _replayed(how: Replay, request: Request) -> tuple[Tensor, Params | None]:
-    trajectory = request.trajectory
-    start = None if how.move is None else moved_start(trajectory, how.jitter, how.move)
-    params = counterfactuals(trajectory, request.left_out, how.weight, request.resources, request.cost, start=start)
-    losses = request.query.losses(params)
-    # Compared with the undisturbed model of the same stack, so that rounding cancels.
-    values = request.query.reduce(losses[:-1] - losses[-1:])
-    return values, each(lambda tensor: tensor[:-1] - tensor[-1:], params) if request.displacements else None
+        return request.rows(replays, bytes_each, "replaying")
 
 
 def replayed(

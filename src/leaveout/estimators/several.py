@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -12,6 +11,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators.acc import ACC
 from leaveout.estimators.base import Estimator
+from leaveout.estimators.question import Question
 from leaveout.estimators.sgdie import SGDIE
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
@@ -38,43 +38,32 @@ def score(
     estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)
     if not estimators:
         raise InputError("No estimator was given: give at least one, such as lo.ACC().", code="estimator-missing")
-    results = dict(
-        one_by_one(estimators, run, task, query, queries=queries, ids=ids, groups=groups, resources=resources)
-    )
+    question = Question(run, task, query, queries, ids, groups, resources=resources or Resources())
+    results = dict(one_by_one(estimators, question))
     return [results[estimator] for estimator in estimators]
 
 
 def one_by_one(
-    estimators: Sequence[Estimator],
-    run: Run,
-    task: Task,
-    query: Dataset,
-    *,
-    queries: str = "mean",
-    ids: Sequence[int] | None = None,
-    groups: Groups | None = None,
-    resources: Resources | None = None,
-    there: Collection[Estimator] = (),
+    estimators: Sequence[Estimator], question: Question, there: Collection[Estimator] = ()
 ) -> Iterator[tuple[Estimator, Scores]]:
     """Yield each estimator with its scores as soon as they are there, so that they can be kept before the next begins.
 
     The scores of those that are ``there`` already are left out. They still decide what is swept together: work that
     was cut short between two methods ends with the same bits.
     """
-    options: dict[str, Any] = {"queries": queries, "ids": ids, "groups": groups, "resources": resources}
     waiting = dict.fromkeys(estimators)
     for estimator in list(waiting):
-        chosen = estimator.resolved(run)
+        chosen = estimator.resolved(question.run)
         if isinstance(chosen, ACC) and chosen.transport != "exact":
             beside = SGDIE(readout=chosen.readout, layers=chosen.layers)
             pair = [one for one in (estimator, beside) if one in waiting]
             waiting = {one: None for one in waiting if one not in pair}
             if all(one in there for one in pair):
                 continue
-            request = chosen.request(run, task, query, **options)
+            request = chosen.request(question)
             with request.cost.metered(), kept_memory():
                 choice = chosen.choice()
-                choice.schedule.check(run)
+                choice.schedule.check(question.run)
                 products = choice.products(request)
                 corrected = choice.read(request, products.corrected)
                 plain = choice.read(request, products.plain)
@@ -84,4 +73,4 @@ def one_by_one(
                 yield beside, request.scores(beside.name, plain)
     for estimator in waiting:
         if estimator not in there:
-            yield estimator, estimator.score(run, task, query, **options)
+            yield estimator, estimator.answer(question)

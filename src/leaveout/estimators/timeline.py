@@ -83,7 +83,7 @@ def timeline(
     vectors = Linear().vectors(mean_query)
     values = next(iter(vectors.values())).new_zeros((len(left_out), len(names)))
     with kept_memory():
-        for recorded, pulled in Sweep(trajectory, resources or Resources(), Cost()).pulled(vectors):
+        for recorded, pulled in Sweep(trajectory).pulled(vectors, resources or Resources(), Cost()):
             row, position = left_out.pairs(recorded.record.ids)
             values[:, column[recorded.record.index]].index_add_(0, row, pulled.weights[0, position], alpha=-1)
     return Timeline(values.cpu(), left_out.names, names, mean_query.fingerprint())

@@ -65,6 +65,25 @@ class Curvature(ABC):
         """Compute g(z) for every example."""
         return example_gradients(self.task, self.params, examples, self.chunk)
 
+    def own_where(
+        self, keep: Bool[Tensor, " examples"] | None, examples: Batch, vectors: Params
+    ) -> tuple[Params, Params]:
+        """Compute g(z), and C(z)·v where it is wanted and zero elsewhere; None: everywhere."""
+        if keep is None or bool(keep.all()):
+            return self.own(examples, vectors)
+        if not bool(keep.any()):
+            gradients = self.gradients(examples)
+            return gradients, each(torch.zeros_like, gradients)
+        index, rest = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
+        chosen = vectors if is_single(vectors, self.params) else rows(vectors, index)
+        chosen_gradients, curved = self.own(take(examples, index), chosen)
+        order = torch.argsort(torch.cat([index, rest]))
+        others = self.gradients(take(examples, rest))
+        return (
+            each(lambda a, b: torch.cat([a, b])[order], chosen_gradients, others),
+            each(lambda a, b: torch.cat([a, torch.zeros_like(b)])[order], curved, others),
+        )
+
 
 class Hessian(Curvature):
     """The true curvature: SGD-IE, ACC."""
@@ -74,10 +93,10 @@ class Hessian(Curvature):
         if height(vectors) == 1:
             value, one, weights = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
             if value is not None:
-                self.__dict__["gradient"] = value
+                self.gradient = value
             return each(lambda t: t[None], one), weights[None]
         value, curved, reads = hessian_products(self.task, self.params, self.batch, vectors, self.chunk)
-        self.__dict__["gradient"] = value
+        self.gradient = value
         return curved, reads
 
     def changes(
@@ -85,7 +104,7 @@ class Hessian(Curvature):
     ) -> Params:
         """Compute H(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
         stacks = (vectors, weights, added)
-        self.__dict__["gradient"], changes = weighted_changes(self.task, self.params, self.batch, stacks, self.chunk)
+        self.gradient, changes = weighted_changes(self.task, self.params, self.batch, stacks, self.chunk)
         return changes
 
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
@@ -103,7 +122,7 @@ class GaussNewton(Curvature):
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Compute C·a and ⟨a, g_z⟩/|Z| for every vector a."""
-        self.__dict__["gradient"], curved, reads = outer_products(
+        self.gradient, curved, reads = outer_products(
             self.task, self.params, self.batch, vectors, self.chunk, fisher=self.fisher
         )
         return curved, reads
@@ -113,7 +132,7 @@ class GaussNewton(Curvature):
     ) -> Params:
         """Compute C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
         stacks = (vectors, weights, added)
-        self.__dict__["gradient"], changes = outer_changes(
+        self.gradient, changes = outer_changes(
             self.task, self.params, self.batch, stacks, self.chunk, fisher=self.fisher
         )
         return changes
@@ -134,7 +153,7 @@ class Flat(Curvature):
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Return zero, and ⟨a, g_z⟩/|Z| for every vector a."""
-        self.__dict__["gradient"], reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
+        self.gradient, reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
         return each(torch.zeros_like, vectors), reads
 
     def changes(
@@ -160,23 +179,3 @@ def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
             "method takes it for: use SGDIE(), ACC(transport='exact') or Replay().",
             code="curvature-not-symmetric",
         )
-
-
-def own_where(
-    curvature: Curvature, keep: Bool[Tensor, " examples"] | None, examples: Batch, vectors: Params
-) -> tuple[Params, Params]:
-    """Compute ``curvature.own`` with C(z)·v only where it is wanted, and zero elsewhere; None: everywhere."""
-    if keep is None or bool(keep.all()):
-        return curvature.own(examples, vectors)
-    if not bool(keep.any()):
-        gradients = curvature.gradients(examples)
-        return gradients, each(torch.zeros_like, gradients)
-    index, rest = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
-    chosen = vectors if is_single(vectors, curvature.params) else rows(vectors, index)
-    chosen_gradients, curved = curvature.own(take(examples, index), chosen)
-    order = torch.argsort(torch.cat([index, rest]))
-    others = curvature.gradients(take(examples, rest))
-    return (
-        each(lambda a, b: torch.cat([a, b])[order], chosen_gradients, others),
-        each(lambda a, b: torch.cat([a, torch.zeros_like(b)])[order], curved, others),
-    )

@@ -16,6 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from leaveout._util.trees import Params, State, embed, height, inner, nbytes, sum_of
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
 from leaveout.sweep.checkpoint import SweepCheckpoint
 from leaveout.sweep.fast_acc import Products
 from leaveout.sweep.linear_step import LinearStep, Pairs
@@ -26,23 +28,27 @@ ROW = 8
 """How many vectors of the state's size one left-out row takes while its jump is read."""
 
 
-def jump_products(sweep: Sweep, left_out: LeftOut, queries: Params, *, together: bool = True) -> Products:
+def jump_products(
+    sweep: Sweep, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost, *, together: bool = True
+) -> Products:
     """Compute SGD-IE's inner products and those of the jumps, for every row and query vector, in one backward sweep.
 
     Args:
         sweep: the run, the curvature that carries the query vectors, and which occurrences are corrected.
         left_out: the rows, single examples or groups.
         queries: the query vectors at the end of the run.
+        resources: memory budget and progress.
+        cost: where the products are counted.
         together: a row's examples leave a batch in one jump; otherwise the jumps of its single examples are added.
     """
-    checkpoint = SweepCheckpoint(sweep.resources.checkpoint, sweep.cost, sweep.trajectory.task.device)
+    checkpoint = SweepCheckpoint(resources.checkpoint, cost, sweep.trajectory.task.device)
     saved = checkpoint.saved()
     like = next(iter(queries.values()))
     fresh = {name: like.new_zeros((len(left_out), height(queries))) for name in ("plain", "extra")}
     sums = {name: saved.gathered[name] for name in fresh} if saved else fresh
-    chunk = sweep.resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(left_out)))
+    chunk = resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(left_out)))
     still = embed(queries, sweep.trajectory.final())
-    for recorded, pulled in sweep.pulled(queries, saved):
+    for recorded, pulled in sweep.pulled(queries, resources, cost, saved):
         pairs = left_out.pairs(recorded.record.ids)
         row, position = pairs
         reads = -pulled.weights[:, position].T

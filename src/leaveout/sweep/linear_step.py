@@ -53,6 +53,11 @@ class Pulled(NamedTuple):
     arriving: State
     step: LinearStep
 
+    def add_to(self, totals: Float[Tensor, "rows vectors"], pairs: Pairs) -> None:
+        """Add −(∂F/∂w_k)ᵀu, the first-order effect of leaving k out here, to the total of each row without k."""
+        row, position = pairs
+        totals.index_add_(0, row, self.weights[:, position].T, alpha=-1)
+
 
 class LinearStep:
     """The derivative of one step at its recorded state: with every example, and with each row's examples left out.
@@ -65,31 +70,36 @@ class LinearStep:
     def __init__(
         self, rule: Rule, recorded: RecordedStep, curvature: Curvature, path: Callable[[Params], Params] | None = None
     ) -> None:
-        self._rule, self._recorded, self._map = rule, recorded, curvature
+        self._rule, self._recorded, self.curvature = rule, recorded, curvature
         self._path = path or (lambda params: params)
         self._hypers = recorded.record.hypers
 
     @property
     def has_gradient(self) -> bool:
         """Say whether the step can be computed again without a gradient of its own."""
-        return self._map.has_gradient
+        return self.curvature.has_gradient
 
     @cached_property
     def after(self) -> State:
         """The step computed again."""
-        return self._rule.step(self._recorded.before, self._map.gradient, self._hypers)
+        return self._rule.step(self._recorded.before, self.curvature.gradient, self._hypers)
 
-    def pull(self, vectors: State) -> Pulled:
-        """Compute ∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight."""
+    def pull(
+        self, vectors: State, products: Callable[[Params], tuple[Params, Float[Tensor, "vectors batch"]]] | None = None
+    ) -> Pulled:
+        """Compute ∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight.
+
+        ``products`` is taken in place of the curvature's own where its values are known from elsewhere.
+        """
         state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self._hypers)
         along = self._path(along)
-        curved, reads = self._map.products(along)
+        curved, reads = (products or self.curvature.products)(along)
         return Pulled(_plus(state, curved), state, along, reads, vectors, self)
 
     def push(self, vectors: State, pairs: Pairs) -> State:
         """Compute ∂F(w¹)·δ + γ: SGD-IE's step, with its examples' first-order effect. Uses the vectors up."""
         missed = self._marked(vectors, pairs)
-        along = self._map.changes(vectors[PARAM], torch.ones_like(missed), -missed)
+        along = self.curvature.changes(vectors[PARAM], torch.ones_like(missed), -missed)
         return self._tangent(vectors, self._path(along))
 
     def inject(self, pairs: Pairs, count: int) -> State:
@@ -107,8 +117,8 @@ class LinearStep:
         own_pairs = pairs if keep is None else _where(pairs, keep)
         without = missed if keep is None else self._marked(vectors, own_pairs)
         if self._rule.linear:  # then Γ = γ, and one tangent serves all
-            return self._tangent(vectors, self._path(self._map.changes(vectors[PARAM], 1 - without, -missed)))
-        along = self._path(self._map.changes(vectors[PARAM], 1 - without, without - missed))
+            return self._tangent(vectors, self._path(self.curvature.changes(vectors[PARAM], 1 - without, -missed)))
+        along = self._path(self.curvature.changes(vectors[PARAM], 1 - without, without - missed))
         pushed = self._tangent(vectors, along)
         affected, gradient = self._left_out(own_pairs)
         own = self._counterfactual(gradient)
@@ -137,7 +147,7 @@ class LinearStep:
                 along = replace_rows({PARAM: along}, affected, {PARAM: own_along})[PARAM]
         along = self._path(along)
         without = self._marked(vectors, pairs)
-        return _plus(state, self._map.changes(along, 1 - without, torch.zeros_like(without))), reads
+        return _plus(state, self.curvature.changes(along, 1 - without, torch.zeros_like(without))), reads
 
     def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], State]:
         """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step."""
@@ -153,7 +163,7 @@ class LinearStep:
 
     def _at(self, count: int) -> tuple[State, Params]:
         # A linear step has the same derivative everywhere, so that any gradient serves where none is at hand.
-        gradient = self._recorded.before[PARAM] if self._rule.linear else self._map.gradient
+        gradient = self._recorded.before[PARAM] if self._rule.linear else self.curvature.gradient
         return expand(self._recorded.before, count), expand({PARAM: gradient}, count)[PARAM]
 
     def _tangent(self, state: State, gradient: Params) -> State:
@@ -164,7 +174,7 @@ class LinearStep:
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
         """Return the recorded state with the batch gradient that lacks each row's examples."""
         state, _ = self._at(height(gradient))
-        return state, each(torch.sub, expand({PARAM: self._map.gradient}, height(gradient))[PARAM], gradient)
+        return state, each(torch.sub, expand({PARAM: self.curvature.gradient}, height(gradient))[PARAM], gradient)
 
     def _jump(self, own: tuple[State, Params]) -> State:
         """Compute Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
@@ -177,7 +187,7 @@ class LinearStep:
         if not len(affected):
             return affected, self._nothing()
         _, position = self._padded(pairs)
-        gradients = self._map.gradients(take(self._recorded.batch, position))
+        gradients = self.curvature.gradients(take(self._recorded.batch, position))
         return affected, self._path(self._mean(gradients, local, len(affected)))
 
     def _nothing(self) -> Params:

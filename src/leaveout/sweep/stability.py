@@ -83,7 +83,11 @@ REMEDY = (
 def blame(task: Task, recorded: RecordedStep) -> list[int]:
     """Name the examples of a step's batch whose loss has a first or second derivative that is not finite."""
     ids = recorded.record.ids.tolist()
-    return [example for i, example in enumerate(ids) if not _is_smooth(task, recorded.params, _pick(recorded.batch, i))]
+    return [
+        example
+        for i, example in enumerate(ids)
+        if not _is_smooth(task, recorded.params, batches.pick(recorded.batch, i))
+    ]
 
 
 def _is_smooth(task: Task, params: Params, example: Batch) -> bool:
@@ -95,10 +99,6 @@ def _is_smooth(task: Task, params: Params, example: Batch) -> bool:
     with suppress(RuntimeError, NotImplementedError):  # an operation without forward mode
         parts.append(jvp(gradient, (params,), (ones,))[1])
     return all(bool(torch.isfinite(tensor).all()) for part in parts for tensor in part.values())
-
-
-def _pick(batch: Batch, i: int) -> Batch:
-    return batches.map_leaves(lambda leaf: leaf[i], batch)
 
 
 def _size(params: Params) -> float:

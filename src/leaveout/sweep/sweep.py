@@ -6,14 +6,16 @@ read off at every occurrence of every example; both give the same inner products
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, State, each, embed, height, zeros
+from leaveout._util.trees import Params, State, each, embed, height, split, zeros
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.sweep import budget
@@ -30,14 +32,18 @@ CHECK_EVERY = 16
 ALWAYS = Schedule()
 
 
+Products: TypeAlias = Callable[[RecordedStep, Curvature, Params], tuple[Params, Float[Tensor, "vectors batch"]]]
+"""What an observer of the backward sweep gives in place of ``curvature.products(vectors)`` at a recorded step."""
+
+
 @dataclass(frozen=True)
 class Sweep:
     """One way through a run: what carries the vectors, and which gradient is read.
 
+    What a sweep may use, and where its products are counted, is said where it is taken.
+
     Args:
         trajectory: the run and its task.
-        resources: memory budget and progress.
-        cost: where the products are counted.
         kind: the curvature that carries vectors through the linearised step; with ``Flat`` they stay where they are.
         corrected: linearise each row's counterfactual step instead of the recorded one.
         schedule: where, if not everywhere.
@@ -45,8 +51,6 @@ class Sweep:
     """
 
     trajectory: Trajectory
-    resources: Resources
-    cost: Cost
     kind: type[Curvature] = Hessian
     corrected: bool = False
     schedule: Schedule = ALWAYS
@@ -57,23 +61,23 @@ class Sweep:
         """Say whether vectors move with the steps."""
         return self.kind is not Flat
 
-    def displacements(self, left_out: LeftOut) -> State:
+    def displacements(self, left_out: LeftOut, resources: Resources, cost: Cost) -> State:
         """Compute δ_N for every row: forward, one vector per row."""
         moved = zeros(self.trajectory.initial(), len(left_out))
-        for _, moved in self.course(left_out):  # noqa: B007 - the last one counts
+        for _, moved in self.course(left_out, resources, cost):  # noqa: B007 - the last one counts
             pass
         return moved
 
-    def course(self, left_out: LeftOut) -> Iterator[tuple[RecordedStep, State]]:
+    def course(self, left_out: LeftOut, resources: Resources, cost: Cost) -> Iterator[tuple[RecordedStep, State]]:
         """Yield δ of every row on its way: each step, from the first, with the displacements after it."""
         moved = zeros(self.trajectory.initial(), len(left_out))
         growth = Growth(self.trajectory.task, steady=True)
-        chunk = self.chunk(len(left_out))
-        for recorded in self._track(self.trajectory.forward(), "forward"):
+        chunk = budget.chunk(resources, self.trajectory, len(left_out))
+        for recorded in resources.track(self.trajectory.forward(), len(self.trajectory), "forward"):
             step = self._step(recorded, chunk)
             pairs = left_out.pairs(recorded.record.ids)
             keep = self.schedule.kept(recorded.record, left_out, pairs[0])
-            self._count(len(left_out))
+            self._count(cost, len(left_out))
             if not self.curved:
                 jump = step.inject(pairs, len(left_out))
                 moved = {slot: each(torch.add, moved[slot], jump[slot]) for slot in moved}
@@ -86,60 +90,65 @@ class Sweep:
             yield recorded, moved
         growth.tell()
 
-    def inner_products(self, left_out: LeftOut, queries: Params) -> Float[Tensor, "rows queries"]:
+    def inner_products(
+        self, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost
+    ) -> Float[Tensor, "rows queries"]:
         """Compute ⟨u_q, δ_r⟩ for every row and query vector, backward."""
-        if self.corrected:
-            size = self.resources.chunk(2 * budget.forward_bytes(self.trajectory), len(left_out))
-            parts = list(left_out.chunks(size))
-            columns = [
-                torch.cat([self._private(part, {n: t[i] for n, t in queries.items()}) for part in parts])
-                for i in range(height(queries))
-            ]
-            return torch.stack(columns, dim=1)
-        return self._shared(left_out, queries)
+        if not self.corrected:
+            return self._shared(left_out, queries, resources, cost)
+        size = resources.chunk(2 * budget.forward_bytes(self.trajectory), len(left_out))
+        parts = list(left_out.chunks(size))
+        columns = [
+            torch.cat([self._private(part, each(lambda t: t[0], query), resources, cost) for part in parts])
+            for query in split(queries, 1)
+        ]
+        return torch.stack(columns, dim=1)
 
-    def chunk(self, count: int) -> int:
-        """Return how many vectors go through a product at a time."""
-        return budget.chunk(self.resources, self.trajectory, count)
+    def pulled(
+        self,
+        queries: Params,
+        resources: Resources,
+        cost: Cost,
+        saved: SavedSweep | None = None,
+        products: Products | None = None,
+    ) -> Iterator[tuple[RecordedStep, Pulled]]:
+        """Yield the query vectors on their way back: each step, from the last, with what reaches it.
 
-    def pulled(self, queries: Params, saved: SavedSweep | None = None) -> Iterator[tuple[RecordedStep, Pulled]]:
-        """Yield the query vectors on their way back: each step, from the last, with what reaches it."""
+        ``products`` is an observer that gives each step's products itself, since it has them from elsewhere, and keeps
+        within the budget itself.
+        """
         vectors = saved.vectors if saved else embed(queries, self.trajectory.final())
-        growth = Growth(self.trajectory.task)
-        chunk = self.chunk(height(queries))
-        for recorded in self._track(self.trajectory.backward(saved.step if saved else None), "backward"):
-            pulled = self.pull(recorded, vectors, chunk)
+        growth, count = Growth(self.trajectory.task), height(queries)
+        chunk = None if products else budget.chunk(resources, self.trajectory, count)
+        recorded_steps = self.trajectory.backward(saved.step if saved else None)
+        for recorded in resources.track(recorded_steps, len(self.trajectory), "backward"):
+            self._count(cost, count)
+            step = self._step(recorded, chunk)
+            pulled = step.pull(vectors, products and partial(products, recorded, step.curvature))
+            self._check(recorded, step)
+            if count == 1 and not products and self.trajectory.rule.linear and self.path is None:
+                self.trajectory.check.along(recorded, vectors, pulled.carried, float(pulled.weights.sum()))
             if self.curved:
                 vectors = pulled.state
                 growth.note(recorded, vectors)
             yield recorded, pulled
         growth.tell()
 
-    def pull(self, recorded: RecordedStep, vectors: State, chunk: int = 1) -> Pulled:
-        """Take the vectors one step back, counted and checked."""
-        count = height(vectors[PARAM])
-        self._count(count)
-        step = self._step(recorded, chunk)
-        pulled = step.pull(vectors)
-        self._check(recorded, step)
-        if count == 1 and self.trajectory.rule.linear and self.path is None:
-            self.trajectory.check.along(recorded, vectors, pulled.carried, float(pulled.weights.sum()))
-        return pulled
-
-    def _shared(self, left_out: LeftOut, queries: Params) -> Float[Tensor, "rows queries"]:
+    def _shared(
+        self, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost
+    ) -> Float[Tensor, "rows queries"]:
         """Carry one vector per query for all rows: −(∂F/∂w_k)ᵀu is added to k's row at each of its occurrences."""
-        checkpoint = SweepCheckpoint(self.resources.checkpoint, self.cost, self.trajectory.task.device)
+        checkpoint = SweepCheckpoint(resources.checkpoint, cost, self.trajectory.task.device)
         saved = checkpoint.saved()
         fresh = next(iter(queries.values())).new_zeros((len(left_out), height(queries)))
         totals = saved.gathered["totals"] if saved else fresh
         still = embed(queries, self.trajectory.final())
-        for recorded, pulled in self.pulled(queries, saved):
-            row, position = left_out.pairs(recorded.record.ids)
-            totals.index_add_(0, row, pulled.weights[:, position].T, alpha=-1)
+        for recorded, pulled in self.pulled(queries, resources, cost, saved):
+            pulled.add_to(totals, left_out.pairs(recorded.record.ids))
             checkpoint.note(recorded.record.index, pulled.state if self.curved else still, lambda: {"totals": totals})
         return totals
 
-    def _private(self, left_out: LeftOut, query: Params) -> Float[Tensor, " rows"]:
+    def _private(self, left_out: LeftOut, query: Params, resources: Resources, cost: Cost) -> Float[Tensor, " rows"]:
         """Carry a vector per row, u + e_k: the shared vector with the row's own remainder."""
         check_symmetric(self.trajectory.task, self.kind)
         count = len(left_out)
@@ -147,12 +156,12 @@ class Sweep:
         vectors = embed(stacked, self.trajectory.final())
         total = next(iter(query.values())).new_zeros(count)
         growth = Growth(self.trajectory.task)
-        chunk = self.chunk(count)
-        for recorded in self._track(self.trajectory.backward(), "backward"):
+        chunk = budget.chunk(resources, self.trajectory, count)
+        for recorded in resources.track(self.trajectory.backward(), len(self.trajectory), "backward"):
             step = self._step(recorded, chunk)
             pairs = left_out.pairs(recorded.record.ids)
             keep = self.schedule.kept(recorded.record, left_out, pairs[0])
-            self._count(count)
+            self._count(cost, count)
             vectors, reads = step.pull_corrected(vectors, pairs, keep)
             total += reads
             self._check(recorded, step)
@@ -160,7 +169,7 @@ class Sweep:
         growth.tell()
         return total
 
-    def _step(self, recorded: RecordedStep, chunk: int) -> LinearStep:
+    def _step(self, recorded: RecordedStep, chunk: int | None) -> LinearStep:
         curvature = self.kind(self.trajectory.task, recorded.params, recorded.batch, chunk)
         return LinearStep(self.trajectory.rule, recorded, curvature, self.path)
 
@@ -170,10 +179,7 @@ class Sweep:
         if step.has_gradient or index % CHECK_EVERY == 0 or index == len(self.trajectory) - 1:
             self.trajectory.check.step(recorded, step.after)
 
-    def _count(self, vectors: int) -> None:
-        self.cost.gradients += 1
+    def _count(self, cost: Cost, vectors: int) -> None:
+        cost.gradients += 1
         if self.curved:
-            self.cost.hvps += vectors
-
-    def _track(self, recorded_steps: Iterable[RecordedStep], what: str) -> Iterator[RecordedStep]:
-        return self.resources.track(recorded_steps, len(self.trajectory), what)
+            cost.hvps += vectors

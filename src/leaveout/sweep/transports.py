@@ -19,7 +19,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim import Rule, values
 from leaveout.sweep import budget
-from leaveout.sweep.curvature import Curvature, own_where
+from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.free_transport import Drift, Layout, LazyVectors, drift
 from leaveout.sweep.linear_step import Keep
 from leaveout.task.task import take
@@ -108,9 +108,9 @@ class Free(Transport):
         for part in turns(len(row), size):
             vectors = self._layout.unflatten(self.now(row[part]))
             corrected = None if keep is None else keep[part]
-            gradients, curved = own_where(curvature, corrected, take(recorded.batch, position[part]), vectors)
+            gradients, curved = curvature.own_where(corrected, take(recorded.batch, position[part]), vectors)
             yield row[part], self._layout.flatten(curved)
-        self.move(recorded, row, position, size, gradients if size >= len(row) else None)
+        self.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
         """Pass a step."""
@@ -123,6 +123,7 @@ class Free(Transport):
     def move(
         self,
         recorded: RecordedStep,
+        curvature: Curvature,
         row: Int[Tensor, " pairs"],
         position: Int[Tensor, " pairs"],
         size: int,
@@ -132,7 +133,6 @@ class Free(Transport):
         step = self._drift(recorded)
         self._vectors.advance(step.carry)
         enter = step.enter[self._layout.group].T / -len(recorded.record.ids)  # slots x width
-        curvature = self.kind(self._trajectory.task, recorded.params, recorded.batch)
         for part in turns(len(row), size):
             own = gradients or curvature.gradients(take(recorded.batch, position[part]))
             self._vectors.add(row[part], self._layout.flatten(own)[:, None] * enter)
@@ -165,13 +165,13 @@ class SubspaceTransport(Transport):
             moved = outside + inside - outside @ self._basis.T @ self._basis
             twice = None if keep is None else torch.cat([keep[part], keep[part]])
             vectors = self._layout.unflatten(torch.cat([moved, inside]))
-            both, curved = own_where(curvature, twice, take(recorded.batch, torch.cat([where, where])), vectors)
+            both, curved = curvature.own_where(twice, take(recorded.batch, torch.cat([where, where])), vectors)
             gradients = each(lambda t: t[: len(t) // 2], both)
             of_moved, of_inside = self._layout.flatten(curved).chunk(2)
             terms.append((of_inside + self._layout.flatten(gradients)) @ self._basis.T)
             yield own, of_moved
         self._move(recorded, row, torch.cat(terms))
-        self._free.move(recorded, row, position, size, gradients if size >= len(row) else None)
+        self._free.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
         """Pass a step."""

@@ -98,6 +98,15 @@ def size(dataset: Dataset) -> int:
         ) from None
 
 
+def pick(batch: Batch, i: int) -> Batch:
+    """Return one example of a batch, without the batch's dimension.
+
+    >>> pick([torch.tensor([2.0, 0.0])], 1)
+    [tensor(0.)]
+    """
+    return map_leaves(lambda leaf: leaf[i], batch)
+
+
 def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
     """The same nest with the function applied to everything that is not a tuple, list or dict."""
     if isinstance(batch, dict):

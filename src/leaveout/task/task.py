@@ -334,16 +334,12 @@ def looped(function: Callable, in_dims: Any = 0) -> Callable:
         dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
         count = next(len(batches.leaves(a)[0]) for a, dim in zip(args, dims, strict=True) if dim == 0)
         results = [
-            function(*(_pick(arg, i) if dim == 0 else arg for arg, dim in zip(args, dims, strict=True)))
+            function(*(batches.pick(arg, i) if dim == 0 else arg for arg, dim in zip(args, dims, strict=True)))
             for i in range(count)
         ]
         return _stack(results)
 
     return call
-
-
-def _pick(nest: Any, i: int) -> Any:
-    return batches.map_leaves(lambda leaf: leaf[i], nest)
 
 
 def _stack(nests: list[Any]) -> Any:

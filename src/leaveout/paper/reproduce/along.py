@@ -18,8 +18,8 @@ from leaveout.trajectory.trajectory import Trajectory
 
 def displaced(problem: Problem, marks: Sequence[int], *, corrected: bool) -> Iterator[tuple[int, Params]]:
     """Estimate every example's displacement after each number of steps, from one sweep: SGD-IE's or exact ACC's."""
-    sweep = Sweep(Trajectory(problem.run, problem.task), QUIET, Cost(), corrected=corrected)
-    for recorded, moved in sweep.course(leave_out(problem.task.size)):
+    sweep = Sweep(Trajectory(problem.run, problem.task), corrected=corrected)
+    for recorded, moved in sweep.course(leave_out(problem.task.size), QUIET, Cost()):
         if recorded.record.index + 1 in marks:
             yield recorded.record.index + 1, moved[PARAM]
 

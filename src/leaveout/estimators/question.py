@@ -1,0 +1,48 @@
+"""What is asked of an estimator, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.utils.data import Dataset
+
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError
+from leaveout.run.reader import Run
+from leaveout.task.task import Task
+from leaveout.trajectory.left_out import Groups
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run and its task, whose loss is explained, which examples are left out, and what may be used to answer.
+
+    Args:
+        run: the recorded run.
+        task: what was trained.
+        query: the examples whose loss is explained, built like training examples.
+        queries: ``"mean"`` for their mean loss, ``"each"`` for a column each.
+        ids: the examples to score; all of them by default.
+        groups: leave these out together instead: lists of ids, or a dict of names to lists.
+        displacements: keep each row's parameter displacement.
+        resources: memory budget and progress.
+    """
+
+    run: Run
+    task: Task
+    query: Dataset
+    queries: str = "mean"
+    ids: Sequence[int] | None = None
+    groups: Groups | None = None
+    displacements: bool = False
+    resources: Resources = field(default_factory=Resources)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.run, Run):
+            raise InputError(
+                f"A run is needed, not a {type(self.run).__name__}: open a directory with lo.open_run(path).",
+                code="run-expected",
+            )
+        if self.queries not in ("mean", "each"):
+            raise InputError(f"queries={self.queries!r} is unknown: use 'mean' or 'each'.", code="queries-unknown")

@@ -1,0 +1,133 @@
+"""What every row carries backward in place of its displacement: an observer of the backward sweep for one query.
+
+Per-example products H(z)·a serve twice: each row's remainder takes those of its own examples, and their mean is the
+H(Z)·a that the query vector needs anyway. So the observer hands the sweep its products, and costs none.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from leaveout._util.trees import PARAM, Params, each
+from leaveout.compute.resources import Resources
+from leaveout.sweep import budget
+from leaveout.sweep.curvature import Curvature
+from leaveout.sweep.free_transport import Layout, drift, sketch
+from leaveout.sweep.sweep import Sweep
+from leaveout.sweep.transports import place, turns
+from leaveout.task.batches import leaves, map_leaves
+from leaveout.trajectory.left_out import LeftOut
+from leaveout.trajectory.recorded_step import RecordedStep
+
+MOST_PAIRS = 2**40
+
+
+class Remainders:
+    """e_r of all rows: ``⟨bᵀ e_r, g(z)⟩`` is read where z occurs, then ``e_r ← Cᵀ e_r − (1/|Z|) H(z)·a``.
+
+    Args:
+        sweep: the run, the curvature, and which occurrences are corrected.
+        left_out: the rows.
+        resources: memory budget.
+        width: keep the remainders in a sketch of this width; None: whole.
+    """
+
+    def __init__(self, sweep: Sweep, left_out: LeftOut, resources: Resources, width: int | None = None) -> None:
+        rule, params = sweep.trajectory.rule, sweep.trajectory.final()[PARAM]
+        self._sweep, self._left_out = sweep, left_out
+        self._layout, self._like = Layout(rule, params), next(iter(params.values()))
+        self._project = sketch(self._layout, width, self._like) if width else None
+        group = (self._project or self._layout).group
+        self._rows = place(len(left_out), rule, group, self._like, resources)
+        self._most = pair_count(sweep, resources)
+        self.disk = self._rows.disk
+        self.plain = self._like.new_zeros(len(left_out))
+        self.extra = torch.zeros_like(self.plain)
+        self.begun = False
+
+    def packed(self) -> dict[str, Tensor]:
+        """Return everything that was gathered, to be put aside."""
+        return {"plain": self.plain, "extra": self.extra, **self._rows.packed()}
+
+    def unpack(self, gathered: dict[str, Tensor]) -> None:
+        """Restore what was put aside; nothing is before the first correction."""
+        self.plain, self.extra, self.begun = gathered["plain"], gathered["extra"], True
+        self._rows.unpack(gathered)
+
+    def products(
+        self, recorded: RecordedStep, curvature: Curvature, along: Params
+    ) -> tuple[Params, Float[Tensor, "1 batch"]]:
+        """Compute H(Z)·a and ⟨a, g(z)⟩/|Z| from those of the single examples; read and move the remainders by them."""
+        pairs = self._left_out.pairs(recorded.record.ids)
+        keep = self._sweep.schedule.kept(recorded.record, self._left_out, pairs[0])
+        step = drift(self._sweep.trajectory.rule, recorded.record.hypers, curvature.task.l2, self._like)
+        self.begun |= keep is None or bool(keep.any())
+        if self.begun:
+            result = self._corrected(curvature, along, pairs, keep, (step.enter, step.carry.mT))
+        else:  # nothing has been corrected yet, nor is it here: SGD-IE's own step
+            result = curvature.products(along)
+            self._rows.advance(step.carry.mT)
+        self.plain.index_add_(0, pairs[0], result[1][0, pairs[1]], alpha=-1)
+        return result
+
+    def _corrected(
+        self,
+        curvature: Curvature,
+        along: Params,
+        pairs: tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]],
+        keep: Tensor | None,
+        step: tuple[Tensor, Tensor],
+    ) -> tuple[Params, Float[Tensor, "1 batch"]]:
+        (row, position), (enter, carry), size = pairs, step, len(leaves(curvature.batch)[0])
+        vector, flat_vector = each(lambda t: t[0], along), self._layout.flatten(along)[0]
+        gradient, mean = (self._like.new_zeros((1, self._layout.width)) for _ in range(2))
+        reads = self._like.new_zeros((1, size))
+        parts = turns(size, self._most)
+        for part in parts:
+            gradients, curved = self._own(curvature, vector, part)
+            gradient += gradients.mean(0, keepdim=True) * (len(gradients) / size)
+            mean += curved.mean(0, keepdim=True) * (len(gradients) / size)
+            reads[0, part] = gradients @ flat_vector / size
+            for some, chosen in self._of_pairs(gradients, position, part, size):
+                self.extra.index_add_(0, row[some], self._rows.read(row[some], enter, chosen), alpha=-1 / size)
+        self._rows.advance(carry)
+        for part in parts:
+            curved = curved if len(parts) == 1 else self._own(curvature, vector, part)[1]
+            for some, chosen in self._of_pairs(curved, position, part, size):
+                terms = chosen if keep is None else chosen * keep[some][:, None].to(chosen)
+                self._rows.add(row[some], terms[:, None], alpha=-1 / size)
+        curvature.gradient = each(lambda t: t[0], self._layout.unflatten(gradient))
+        return self._layout.unflatten(mean), reads
+
+    def _own(self, curvature: Curvature, vector: Params, part: slice) -> tuple[Tensor, Tensor]:
+        """Compute g(z) and H(z)·a of a part of the batch, a row per example."""
+        batch = curvature.batch
+        whole = part.start == 0 and part.stop >= len(leaves(batch)[0])
+        gradients, curved = curvature.own(batch if whole else map_leaves(lambda t: t[part], batch), vector)
+        return self._layout.flatten(gradients), self._layout.flatten(curved)
+
+    def _of_pairs(
+        self, matrix: Float[Tensor, "some width"], position: Int[Tensor, " pairs"], part: slice, size: int
+    ) -> list[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
+        """List the pairs of a part of the batch, at most so many at a time, with their rows of the matrix, projected.
+
+        Without a copy where these are all rows in their order.
+        """
+        matrix = matrix if self._project is None else self._project(matrix)
+        if part.start == 0 and part.stop >= size:
+            within = torch.arange(len(position))
+        else:
+            within = ((position >= part.start) & (position < part.stop)).nonzero()[:, 0]
+        places = ((some, position[some] - part.start) for some in within.split(self._most) if len(some))
+        return [(some, matrix if _is_whole(place, len(matrix)) else matrix[place]) for some, place in places]
+
+
+def pair_count(sweep: Sweep, resources: Resources) -> int:
+    """Return how many pairs of rows and examples are looked at together."""
+    return resources.divided(4).chunk(budget.pair_bytes(sweep.trajectory), MOST_PAIRS)
+
+
+def _is_whole(place: Int[Tensor, " some"], size: int) -> bool:
+    return len(place) == size and torch.equal(place, torch.arange(size))
