@@ -95,7 +95,7 @@ def test_a_subspace_refuses_groups_that_differ(tmp_path):
 @pytest.mark.parametrize("transport", ["free", lo.Subspace(2)])
 def test_adam_is_refused_with_the_alternatives(tmp_path, transport):
     problem = shared("mlp", "adam", batches=BATCHES)
-    with pytest.raises(lo.UnsupportedError, match=r"transport='exact'.*Replay.*SGDIE"):
+    with pytest.raises(lo.UnsupportedError, match=r"use ACC\(\), .*jump.* ACC\(transport='exact'\) or Replay"):
         lo.ACC(transport).score(problem.run, problem.task, problem.query)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from leaveout._util.files import write_text
 from leaveout.compute.resources import Resources
 from leaveout.estimators import ACC, SGDIE
 from leaveout.paper.bench.problems import QUIET, folder, seconds
@@ -158,5 +159,5 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
     measured = {row["case"] for row in rows}
     if (before := out / "load.json").exists():
         rows = [*(row for row in json.loads(before.read_text())["rows"] if row["case"] not in measured), *rows]
-    (out / "load.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-    (out / "load.md").write_text("\n".join([HEAD + machine, "", *load_table(rows)]) + "\n" + NOTES)
+    write_text(out / "load.json", json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    write_text(out / "load.md", "\n".join([HEAD + machine, "", *load_table(rows)]) + "\n" + NOTES)

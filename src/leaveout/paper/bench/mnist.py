@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from leaveout._util.files import write_text
+from leaveout._util.files import write_text, write_whole
 from leaveout._util.png import pixels, png
 from leaveout.builtin import data, models
 from leaveout.builtin.data import Examples, Noisy
@@ -42,7 +42,8 @@ def measure(n: int, flipped: float, replays: int, out: Path, work: Path | None =
         out.mkdir(parents=True, exist_ok=True)
         figures, acc = _scored(task, noisy, dataset.val, work)
         harmful = [row["id"] for row in figures["harmful"]]
-        file.with_suffix(".png").write_bytes(png(pixels(sheet(noisy.examples, harmful).numpy(), side=4096)))
+        picture = png(pixels(sheet(noisy.examples, harmful).numpy(), side=4096))
+        write_whole(file.with_suffix(".png"), lambda aside: aside.write_bytes(picture))
         write_text(file, json.dumps(figures, indent=1) + "\n")
         acc.save(work / SCORES, overwrite=True)
     figures, acc, run = json.loads(file.read_text()), Scores.load(work / SCORES), open_run(work / "run")

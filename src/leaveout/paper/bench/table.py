@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from leaveout._util.files import write_text
+
 HEAD = """# Benchmarks
 
 Measured by `leaveout bench` (or `make bench`) with the real data sets (`LEAVEOUT_DATA`). ACC is accumulative
@@ -77,7 +79,7 @@ def write(rows: Sequence[Row], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(({row.what: row for row in _written(folder)} | {row.what: row for row in rows}).values())
     content = {"machine": machine, "rows": [{**asdict(row), "meets": row.meets} for row in rows]}
-    (folder / "benchmarks.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_text(folder / "benchmarks.json", json.dumps(content, indent=1) + "\n")
     lines = [HEAD + f"{machine['threads']} threads, PyTorch {machine['torch']}, Python {machine['python']}.", ""]
     lines += ["| what | measured | target | meets | how |", "| --- | --- | --- | --- | --- |"]
     lines += [
@@ -87,7 +89,7 @@ def write(rows: Sequence[Row], folder: Path) -> None:
     ]
     loads = folder / "load.json"
     load = LOAD + "\n".join(load_table(json.loads(loads.read_text())["rows"])) + "\n" if loads.exists() else ""
-    (folder / "benchmarks.md").write_text("\n".join(lines) + "\n" + NOTES + load)
+    write_text(folder / "benchmarks.md", "\n".join(lines) + "\n" + NOTES + load)
 
 
 def load_table(rows: Sequence[dict[str, Any]]) -> list[str]:
