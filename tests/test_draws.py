@@ -13,7 +13,7 @@ import leaveout as lo
 from leaveout.task.batches import leaves, map_leaves
 from leaveout.task.draws import has_randomness, note, random_state, replay, set_random_state
 from leaveout.task.example_draws import by_example, example_axes
-from leaveout.task.task import looped
+from leaveout.task.batching import looped
 from leaveout.task.trace import tracer as tracing
 from leaveout.task.trace.tracer import Tracer
 

@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch.func import jvp, vmap
 
-from leaveout._util.trees import Params, State, height, memory, pullback
+from leaveout._util.trees import PARAM, Params, State, height, memory, pullback
+from leaveout.optim.clip import Clip
 from leaveout.optim.definition import Definition, Hyper, Slots, Values
 from leaveout.optim.registry import optimizers
 
@@ -25,6 +26,10 @@ class Rule:
 
     ``extras`` are the columns of hyperparameters that this run has beside those that its optimizer always has: options
     that a group has on, and the types of those that torch holds as tensors.
+
+    Two things come from the training loop and not from the optimizer. ``clip`` is applied to the gradient first.
+    ``assigned`` are buffers of the model, such as BatchNorm's running statistics: the "gradient" of such a name is its
+    new value, which the step assigns.
     """
 
     kind: str
@@ -32,6 +37,8 @@ class Rule:
     slots: tuple[str, ...]
     # Not shown, so that the fingerprints of runs without any stay what they are.
     extras: tuple[str, ...] = field(default=(), repr=False)
+    clip: Clip | None = field(default=None, repr=False)
+    assigned: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in optimizers():
@@ -54,7 +61,11 @@ class Rule:
     @property
     def linear(self) -> bool:
         """Say whether the step is linear in (state, gradient) together, so that it is its own derivative."""
-        return self.definition.linear
+        return self.definition.linear and self.clip is None
+
+    def following(self, clip: Clip | None, assigned: Sequence[str]) -> Rule:
+        """Return the same with clipping before the step and buffers that it assigns."""
+        return replace(self, clip=clip, assigned=tuple(assigned))
 
     def restricted(self, names: Sequence[str]) -> Rule:
         """The same for some of the parameters."""
@@ -62,14 +73,14 @@ class Rule:
 
     def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """O(s, g): the state of one model after one step."""
-        return self._each(self.definition.step, state, gradient, hypers)
+        return self._each(self.definition.step, state, self._clipped(gradient), hypers)
 
     def steps(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """O(s, g) for a stack of models."""
         if self.definition.stacking == "loop":
             alone = [self.step(_row(state, i), _row({"": gradient}, i)[""], hypers) for i in range(height(gradient))]
             return {
-                slot: {name: torch.stack([one[slot][name] for one in alone]) for name in self.groups}
+                slot: {name: torch.stack([one[slot][name] for one in alone]) for name in alone[0][slot]}
                 for slot in self.slots
             }
         return self._stacked(self.definition.step, hypers)(state, gradient)
@@ -88,6 +99,7 @@ class Rule:
             slots = {slot: state[slot][name] for slot in self.slots}
             if self.definition.step_(slots, own, values(hypers[group])) is None:
                 return self.steps(state, gradient, hypers)
+        state[PARAM] |= {name: gradient[name] for name in self.assigned}
         return state
 
     def tangent(self, at: tuple[State, Params], along: tuple[State, Params], hypers: Sequence[Hyper]) -> State:
@@ -115,12 +127,22 @@ class Rule:
             slots = {slot: state[slot][name] for slot in self.slots}
             for slot, tensor in function(slots, gradient[name], used[group]).items():
                 new[slot][name] = tensor
+        new[PARAM] |= {name: gradient[name] for name in self.assigned}
         return new
+
+    def _clipped(self, gradient: Params) -> Params:
+        if self.clip is None:
+            return gradient
+        clipped = self.clip({name: gradient[name] for name in self.groups})
+        return {**clipped, **{name: gradient[name] for name in self.assigned}}
 
     def _stacked(self, function: Step, hypers: Sequence[Hyper]) -> Callable[[State, Params], State]:
         def whole(state: State, gradient: Params) -> State:
-            return self._each(function, state, gradient, hypers)
+            clipped = gradient if self.clip is None else vmap(self._clipped)(gradient)
+            return self._each(function, state, clipped, hypers)
 
+        if self.definition.stacking != "elementwise" and self.clip is not None:
+            return vmap(lambda s, g: self._each(function, s, self._clipped(g), hypers))
         return whole if self.definition.stacking == "elementwise" else vmap(whole)
 
     def _transposed(self, vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:
@@ -134,6 +156,8 @@ class Rule:
             gradient[name] = pulled[1]
             for slot, tensor in pulled[0].items():
                 state[slot][name] = tensor
+        for name in self.assigned:
+            state[PARAM][name], gradient[name] = torch.zeros_like(vector[PARAM][name]), vector[PARAM][name]
         return state, gradient
 
 

@@ -13,7 +13,7 @@ from leaveout._util.png import data_uri, is_picture, pixels
 from leaveout.builtin.data import Data
 from leaveout.errors import InputError
 from leaveout.reporting.content import Shown
-from leaveout.task.task import TARGET_KEYS
+from leaveout.task.forward import TARGET_KEYS
 from leaveout.trajectory.left_out import Groups
 
 TEXT = 600

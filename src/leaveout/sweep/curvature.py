@@ -28,7 +28,8 @@ from leaveout.task.derivatives import (
     weight_products,
     weighted_changes,
 )
-from leaveout.task.task import Task, take
+from leaveout.task.task import Task
+from leaveout.task.training_batch import take
 
 
 class Curvature(ABC):

@@ -30,7 +30,7 @@ from leaveout._util.trees import (
 )
 from leaveout.optim import Rule
 from leaveout.sweep.curvature import Curvature
-from leaveout.task.task import take
+from leaveout.task.training_batch import take
 from leaveout.trajectory.recorded_step import RecordedStep
 
 Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]

@@ -22,7 +22,7 @@ from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.free_transport import Drift, Layout, LazyVectors, drift
 from leaveout.sweep.linear_step import Keep
-from leaveout.task.task import take
+from leaveout.task.training_batch import take
 from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.trajectory import Trajectory
 

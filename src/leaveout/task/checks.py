@@ -11,21 +11,26 @@ from leaveout.errors import InputError
 from leaveout.task import batches
 from leaveout.task.forms import Abilities
 from leaveout.task.guard.compare import compared, tried
+from leaveout.task.preparing import TRIAL
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
 
-TRIAL = 3
-
-
 def module_problems(model: nn.Module) -> list[str]:
-    """Modules that tie examples together or draw random numbers while training.
+    """Modules that no record of the training could follow, those of one kind in one line.
 
-    >>> module_problems(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
-    ["'1' is Dropout(p=0.5) in training mode, so every pass differs; set p=0 or call .eval() on it before training"]
+    >>> module_problems(nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2)))[0][:60]
+    "'0' is BatchNorm1d(track_running_stats=False), which mixes t"
     """
-    found = [problem for name, module in model.named_modules() if (problem := _module_problem(name or "model", module))]
-    return found + _device_problems(model) + _type_problems(model)
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if problem := _module_problem(module):
+            found.setdefault(problem, []).append(repr(name or "model"))
+    lines = [
+        f"{names[0]} is {problem}" if len(names) == 1 else f"{len(names)} layers ({names[0]}, ...) are {problem}"
+        for problem, names in found.items()
+    ]
+    return lines + _device_problems(model) + _type_problems(model)
 
 
 def _device_problems(model: nn.Module) -> list[str]:
@@ -48,37 +53,29 @@ def _type_problems(model: nn.Module) -> list[str]:
     return []
 
 
-def _module_problem(name: str, module: nn.Module) -> str | None:
+def _module_problem(module: nn.Module) -> str | None:
     kind = type(module).__name__
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats):
+    if isinstance(module, nn.SyncBatchNorm):
         return (
-            f"{name!r} is {kind} in training mode, which mixes the examples of a batch; "
-            "use GroupNorm or LayerNorm, or call .eval() on it before training"
+            "SyncBatchNorm, which takes statistics over several processes, of which only one is recorded; train with "
+            "BatchNorm, or in one process"
         )
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training and module.track_running_stats:
-        return f"{name!r} is {kind} with running statistics; set track_running_stats=False"
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats:
+        return (
+            f"{kind}(track_running_stats=False), which mixes the examples of a batch in evaluation mode too, so that a "
+            "query's loss depends on the other queries; train with track_running_stats=True"
+        )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad:
         if module.scale_grad_by_freq:
             return (
-                f"{name!r} is {kind}(scale_grad_by_freq=True), which divides an example's gradient by how often its "
-                "words occur in the whole batch; train with scale_grad_by_freq=False"
+                f"{kind}(scale_grad_by_freq=True), which divides an example's gradient by how often its words occur "
+                "in the whole batch; train with scale_grad_by_freq=False"
             )
         if module.max_norm is not None:
             return (
-                f"{name!r} is {kind}(max_norm={module.max_norm}), which changes its weights in the forward pass; "
-                "leave max_norm out, and normalise the looked-up vectors if they must be short"
+                f"{kind}(max_norm={module.max_norm}), which changes its weights in the forward pass; leave max_norm "
+                "out, and normalise the looked-up vectors if they must be short"
             )
-    if not module.training:
-        return None
-    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-        return (
-            f"{name!r} is {kind}(p={module.p}) in training mode, so every pass differs; "
-            "set p=0 or call .eval() on it before training"
-        )
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0:
-        return f"{name!r} is {kind} with dropout={module.dropout} in training mode; set dropout=0"
-    if isinstance(module, nn.RReLU):
-        return f"{name!r} is RReLU in training mode, which draws random slopes; use LeakyReLU"
     return None
 
 
@@ -92,11 +89,7 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
         raise
     except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is passed on in words
         return [f"the first training examples cannot be read: {_line(error)}"], none
-    if batches.fingerprint(batch) != batches.fingerprint(again):
-        return [
-            "the training set gives something else each time it is read (random augmentation?); "
-            "make it return the same example for the same number"
-        ], none
+    task.random_data = batches.fingerprint(batch) != batches.fingerprint(again)
     if problem := _structure_problem(batch, len(ids)):
         return [problem], none
     params = {name: param.detach().clone() for name, param in task.parameters().items()}
@@ -106,7 +99,9 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
     rng = torch.get_rng_state()
     try:
         with torch.no_grad():
-            losses = task._loss(*task.outputs(task.parameters(), batch))  # its shape is looked at below
+            outputs, targets = task.outputs(task.parameters(), batch)
+            losses = task.parts.losses(outputs, targets)  # its shape is looked at below
+            task.counted = task.parts.counts is not None and task.parts.counts(outputs, targets) is not None
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is passed on in words
@@ -151,11 +146,13 @@ def _side_effects(model: nn.Module, buffers: dict[str, Tensor], rng: Tensor) -> 
     problems = []
     if not torch.equal(torch.get_rng_state(), rng):
         torch.set_rng_state(rng)
-        problems.append("the forward pass draws random numbers; make it a function of parameters and inputs alone")
+        problems.append(
+            "the forward pass draws random numbers in evaluation mode; make it a function of parameters and inputs alone"
+        )
     for name, buffer in model.named_buffers():
         if not torch.equal(buffer, buffers[name]):
             buffer.copy_(buffers[name])
-            problems.append(f"the forward pass changes the buffer {name!r}; buffers must stay constant in training")
+            problems.append(f"the forward pass changes the buffer {name!r} in evaluation mode; leave it as it is there")
     return problems
 
 

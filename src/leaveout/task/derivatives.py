@@ -21,6 +21,7 @@ from leaveout.task.batches import Batch, leaves, map_leaves
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Form
 from leaveout.task.rewriting import Passing, WrittenOut
+from leaveout.task.training_batch import Picked, TrainingBatch, size_of
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -72,7 +73,7 @@ def directional(
         if form is Form.REVERSE_FORWARD:  # neither the gradient nor any per-example gradient is formed
 
             def along(q: Params) -> tuple[Tensor, Tensor]:
-                slope = jvp(lambda r: task.losses({**p, **r}, b), (q,), (v,))[1] / len(leaves(b)[0])
+                slope = jvp(lambda r: task.losses({**p, **r}, b), (q,), (v,))[1] / size_of(b)
                 return slope.sum(), slope
 
             return grad(along, has_aux=True)(task.own(p))
@@ -90,7 +91,7 @@ def directional(
 
 def _pushed(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Params, Tensor]:
     """ḡ, its derivative along v, and that of each example's loss, divided by |Z|."""
-    size = len(leaves(batch)[0])
+    size = size_of(batch)
 
     def mean(q: Params) -> tuple[Tensor, Tensor]:
         with Folded():
@@ -144,7 +145,7 @@ def weight_products(
     """ḡ, and ⟨v, g(z)⟩/|Z| for every vector v of a stack."""
     if not task.abilities.reads:  # the weights' derivative cannot be taken through the backward pass
         gradients = example_gradients(task, params, batch)
-        return each(lambda t: t.mean(0), gradients), inner(vectors, gradients) / len(leaves(batch)[0])
+        return each(lambda t: t.mean(0), gradients), inner(vectors, gradients) / size_of(batch)
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
         value, pull = pullback(lambda w: task.gradient(p, w, b), _ones(p, b))
@@ -155,6 +156,9 @@ def weight_products(
 
 def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | None = None) -> Params:
     """g(z) for every example."""
+    _check_separable(task, examples)
+    if isinstance(examples, Picked):
+        return _in_order([example_gradients(task, params, group, chunk) for group in examples.groups], examples.order)
 
     def gradients(p: Params, b: Batch) -> tuple[tuple, Params]:
         def one(example: Batch) -> Params:
@@ -172,8 +176,12 @@ def example_products(
 
     The value of the derivative of the gradient is the gradient itself: both come from one pass.
     """
+    _check_separable(task, examples)
     form = _form(task, task.abilities.example)
     shared = is_single(vectors, params)
+    if isinstance(examples, Picked):
+        parts = [example_products(task, params, *group, chunk) for group in _groups(examples, vectors, shared)]
+        return _in_order([a for a, _ in parts], examples.order), _in_order([b for _, b in parts], examples.order)
 
     def products(p: Params, v: Params, b: Batch) -> tuple[tuple, tuple[Params, Params]]:
         def one(example: Batch, vector: Params) -> tuple[Params, Params]:
@@ -224,7 +232,12 @@ def example_outer_products(
     task: Task, params: Params, examples: Batch, vectors: Params, chunk: int | None = None, *, fisher: bool
 ) -> tuple[Params, Params]:
     """g(z) and C(z)·v for every example, each with a vector of its own, or all with one; C as in ``outer_products``."""
+    _check_separable(task, examples)
     shared = is_single(vectors, params)
+    if isinstance(examples, Picked):
+        groups = _groups(examples, vectors, shared)
+        parts = [example_outer_products(task, params, *group, chunk, fisher=fisher) for group in groups]
+        return _in_order([a for a, _ in parts], examples.order), _in_order([b for _, b in parts], examples.order)
 
     def products(p: Params, v: Params, b: Batch) -> tuple[tuple, tuple[Params, Params]]:
         def one(example: Batch, vector: Params) -> tuple[Params, Params]:
@@ -236,6 +249,27 @@ def example_outer_products(
 
     fixed, stacked = ((params, vectors), (examples,)) if shared else ((params,), (vectors, examples))
     return _by_chunks(task, f"example_outer_products {fisher} {shared}", products, fixed, stacked, chunk)[1]
+
+
+def _check_separable(task: Task, examples: Batch) -> None:
+    if task.coupled and isinstance(examples, TrainingBatch | Picked):
+        raise UnsupportedError(
+            "BatchNorm in training mode ties the examples of a batch together, so that there is no gradient of one of "
+            "them alone, which this method needs: use SGDIE(), TracIn(), ACC(transport='exact') or Replay().",
+            code="examples-coupled",
+        )
+
+
+def _groups(picked: Picked, vectors: Params, shared: bool) -> list[tuple[Batch, Params]]:
+    """Each group with its vectors."""
+    if shared:
+        return [(group, vectors) for group in picked.groups]
+    places = torch.argsort(picked.order).split([size_of(group) for group in picked.groups])
+    return [(group, each(lambda t, at=at: t[at], vectors)) for group, at in zip(picked.groups, places, strict=True)]
+
+
+def _in_order(parts: list[Params], order: Tensor) -> Params:
+    return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
 
 def is_single(vectors: Params, params: Params) -> bool:
@@ -254,7 +288,7 @@ def _outer(
     """
     if not task.abilities.outer:
         raise no_form(task.abilities.reason)
-    own, size = task.own(params), len(leaves(batch)[0])
+    own, size = task.own(params), size_of(batch)
 
     def both(q: Params) -> tuple[Tensor, Any]:
         outputs, targets = task.outputs({**params, **q}, batch)
@@ -343,4 +377,4 @@ def _slice(nest: Any, start: int, stop: int) -> Any:
 
 
 def _ones(params: Params, batch: Batch) -> Tensor:
-    return next(iter(params.values())).new_ones(len(leaves(batch)[0]))
+    return next(iter(params.values())).new_ones(size_of(batch))

@@ -44,6 +44,17 @@ def by_example(draws: Draws, axes: Axes, count: int) -> Draws:
     return {name: _cut(value, axes[name], count) for name, value in draws.items()}
 
 
+def together(cut: Draws, axes: Axes) -> Draws:
+    """Puts draws that were cut by example together again: what ``by_example`` was given."""
+    return {name: _joined(value, axes[name]) for name, value in cut.items()}
+
+
+def _joined(value: Tensor, axis: Axis | None) -> Tensor:
+    if axis is None:
+        return value[0]
+    return value.movedim(0, axis.dim + axis.inner).flatten(axis.dim, axis.dim + 1)
+
+
 def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) -> Axes:
     """Finds where the draws of ``rows(batch)`` count the examples.
 

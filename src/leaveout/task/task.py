@@ -7,48 +7,61 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
-from functools import partial
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.func import grad
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params, sum_of
 from leaveout.errors import InputError, UnsupportedError
+from leaveout.optim.clip import clip_of
 from leaveout.task import batches
+from leaveout.task.batch_norm import weighted_batch_norm
 from leaveout.task.batches import Batch, Collate
-from leaveout.task.checks import TRIAL, module_problems, trial_problems
+from leaveout.task.batching import looped, side_by_side
+from leaveout.task.checks import module_problems, trial_problems
+from leaveout.task.draws import replay
+from leaveout.task.example_draws import Axes, together
 from leaveout.task.folding import Folded
+from leaveout.task.forward import Called, Forward, default_forward
 from leaveout.task.forms import Abilities
 from leaveout.task.guard.compare import compared
-from leaveout.task.rewriting import Batched, Unstopped, WrittenOut, plain_attention
+from leaveout.task.losses import Loss, taken_apart
+from leaveout.task.rewriting import Unstopped
 from leaveout.task.trace.tracer import Tracer
+from leaveout.task.preparing import TRIAL, trial_batch
+from leaveout.task.training_batch import TrainingBatch, Window, parts_of, size_of
 
-Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
-Loss: TypeAlias = Callable[[Any, Any], Tensor]
-
-TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 class Task:
     """What was trained: a model, a per-example loss and the training set.
 
     The batch loss is ``(1/|Z|) Σ_{z∈Z} w_z ℓ(z, θ)`` with ``ℓ(z, θ) = loss(model(x), y) + (l2/2)‖θ‖²``: the L2 term
-    belongs to each example and leaves with it. (The loss of a query has no L2 term.)
+    belongs to each example and leaves with it. (The loss of a query has no L2 term.) Queries are looked at in
+    evaluation mode; training batches in the modes, and with the random draws, that the run recorded.
 
     Args:
-        model: any ``nn.Module``; its frozen parameters and buffers are constants.
-        loss: an ``nn`` loss module, or a callable ``(outputs, targets) -> one loss per example``.
+        model: any ``nn.Module``; its frozen parameters are constants.
+        loss: an ``nn`` loss module, or a callable ``(outputs, targets) -> one loss per example``; where the training
+            loss is not their mean (a mean over unmasked tokens, say), ``(sums, counts)``, one of each per example:
+            the training loss is then Σ sums / Σ counts, and the denominator stays when an example leaves.
         train_set: a map-style data set; its positions are the examples' ids.
         l2: strength of the per-example L2 term over all trained parameters.
         forward: ``(model, batch) -> (outputs, targets)`` for batches that are neither ``(inputs..., targets)`` nor a
             dict of the model's keyword arguments plus one of ``labels, label, targets, target, y``.
         collate: the loader's ``collate_fn``, if it had one.
+        clip_norm: the largest norm of the gradient, if it was clipped (``clip_grad_norm_``); ``(norm, p)`` for another
+            norm than the Euclidean.
+        clip_value: the largest absolute value of its entries, if it was clipped (``clip_grad_value_``).
+        statistics: of BatchNorm in training mode: an example that is left out leaves the batch's statistics too
+            (``"leave"``), as if it had not been in the batch, or stays in them and only its loss goes (``"stay"``).
+        accumulation: of a step on several micro-batches: their losses were averaged, ``"mean"``, as by
+            ``(loss / k).backward()``; added, ``"sum"``; or divided by the whole window's denominator, ``"window"``.
         trace: repeat recurring computations from a trace of their operations, which is quicker. What cannot be traced
             is logged (``logging.getLogger("leaveout")``, level INFO) and computed as it is.
         check: compare second derivatives, on the first examples, with differences of the gradient, now and at the
@@ -64,6 +77,10 @@ class Task:
         *,
         forward: Forward | None = None,
         collate: Collate | None = None,
+        clip_norm: float | tuple[float, float] | None = None,
+        clip_value: float | None = None,
+        statistics: str = "leave",
+        accumulation: str = "mean",
         trace: bool = True,
         check: bool = True,
     ) -> None:
@@ -71,6 +88,10 @@ class Task:
             raise InputError("The training set is empty: give one with at least one example.", code="train-set-empty")
         if not _is_strength(l2):
             raise InputError(f"l2={l2!r} must be a finite number, 0 or more.", code="l2-out-of-range")
+        _check_choice("statistics", statistics, ("leave", "stay"))
+        _check_choice("accumulation", accumulation, ("mean", "sum", "window"))
+        self.clip = clip_of(clip_norm, clip_value)
+        self.statistics, self.accumulation = statistics, accumulation
         self.model = model
         self.train_set = train_set
         self.l2 = l2
@@ -83,9 +104,13 @@ class Task:
         images = any(isinstance(module, nn.Conv2d) for module in model.modules())
         self.tracer = Tracer(images, never=not trace)
         self.loss = loss
-        self._loss = per_example(loss)
-        self._bound = _Bound(model, forward or default_forward)
-        self._recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+        self.parts = taken_apart(loss)
+        self.counted = self.random_data = False
+        self.buffers: tuple[str, ...] = ()
+        self.training = frozenset(name for name, module in model.named_modules() if module.training)
+        self.axes: dict[tuple[str, ...], Axes | None] = {}
+        self._views: dict[Any, Task] = {}
+        self.called = Called(model, forward or default_forward)
         problems = module_problems(model)
         if not problems:
             # What the modules' types do not show, a trial on the first examples does.
@@ -125,7 +150,7 @@ class Task:
     def untraced(self) -> Task:
         """The same task, of which nothing has been traced or compared yet."""
         task = copy.copy(self)
-        task.tracer, task._at = self.tracer.fresh(), {}
+        task.tracer, task._at, task._views = self.tracer.fresh(), {}, {}
         return task
 
     def quiet(self) -> Task:
@@ -148,8 +173,7 @@ class Task:
         if not self.check:
             return self
         if key not in self._at:
-            batch = self.read(range(min(TRIAL, self.size)))
-            problem, abilities = compared(self, params, batch, self.abilities)
+            problem, abilities = compared(self, params, trial_batch(self, params), self.abilities)
             _refuse([f"at the run's last state, {problem}"] if problem else [])
             self._at[key] = abilities
         task = copy.copy(self)
@@ -164,13 +188,32 @@ class Task:
         task.model = copy.deepcopy(self.model).double()
         task._first = next(task.model.parameters(), None)
         task.loss = copy.deepcopy(self.loss).double() if isinstance(self.loss, nn.Module) else self.loss
-        task._loss = per_example(task.loss)
-        task._bound = _Bound(task.model, partial(_widely, self._bound.rule))
+        task.parts = taken_apart(task.loss)
+        task.called = self.called.widened(task.model)
         return task
 
+    def as_recorded(self, training: frozenset[str] | None, buffers: Sequence[str]) -> Task:
+        """Return the same task with the modules in training mode that were so in a run, and the buffers it moved."""
+        key = (self.training if training is None else training, tuple(buffers))
+        if key == (self.training, self.buffers):
+            return self
+        if key not in self._views:
+            task = self.untraced()
+            task.training, task.buffers = key
+            task.axes = {}
+            self._views[key] = task
+        return self._views[key]
+
+    @property
+    def coupled(self) -> bool:
+        """Say whether a training batch's examples depend on each other, or training moves buffers: BatchNorm."""
+        return bool(self.buffers) or any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm) for name, module in self.called.named if name in self.training
+        )
+
     def own(self, params: Params) -> Params:
-        """Those parameters that derivatives are taken for."""
-        return {name: params[name] for name in self.chosen}
+        """Those parameters that derivatives are taken for, and the buffers that training moves."""
+        return {name: params[name] for name in (*self.chosen, *self.buffers)}
 
     def read(self, ids: Sequence[int], dataset: Dataset | None = None) -> Batch:
         """The examples with these numbers, of the training set or another, as one batch on the model's device."""
@@ -178,34 +221,79 @@ class Task:
 
     def outputs(self, params: Params, batch: Batch) -> tuple[Tensor, Any]:
         """The model's outputs and the targets they are compared with."""
-        # Fused attention kernels have neither forward-mode nor second derivatives.
-        with sdpa_kernel(SDPBackend.MATH), plain_attention(), Batched() if self._recurrent else nullcontext():
-            return functional_call(self._bound, {f"model.{name}": value for name, value in params.items()}, (batch,))
+        if isinstance(batch, TrainingBatch):
+            return self._trained(params, batch)[0]
+        # A running statistic has a derivative only where BatchNorm is written out.
+        held = {name: params[name] for name in self.buffers}
+        with weighted_batch_norm(None, held) if held else nullcontext():
+            return self.called.pure({**params, **held}, batch, frozenset())[0]
+
+    def _trained(
+        self, params: Params, batch: TrainingBatch, weights: Tensor | None = None
+    ) -> tuple[tuple[Tensor, Any], Params]:
+        """Outputs and targets of a batch as training saw it, and the buffers after it."""
+        draws = batch.whole or (together(batch.draws, self.axes[tuple(batch.draws)] or {}) if batch.draws else {})
+        # Cloned, for models that write into them.
+        held = {name: params[name].clone() for name in self.buffers}
+        leaving = weights if self.statistics == "leave" else None
+        with (
+            weighted_batch_norm(leaving, held) if self.coupled else nullcontext({}) as new,
+            replay(draws) if draws else nullcontext(),
+        ):
+            both, after = self.called.pure({**params, **held}, batch.batch, self.training)
+        return both, {name: new.get(name, after[name]) for name in self.buffers}
 
     def output_losses(self, outputs: Tensor, targets: Any) -> Float[Tensor, " batch"]:
         """Losses per example of given outputs, without the L2 term."""
-        return self._loss(outputs, targets)
+        return self.parts.losses(outputs, targets)
 
     def query_losses(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
         """Losses per example, without the L2 term."""
-        return self._loss(*self.outputs(params, batch))
+        return self.parts.losses(*self.outputs(params, batch))
 
     def losses(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
-        """ℓ(z, θ) for each example z of the batch."""
-        losses = self.query_losses(params, batch)
-        if self.l2:
-            losses = losses + 0.5 * self.l2 * sum_of(params[name].square().sum() for name in self.names)
-        return losses
+        """ℓ(z, θ) for each example z of the batch; of a training batch, times its scale."""
+        parts, at = [], params
+        for part in parts_of(batch):
+            losses, moved = self._part_losses(at, part)
+            parts.append(losses)
+            at = {**at, **moved}
+        losses = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return losses + self._decay(params) if self.l2 else losses
+
+    def _part_losses(self, params: Params, part: Batch, weights: Tensor | None = None) -> tuple[Tensor, Params]:
+        """Scaled losses of one micro-batch without the L2 term, and the buffers after it."""
+        if not isinstance(part, TrainingBatch):
+            return self.query_losses(params, part), {name: params[name] for name in self.buffers}
+        both, moved = self._trained(params, part, weights)
+        losses = self.parts.losses(*both)
+        return (losses * part.scale if isinstance(part.scale, Tensor) else losses), moved
+
+    def _decay(self, params: Params) -> Tensor:
+        return 0.5 * self.l2 * sum_of(params[name].square().sum() for name in self.names)
 
     def weighted_loss(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, ""]:
         """(1/|Z|) Σ w_z ℓ(z, θ): leaving an example out sets its weight to zero, not the denominator."""
-        with Folded():
-            losses = self.losses(params, batch)
-        return (weights * losses).sum() / len(weights)
+        return self._objective(params, weights, batch)[0]
+
+    def _objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
+        """The weighted loss, and the buffers after the step's forward passes."""
+        total, start, moved = None, 0, {}
+        for part in parts_of(batch):
+            own = weights[start : start + size_of(part)] if isinstance(batch, Window) else weights
+            with Folded():
+                losses, moved = self._part_losses({**params, **moved}, part, own)
+                losses = losses + self._decay(params) if self.l2 else losses
+            term = (own * losses).sum()
+            total, start = term if total is None else total + term, start + len(own)
+        assert total is not None  # noqa: S101 - a window has a micro-batch
+        return total / len(weights), moved
 
     def gradient(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Params:
-        """ḡ(θ; w), the gradient of the weighted batch loss."""
-        return grad(lambda own: self.weighted_loss({**params, **own}, weights, batch))(self.own(params))
+        """ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, in its place, the value that it moves to."""
+        own = {name: params[name] for name in self.chosen}
+        value, moved = grad(lambda q: self._objective({**params, **q}, weights, batch), has_aux=True)(own)
+        return {**value, **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
         """ℓ(z, θ) of one example, without a batch dimension."""
@@ -245,6 +333,12 @@ class Task:
         return side_by_side(function, in_dims) if self.abilities.stacks else looped(function, in_dims)
 
 
+def _check_choice(name: str, given: Any, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        words = " or ".join(map(repr, choices))
+        raise InputError(f"{name}={given!r} is unknown: use {words}.", code=f"{name}-unknown")
+
+
 def _is_strength(value: Any) -> bool:
     real = isinstance(value, Real)
     return real and bool(0 <= value <= sys.float_info.max)
@@ -256,101 +350,3 @@ def _refuse(problems: list[str]) -> None:
             "This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems),
             code="task-not-supported",
         )
-
-
-def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-    return rule(model, batches.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch))
-
-
-class _Bound(nn.Module):
-    """The model with its forward rule, so that ``functional_call`` swaps parameters under any user's rule."""
-
-    def __init__(self, model: nn.Module, rule: Forward) -> None:
-        super().__init__()
-        self.model = model
-        self.rule = rule
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Any]:
-        return self.rule(self.model, batch)
-
-
-def default_forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-    """``(inputs..., targets)``, or a dict with one target key and the model's keyword arguments."""
-    if isinstance(batch, tuple | list) and len(batch) >= 2:
-        *inputs, targets = batch
-        return model(*inputs), targets
-    if isinstance(batch, dict):
-        keys = [key for key in TARGET_KEYS if key in batch]
-        if len(keys) == 1:
-            return model(**{key: value for key, value in batch.items() if key != keys[0]}), batch[keys[0]]
-    raise InputError(
-        "A batch must be (inputs..., targets) or a dict with exactly one of the keys "
-        f"{', '.join(TARGET_KEYS)}; for anything else give forward=lambda model, batch: (outputs, targets).",
-        code="batch-not-understood",
-    )
-
-
-def per_example(loss: nn.Module | Loss) -> Loss:
-    """The loss as one number per example, whose mean over a batch is what the training loop minimised."""
-    if not isinstance(loss, nn.modules.loss._Loss):
-        return loss
-    if loss.reduction == "sum" or (isinstance(loss, nn.KLDivLoss) and loss.reduction == "batchmean"):
-        raise UnsupportedError(
-            f"{type(loss).__name__}(reduction={loss.reduction!r}) is not the mean over the batch's elements: "
-            "train with reduction='mean', or give a callable that returns one loss per example and train on its mean.",
-            code="loss-not-a-mean",
-        )
-    weighted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
-    if weighted and loss.reduction != "none":  # with 'none' the training loop takes the mean itself
-        raise UnsupportedError(
-            f"{type(loss).__name__}(weight=...) divides by the batch's summed class weights, so an example's part "
-            "depends on its neighbours: give a callable with reduction='none' and train on its mean.",
-            code="loss-not-a-mean",
-        )
-    single = copy.copy(loss)
-    single.reduction = "none"
-    return partial(_example_losses, single)
-
-
-def _example_losses(single: nn.Module, outputs: Any, targets: Any) -> Tensor:
-    values = single(outputs, targets)
-    return values.flatten(1).mean(1) if values.ndim > 1 else values
-
-
-def side_by_side(function: Callable, in_dims: Any = 0) -> Callable:
-    """``vmap``, with operations written out that it has no rule for."""
-
-    def call(*args: Any) -> Any:
-        with WrittenOut():
-            return vmap(function, in_dims)(*args)
-
-    return call
-
-
-def looped(function: Callable, in_dims: Any = 0) -> Callable:
-    """``vmap`` by a Python loop: slower, the same values, for operations without a batching rule."""
-
-    def call(*args: Any) -> Any:
-        dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
-        count = next(len(batches.leaves(a)[0]) for a, dim in zip(args, dims, strict=True) if dim == 0)
-        results = [
-            function(*(batches.pick(arg, i) if dim == 0 else arg for arg, dim in zip(args, dims, strict=True)))
-            for i in range(count)
-        ]
-        return _stack(results)
-
-    return call
-
-
-def _stack(nests: list[Any]) -> Any:
-    first = nests[0]
-    if isinstance(first, dict):
-        return {key: _stack([nest[key] for nest in nests]) for key in first}
-    if isinstance(first, tuple | list):
-        return type(first)(_stack([nest[i] for nest in nests]) for i in range(len(first)))
-    return torch.stack(nests)
-
-
-def take(batch: Batch, index: Int[Tensor, " chosen"]) -> Batch:
-    """The chosen examples of a batch."""
-    return batches.map_leaves(lambda leaf: leaf[index], batch)

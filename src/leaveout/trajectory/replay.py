@@ -15,7 +15,8 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import LeaveoutWarning
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import stacked_gradients
-from leaveout.task.task import Task, looped
+from leaveout.task.batching import looped
+from leaveout.task.task import Task
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.trajectory import Trajectory

@@ -13,8 +13,10 @@ from leaveout._util.trees import Params
 from leaveout.task.derivatives import example_gradients, gradient
 from leaveout.task.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Abilities, Form
 from leaveout.task.guard import agreement
+from leaveout.task.guard.coupled import coupled_abilities
 from leaveout.task.guard.culprit import culprit
 from leaveout.task.guard.points import Point, Trial, trial
+from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -30,6 +32,8 @@ def compared(task: Task, params: Params, batch: Any, before: Abilities | None = 
 
     With ``before``, only what could be done then is tried, at the state itself first.
     """
+    if isinstance(batch, TrainingBatch) and (task.coupled or batch.whole):
+        return coupled_abilities(task, params, batch, before)
     tested = trial(task, params, batch, near=before is None)
     problem = tested.problem or _untransformed(task, params, batch)
     if problem:

@@ -1,0 +1,96 @@
+"""The model called as a pure function of its parameters, under any rule and with any modules in training mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from leaveout._util.trees import Params
+from leaveout.errors import InputError
+from leaveout.task import batches
+from leaveout.task.batches import Batch
+from leaveout.task.rewriting import Batched, plain_attention
+
+Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
+
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+
+
+class Called(nn.Module):
+    """A model with its forward rule, so that ``functional_call`` swaps parameters under any user's rule."""
+
+    def __init__(self, model: nn.Module, rule: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self.rule = rule
+        self.named = list(model.named_modules())
+        self.recurrent = any(isinstance(module, nn.RNNBase) for _, module in self.named)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Any]:
+        """Outputs and targets, with the model as it is."""
+        return self.rule(self.model, batch)
+
+    def pure(self, params: Params, batch: Batch, training: frozenset[str]) -> tuple[tuple[Tensor, Any], Params]:
+        """Outputs and targets with these modules in training mode, and what became of the parameters and buffers given.
+
+        A model that writes into a buffer writes into the one given.
+        """
+        swapped = {f"model.{name}": value for name, value in params.items()}
+        # Fused attention kernels have neither forward-mode nor second derivatives.
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            plain_attention(),
+            Batched() if self.recurrent else nullcontext(),
+            self._modes(training),
+        ):
+            both = functional_call(self, swapped, (batch,))
+        return both, {name: swapped[f"model.{name}"] for name in params}
+
+    @contextmanager
+    def _modes(self, training: frozenset[str]) -> Iterator[None]:
+        """Put these modules into training mode and the others into evaluation mode, for now."""
+        other = [module for name, module in self.named if module.training != (name in training)]
+        for module in other:
+            module.training = not module.training
+        try:
+            yield
+        finally:
+            for module in other:
+                module.training = not module.training
+
+    def widened(self, model: nn.Module) -> Called:
+        """Return the same rule with a model in float64, to which batches are converted."""
+        return Called(model, partial(_widely, self.rule))
+
+
+def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+    return rule(model, batches.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch))
+
+
+def default_targets(batch: Batch) -> Any:
+    """The targets of a batch that ``default_forward`` understands."""
+    if isinstance(batch, dict):
+        return next(batch[key] for key in TARGET_KEYS if key in batch)
+    return batch[-1]
+
+
+def default_forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+    """``(inputs..., targets)``, or a dict with one target key and the model's keyword arguments."""
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        *inputs, targets = batch
+        return model(*inputs), targets
+    if isinstance(batch, dict):
+        keys = [key for key in TARGET_KEYS if key in batch]
+        if len(keys) == 1:
+            return model(**{key: value for key, value in batch.items() if key != keys[0]}), batch[keys[0]]
+    raise InputError(
+        "A batch must be (inputs..., targets) or a dict with exactly one of the keys "
+        f"{', '.join(TARGET_KEYS)}; for anything else give forward=lambda model, batch: (outputs, targets).",
+        code="batch-not-understood",
+    )

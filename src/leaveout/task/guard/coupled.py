@@ -1,0 +1,141 @@
+"""The guard for batches whose examples depend on each other: BatchNorm in training mode, draws that all share.
+
+The step's function is G(θ, r; w) = (ḡ, r'), with r the model's buffers. What the methods compute of it is compared with
+the model itself, called in training mode with PyTorch's own kernels and differentiated by plain autograd: the value,
+its derivative by central differences, and the value without an example by really taking it out of the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from leaveout._util.trees import Params, each
+from leaveout.errors import LeaveoutError
+from leaveout.task import batches
+from leaveout.task.derivatives import gradient, hessian_products, stacked_gradients, weighted_changes
+from leaveout.task.draws import replay
+from leaveout.task.forms import Abilities, Form
+from leaveout.task.guard.differences import Difference, difference, norm
+from leaveout.task.training_batch import TrainingBatch
+
+if TYPE_CHECKING:
+    from leaveout.task.task import Task
+
+REASON = "BatchNorm in training mode ties the examples of a batch together"
+
+
+def coupled_abilities(
+    task: Task, params: Params, batch: TrainingBatch, before: Abilities | None
+) -> tuple[str | None, Abilities]:
+    """A problem that no method can handle, or what can be done with the task."""
+    base = before or Abilities()
+    abilities = Abilities(
+        vmap=True,
+        stacks=True,
+        reads=True,
+        vector=Form.REVERSE_REVERSE,
+        vectors=Form.REVERSE_REVERSE,
+        changes=Form.FORWARD_REVERSE,
+        symmetric=not task.coupled,
+        stops=base.stops,
+        slope=base.slope,
+        reason=REASON if task.coupled else "random draws of the forward pass cannot be told apart by example",
+    )
+    try:
+        wide, given = task.widened(), batches.map_leaves(_widened, batch)
+        at = each(_widened, task.own(params) | params)
+        known = difference(_plain(wide, given), at)
+    except LeaveoutError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model that insists on its own type, or fails; it is passed on in words
+        return f"its gradient cannot be computed in training mode ({_line(error)})", abilities
+    for over in ({}, {"vmap": False}, {"vmap": False, "stacks": False}, {"changes": Form.THROUGH}, {"changes": None}):
+        abilities = abilities._replace(**over)
+        wide.abilities = abilities
+        try:
+            problem = _differs(wide, at, given, known, abilities)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+            continue
+        if problem is None:
+            return None, abilities
+    return "its step in training mode cannot be differentiated rightly by torch.func", abilities
+
+
+def _differs(task: Task, at: Params, batch: TrainingBatch, known: Difference | None, abilities: Abilities) -> str | None:
+    """What is not as the model itself says."""
+    value = gradient(task, at, batch)
+    plain = _plain(task, batch)(at)
+    if not _near(value, {name: plain[name] for name in value}):
+        return "gradient"
+    size = len(batches.leaves(batch)[0])
+    if size > 2 and task.statistics == "leave" and not batch.whole:
+        weights = next(iter(at.values())).new_ones((2, size))
+        weights[1, 0] = 0
+        rest = batches.map_leaves(lambda leaf: leaf[1:], batch)
+        less = _plain(task, rest, (size - 1) / size)(at)
+        stacked = stacked_gradients(task, each(lambda t: torch.stack([t, t]), at), weights, batch)
+        found = each(lambda t: t[1], stacked)
+        if not _near(found, {name: less[name] for name in found}):
+            return "leaving an example out"
+    if known is None:
+        return None
+    stack = {name: torch.stack([d[name] for d in known.directions]) for name in task.own(at)}
+    _, curved, _ = hessian_products(task, at, batch, stack)
+    for which in (0, 1):
+        if not known.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
+            return "pull-back"
+    if abilities.changes is not None:
+        ones = stack[next(iter(stack))].new_ones((2, size))
+        _, pushed = weighted_changes(task, at, batch, (stack, ones, torch.zeros_like(ones)))
+        if not known.agrees(each(lambda t: t[0], pushed), 0):
+            return "derivative along a vector"
+    return None
+
+
+def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Params], Params]:
+    """(ḡ, r') by the model itself; ``share`` is what a batch counts whose denominator is another's."""
+    model = copy.deepcopy(task.model)
+    for name, module in model.named_modules():
+        module.training = name in task.training
+    draws = batch.whole
+
+    def slope(params: Params) -> Params:
+        named = dict(model.named_parameters())
+        held = dict(model.named_buffers())
+        with torch.no_grad():
+            for name, value in params.items():
+                (named if name in named else held)[name].copy_(value)
+        trained = [named[name] for name in task.chosen]
+        with torch.enable_grad(), replay(draws) if draws else nullcontext():
+            outputs, targets = task.called.rule(model, batch.batch)
+            losses = task.parts.losses(outputs, targets)
+            scaled = losses * batch.scale if isinstance(batch.scale, torch.Tensor) else losses
+            loss = share * (scaled.mean() + (task._decay({n: named[n] for n in task.names}) if task.l2 else 0))
+            found = torch.autograd.grad(loss, trained, allow_unused=True)
+        value = {
+            name: torch.zeros_like(tensor) if g is None else g
+            for name, tensor, g in zip(task.chosen, trained, found, strict=True)
+        }
+        moved = {name: held[name].detach().clone().to(params[name]) for name in task.buffers}
+        return {**value, **moved}
+
+    return slope
+
+
+def _near(found: Params, wanted: Params) -> bool:
+    dtype = next(iter(wanted.values())).dtype
+    near = 1e-7 if dtype == torch.float64 else 1e-3
+    return norm(each(torch.sub, found, wanted)) <= near * max(norm(wanted), 1e-12)
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,120 @@
+"""A loss as one number per example, and what the training loop divided their sum by.
+
+The loss of a batch is ``Σ_k s_k / D``: s_k the sum over example k's elements (tokens, pixels), D the *denominator*. The
+loss of an example is its own mean ``ℓ_k = s_k / c_k`` with its count c_k (elements, unmasked tokens, class weights), so
+that batch losses are ``Σ_k (c_k/D) ℓ_k``; D is Σ c_k for a mean, 1 for a sum.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from leaveout.errors import InputError
+
+Loss: TypeAlias = Callable[[Any, Any], Any]
+"""``(outputs, targets)`` to one loss per example, or to sums and counts, one of each per example."""
+
+
+class LossParts(NamedTuple):
+    """A loss taken apart.
+
+    Attributes:
+        losses: ``(outputs, targets)`` to ℓ_k of each example.
+        counts: the same to c_k; None where every c_k is 1 and D the number of examples.
+        summed: whether D is 1.
+        by_targets: whether the counts can be had without outputs.
+    """
+
+    losses: Callable[[Any, Any], Tensor]
+    counts: Callable[[Any, Any], Tensor] | None = None
+    summed: bool = False
+    by_targets: bool = False
+
+
+def taken_apart(loss: nn.Module | Loss) -> LossParts:
+    """Return the parts of an ``nn`` loss module, or of a callable."""
+    if not isinstance(loss, nn.modules.loss._Loss):
+        return LossParts(lambda outputs, targets: _means(loss(outputs, targets)), lambda *given: _counted(loss(*given)))
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction != "none":
+        return _class_loss(loss)
+    single = _reduced(loss, "none")
+    if isinstance(loss, nn.KLDivLoss) and loss.reduction == "batchmean":
+        return LossParts(lambda outputs, targets: single(outputs, targets).flatten(1).sum(1))
+
+    def losses(outputs: Any, targets: Any) -> Tensor:
+        values = single(outputs, targets)
+        return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+    if loss.reduction != "sum":
+        return LossParts(losses)
+
+    def counts(outputs: Any, targets: Any) -> Tensor:
+        values = single(outputs, targets)
+        return torch.full_like(values.flatten(1)[:, 0] if values.ndim > 1 else values, values[0].numel())
+
+    return LossParts(losses, counts, summed=True)
+
+
+def _class_loss(loss: Any) -> LossParts:
+    """Cross-entropy and the like: a mean over class weights, without what ``ignore_index`` masks."""
+    single = _reduced(loss, "none")
+
+    def counts(outputs: Any, targets: Any) -> Tensor:
+        if targets.is_floating_point():  # probabilities of classes, in the second dimension
+            return targets.new_full((len(targets),), targets[0].numel() / targets.shape[1])
+        kept = targets != loss.ignore_index
+        weight = kept.to(torch.get_default_dtype() if outputs is None else outputs.dtype)
+        if loss.weight is not None:
+            weight = torch.where(kept, loss.weight[torch.where(kept, targets, 0)], 0)
+        return weight.reshape(len(weight), -1).sum(1)
+
+    def losses(outputs: Any, targets: Any) -> Tensor:
+        outputs, targets = _classes_second(outputs, targets)
+        values = single(outputs, targets)
+        sums = values.reshape(len(values), -1).sum(1)
+        if values.ndim == 1 and loss.weight is None:  # one element, with the loss 0 where it is masked
+            return values
+        number = counts(outputs, targets).detach()
+        return sums / torch.where(number > 0, number, 1)
+
+    return LossParts(losses, counts, loss.reduction == "sum", by_targets=True)
+
+
+def _classes_second(outputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Put classes where PyTorch wants them, in outputs of shape (examples, tokens, classes) as language models give."""
+    tokens = isinstance(outputs, Tensor) and outputs.ndim == 3 and targets.ndim == 2
+    if tokens and outputs.shape[1] == targets.shape[1] and outputs.shape[2] != targets.shape[1]:
+        return outputs.transpose(1, 2), targets
+    return outputs, targets
+
+
+def _reduced(loss: nn.Module, reduction: str) -> Any:
+    single = copy.copy(loss)
+    single.reduction = reduction  # type: ignore[assignment]
+    return single
+
+
+def _means(values: Any) -> Tensor:
+    if not isinstance(values, tuple):
+        return values
+    sums, counts = _pair(values)
+    return sums / torch.where(counts > 0, counts, 1).detach()
+
+
+def _counted(values: Any) -> Tensor | None:
+    return _pair(values)[1].detach() if isinstance(values, tuple) else None
+
+
+def _pair(values: tuple) -> tuple[Tensor, Tensor]:
+    if len(values) != 2 or not all(isinstance(value, Tensor) for value in values):
+        raise InputError(
+            "The loss returned a tuple that is not (sums, counts): return one loss per example, or two tensors, each "
+            "example's summed loss and what it counts in the denominator.",
+            code="loss-parts-wrong",
+        )
+    return values
