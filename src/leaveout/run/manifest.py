@@ -13,7 +13,9 @@ from leaveout.errors import RunError
 from leaveout.optim import Rule
 from leaveout.run.paths import CONFIG
 
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, 3)
+"""Format 2 has neither modes nor buffers nor micro-batches."""
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 AGAIN = "the run is damaged; restore it or record it again."
@@ -51,6 +53,10 @@ class Manifest:
     format: int = FORMAT
     # Of the config beside the run, if there was one; not part of what tells a run from others.
     config_crc32: int | None = field(default=None, repr=False)
+    # Which modules were in training mode, a list for each combination that occurred; buffers that training moved, with
+    # their shapes. Shards say which mode each step had.
+    modes: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
+    buffers: dict[str, list[int]] = field(default_factory=dict, repr=False)
 
     @property
     def steps(self) -> int:
@@ -66,8 +72,8 @@ def shard_name(number: int) -> str:
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """The manifest, replaced in one move."""
     written = asdict(manifest)
-    if not manifest.rule.extras:  # most runs have none
-        del written["rule"]["extras"]
+    for name in ("clip", "assigned", *([] if manifest.rule.extras else ["extras"])):  # most runs have no extras
+        del written["rule"][name]
     write_json(path / MANIFEST, written)
 
 
@@ -83,10 +89,10 @@ def read_manifest(path: Path) -> Manifest:
         if plain(file).stat().st_size > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
         raw = json.loads(file.read_text(encoding="utf-8"))
-        if raw["format"] != FORMAT:
+        if raw["format"] not in READABLE:
             raise RunError(
-                f"{path} is in format {raw['format']}, this version reads {FORMAT}: use the version that wrote it, or "
-                "record the run again.",
+                f"{path} is in format {raw['format']}, this version reads {FORMAT} and before: use the version "
+                "that wrote it, or record the run again.",
                 code="format-not-supported",
             )
         numbers = [shard["number"] for shard in raw["shards"]]
@@ -107,10 +113,14 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
     told = raw["rule"]
     rule = Rule(told["kind"], dict(told["groups"]), tuple(told["slots"]), tuple(told.get("extras", ())))
     shards = tuple(Shard(**shard) for shard in raw["shards"])
-    manifest = Manifest(**{**raw, "rule": rule, "shards": shards})
+    modes = tuple(tuple(names) for names in raw.get("modes", ()))
+    manifest = Manifest(**{**raw, "rule": rule, "shards": shards, "modes": modes})
     counts = [*rule.groups.values(), *manifest.constants.values(), manifest.initial_crc32]
     counts += [count for count in (manifest.train_size, manifest.config_crc32) if count is not None]
     counts += [number for part in (*map(astuple, shards), *manifest.shapes.values()) for number in part]
+    counts += [number for shape in manifest.buffers.values() for number in shape]
+    if not all(isinstance(name, str) for names in modes for name in names):
+        raise ValueError("a module's name that is none")
     if not rule.groups or not set(rule.groups) == set(manifest.shapes) == set(manifest.dtypes):
         raise ValueError("groups, shapes and dtypes name different parameters")
     if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):

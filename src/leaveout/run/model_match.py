@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor])
                 "run: convert the model to the run's type.",
                 code="dtypes-differ",
             )
-    constants = constants_of(model, manifest.rule)
+    constants = constants_of(model, manifest.rule, manifest.buffers)
     changed = [n for n in sorted({*constants, *manifest.constants}) if constants.get(n) != manifest.constants.get(n)]
     if changed:
         raise MismatchError(
@@ -51,10 +52,11 @@ def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor])
         )
 
 
-def constants_of(model: nn.Module, rule: Rule) -> dict[str, int]:
-    """A checksum of each tensor in the model that is not trained: frozen parameters and buffers."""
+def constants_of(model: nn.Module, rule: Rule, moving: Iterable[str] = ()) -> dict[str, int]:
+    """A checksum of each tensor in the model that training leaves alone: frozen parameters, most buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: batches.fingerprint(tensor)[0][0] for name, tensor in named if name not in rule.groups}
+    left = {*rule.groups, *moving}
+    return {name: batches.fingerprint(tensor)[0][0] for name, tensor in named if name not in left}
 
 
 def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) -> None:

@@ -22,11 +22,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
-from leaveout._util.trees import State
+from leaveout._util.trees import PARAM, State
 from leaveout.errors import InputError, RunError, is_whole
 from leaveout.optim import Hyper, Rule
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
+from leaveout.run.micro import AFTER, FURTHER, MODES, Micro, is_sound, micro_of
 from leaveout.run.remote import local, source
+from leaveout.task.draws import RandomState
 
 LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
 """The tensors with a row for each step, and how many dimensions they have."""
@@ -34,13 +36,25 @@ LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
 
 @dataclass(frozen=True)
 class Record:
-    """One step as it was taken: everything but the state."""
+    """One step as it was taken: everything but the state.
+
+    ``micro`` are its micro-batches in order, which share ids and fingerprint; ``training`` the modules in training
+    mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states.
+    """
 
     index: int
     epoch: int
     ids: Int[Tensor, " batch"]
     hypers: list[Hyper]
     fingerprint: list[tuple[int, int]]
+    micro: tuple[Micro, ...] = ()
+    training: tuple[str, ...] | None = None
+    after: RandomState | None = None
+
+    @property
+    def parts(self) -> tuple[Micro, ...]:
+        """The micro-batches, also where there is but one."""
+        return self.micro or (Micro(len(self.ids)),)
 
 
 class Run:
@@ -152,6 +166,8 @@ class Run:
             shard["ids"][start : start + int(lengths[offset])].clone(),
             [dict(zip(names, values, strict=True)) for values in shard["hypers"][offset].tolist()],
             [(a, b) for a, b in shard["fingerprints"][offset].tolist() if a >= 0],
+            micro_of(shard, offset),
+            self.manifest.modes[int(shard[MODES][offset])] if MODES in shard else None,
         )
 
     def state(self, index: int) -> State:
@@ -167,6 +183,14 @@ class Run:
                 code="state-not-kept",
             )
         return self._unflatten({key: shard[key][place] for key in self._keys})
+
+    def random_after(self) -> RandomState | None:
+        """The random generators after the last step; None where forward passes drew nothing."""
+        number, _ = self._find(len(self) - 1)
+        shard = self._shard(number)
+        place = int(torch.searchsorted(shard["kept"], len(self)))
+        states = {key.removeprefix(AFTER): value[place] for key, value in shard.items() if key.startswith(AFTER)}
+        return {device: state.clone() for device, state in states.items()} or None
 
     def final(self) -> State:
         """The state after the last step."""
@@ -195,7 +219,11 @@ class Run:
 
     @cached_property
     def _keys(self) -> set[str]:
-        return {f"state/{slot}/{name}" for slot in self.rule.slots for name in self.rule.groups}
+        return {f"state/{slot}/{name}" for slot in self.rule.slots for name in self._names(slot)}
+
+    def _names(self, slot: str) -> list[str]:
+        """What a slot holds: the trained parameters; beside them, the model's moving buffers."""
+        return [*self.rule.groups, *(self.manifest.buffers if slot == PARAM else ())]
 
     def _initial(self) -> dict[str, Tensor]:
         file = self.path / INITIAL
@@ -226,7 +254,10 @@ class Run:
         if count := shard["kept"].numel():
             shard |= _load(file, self._keys)
             self._check_states(file, shard, count)
-        return shard
+        further = _load(file, set(), FURTHER)
+        if not is_sound(further, shard["lengths"], len(self.manifest.modes), count):
+            raise RunError(f"{file} does not hold the micro-batches of this run: {AGAIN}", code="run-damaged")
+        return shard | further
 
     def _hold_against(self, file: Path, crc32: int) -> None:
         """Read a file through and compares its checksum, unless that was done and the file is still the same one."""
@@ -244,10 +275,11 @@ class Run:
 
     def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
         for slot in self.rule.slots:
-            for name in self.rule.groups:
+            for name in self._names(slot):
                 tensor = tensors[f"state/{slot}/{name}"]
-                shape = self.rule.definition.shape(slot, self.manifest.shapes[name])
-                dtype = self.manifest.dtypes[name]
+                moving = self.manifest.buffers.get(name)
+                shape = self.rule.definition.shape(slot, self.manifest.shapes[name]) if moving is None else moving
+                dtype = self.manifest.dtypes[name if moving is None else next(iter(self.manifest.dtypes))]
                 if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
                     raise RunError(
                         f"{file} does not hold the states of this run ({slot} of {name!r}): {AGAIN}", code="run-damaged"
@@ -256,7 +288,7 @@ class Run:
     def _unflatten(self, tensors: dict[str, Tensor]) -> State:
         """Copies, which stay as they are whatever becomes of the file."""
         return {
-            slot: {name: tensors[f"state/{slot}/{name}"].clone() for name in self.rule.groups}
+            slot: {name: tensors[f"state/{slot}/{name}"].clone() for name in self._names(slot)}
             for slot in self.rule.slots
         }
 
@@ -266,13 +298,14 @@ def _reopened(path: str, steps: int, interpolate: bool) -> Run:
     return run.interpolated() if interpolate else run
 
 
-def _load(file: Path, needed: set[str]) -> dict[str, Tensor]:
-    """The tensors of a file that are needed; they change when the file does."""
+def _load(file: Path, needed: set[str], more: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a file that are needed, and those whose names begin so; they change when the file does."""
     try:
         with safe_open(plain(file), framework="pt") as opened:
             if missing := sorted(needed - set(opened.keys())):
                 raise OSError(f"it has no {missing[0]!r}")
-            return {key: opened.get_tensor(key) for key in needed}
+            others = {key for key in opened.keys() if more and key.startswith(more)}  # noqa: SIM118 - not a dict
+            return {key: opened.get_tensor(key) for key in needed | others}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{file} cannot be read ({error}): {AGAIN}", code="run-damaged") from None
 

@@ -24,6 +24,8 @@ from leaveout.run.keep import Keep
 from leaveout.run.last_state import LastState
 from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
+from leaveout.run.moving_buffers import MovingBuffers
+from leaveout.run.pending import Pending
 from leaveout.run.reader import Record, Run, open_run
 from leaveout.run.resume import Past, restore
 from leaveout.run.watched_loader import IndexedLoader, Watched, unwatched
@@ -55,8 +57,9 @@ class Recorder:
         on_full: what happens when the disk is full: ``"stop"`` raises at the next step; ``"continue"`` warns, stops
             recording and lets the training go on. Either way the run up to then can be read and resumed.
 
-    Every ``optimizer.step()`` is one step of the run; its batch is the last one that ``watch`` gave, or the ids that
-    ``step`` was told.
+    Every ``optimizer.step()`` is one step of the run; its micro-batches are those that ``watch`` gave since the step
+    before, or the ids that ``step`` was told. What else the training does is noted as it happens: which modules are in
+    training mode, the random generators before a forward pass that draws, buffers that move.
     """
 
     def __init__(
@@ -87,8 +90,8 @@ class Recorder:
         self._params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name in rule.groups}
         self._stop_when_full = on_full == "stop"
         self._writer = Writer(path, resume=resume)
-        self._pending: list[tuple[Tensor, list[tuple[int, int]], Any]] = []
         self._hypers: list[Hyper] = []
+        self._start: State | None = None
         self._steps = 0
         self._cut = False
         self._full = False
@@ -96,9 +99,10 @@ class Recorder:
         self._train_size: int | None = None
         self._loaders: dict[int, IndexedLoader] = {}
         self._past = Past(self._writer.before)
-        self._modules = list(model.modules())
-        self._modes: list[bool] = []
+        before = self._writer.before
+        self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
         self._go_on()
+        self._pending = Pending(model, self._moving.begin)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
         _RECORDED.add(optimizer)
@@ -140,18 +144,26 @@ class Recorder:
                         break  # before another batch is drawn, as the loop did
                     continue
                 if self._hooks:
-                    self._pending.append((ids, batches.fingerprint(batch), batch))
+                    self._past.resume_draws()
+                    self._pending.watch(ids, batch, self._params.values())
                 yield batch
             finished = True
         finally:
             if not finished:  # the loop was left early: the batch in hand will not be stepped on
                 self._pending.clear()
 
-    def step(self, ids: Sequence[int] | Tensor, batch: Any = None, *, epoch: int = 0) -> None:
+    def step(
+        self,
+        ids: Sequence[int] | Tensor,
+        batch: Any = None,
+        *,
+        epoch: int = 0,
+        denominator: float | None = None,
+    ) -> None:
         """Say which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
 
-        The gradient must be that of the mean loss over exactly these examples; an accumulated one is, if every
-        micro-batch's ids are given here together and the losses were averaged over all of them.
+        Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of the examples'
+        losses was divided by, where the task cannot know (see ``Task(accumulation=)``).
         """
         found = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
@@ -161,7 +173,8 @@ class Recorder:
         self._epoch = int(epoch)
         if not self._hooks:
             return  # the disk is full, or the run is finished
-        self._pending.append((found, [] if batch is None else batches.fingerprint(batch), batch))
+        self._past.resume_draws()
+        self._pending.tell(found, batch, denominator)
 
     def finish(self) -> Run:
         """Write what is left, lets go of the optimizer, and returns the run."""
@@ -208,6 +221,7 @@ class Recorder:
         size = nbytes(run.final())
         for index in run.kept[1:]:
             self._keep.note(index, size)
+        self._moving.decide()
         self._steps = len(run)
         self._train_size = run.manifest.train_size
 
@@ -252,6 +266,7 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         self._last.release()
+        self._pending.release()
         _RECORDED.discard(self._optimizer)
         atexit.unregister(self._forgotten)
         self._hooks = []
@@ -278,40 +293,39 @@ class Recorder:
                 f"The run in {self._writer.path} is finished: record further steps into another directory.",
                 code="run-finished",
             )
-        if any(callable(argument) for argument in (*args, *kwargs.values())):
-            raise UnsupportedError(
-                f"{where}, optimizer.step() was given a closure: compute the loss before and call step().",
-                code="closure-not-supported",
-            )
         if not self._pending:
             raise RunError(
                 f"{where}, it is not known which batch this is: draw batches from recorder.watch(loader), "
                 "or call recorder.step(ids) before each optimizer.step().",
                 code="batch-missing",
             )
-        if len(self._pending) > 1:
-            raise UnsupportedError(
-                f"{where}, {len(self._pending)} batches were drawn since the last one: gradient accumulation and "
-                "skipped batches are not seen by watch(); iterate over the loader itself and call recorder.step(ids) "
-                "with all the ids the mean loss was taken over.",
-                code="batches-skipped",
-            )
-        self._check_model(where)
+        closure = any(callable(argument) for argument in (*args, *kwargs.values()))
+        self._check_model(where, gradients=not closure)
         self._hypers = self.hypers()
-        if self._steps == 0:
-            manifest = Manifest(
-                rule=self._rule,
-                shapes={name: list(param.shape) for name, param in self._params.items()},
-                dtypes={name: str(param.dtype).removeprefix("torch.") for name, param in self._params.items()},
-                constants=constants_of(self._model, self._rule),
-                train_size=self._train_size,
-            )
-            try:
-                self._writer.begin(manifest, self._state())
-            except OSError as error:
-                self._give_up(error)
+        if self._steps == 0 and closure:
+            self._moving.begin()  # the forward pass is still to come
+            self._start = self._state()
+        elif self._steps == 0:
+            self._begin(self._state())
 
-    def _check_model(self, where: str) -> None:
+    def _begin(self, start: State) -> None:
+        """Write what the run starts from; the forward passes of its first step are done."""
+        moving = self._moving.decide()
+        start = {**start, PARAM: {**start[PARAM], **self._moving.start()}}
+        manifest = Manifest(
+            rule=self._rule,
+            shapes={name: list(param.shape) for name, param in self._params.items()},
+            dtypes={name: str(param.dtype).removeprefix("torch.") for name, param in self._params.items()},
+            constants=constants_of(self._model, self._rule, moving),
+            train_size=self._train_size,
+            buffers=moving,
+        )
+        try:
+            self._writer.begin(manifest, start)
+        except OSError as error:
+            self._give_up(error)
+
+    def _check_model(self, where: str, *, gradients: bool) -> None:
         """Refuse a step of a model that is not as the recording needs it."""
         trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
         if changed := sorted(trained ^ set(self._params)):
@@ -319,7 +333,7 @@ class Recorder:
                 f"{where}, {changed[0]!r} was frozen or unfrozen: keep what is trained unchanged while it is recorded.",
                 code="trained-set-changed",
             )
-        for name, param in self._params.items():
+        for name, param in self._params.items() if gradients else ():
             if param.grad is None:
                 raise UnsupportedError(
                     f"{where}, parameter {name!r} has no gradient: use it in the loss or freeze it.",
@@ -337,10 +351,7 @@ class Recorder:
                 "replayed. Leave them alone between steps, or finish() here and record what follows as another run.",
                 code="parameters-changed",
             )
-        modes = [module.training for module in self._modules]
-        if modes != self._modes:
-            _check_modules(self._model, "" if self._steps == 0 else f" from step {self._steps} on")
-            self._modes = modes
+        self._moving.check(where)
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         if not self._hooks:
@@ -348,14 +359,17 @@ class Recorder:
         total = self._last.total()  # one question per step: a sum is finite only if all its terms are
         if not torch.isfinite(total):
             self._stop_at_nan()
-        ids, fingerprint, _ = self._pending.pop()
+        if self._steps == 0 and self._start is not None:
+            self._begin(self._start)
+            self._start = None
+        record = Record(self._steps, self._epoch, hypers=self._hypers, **self._pending.take()._asdict())
         self._steps += 1
         state = self._state() if self._keep.wants(self._steps) else None
         if state is not None:
             self._keep.note(self._steps, nbytes(state))
         self._last.note(total, state)
         try:
-            self._writer.append(Record(self._steps - 1, self._epoch, ids, self._hypers, fingerprint), state)
+            self._writer.append(record, state)
         except OSError as error:
             self._give_up(error)
 
@@ -365,13 +379,12 @@ class Recorder:
             return  # large finite values whose sum overflows
         self._release()
         self._cut = True
-        ids, _, batch = self._pending.pop()
+        ids, bad = self._pending.broken()
         self._close(complete=False)
-        bad = [int(ids[i]) for i in batches.broken(batch) if i < len(ids)]
         blame = (
             f"example {bad[0]} of its batch holds NaN or infinite values; repair or leave out that example"
             if bad
-            else f"lower the learning rate or look at the losses of its batch's examples {ids.tolist()[:8]}"
+            else f"lower the learning rate or look at the losses of its batch's examples {ids[:8]}"
         )
         raise RunError(
             f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: {blame}; the steps before it are kept.",
@@ -383,6 +396,7 @@ class Recorder:
         for name, param in self._params.items():
             for slot, tensor in {PARAM: param, **buffers(self._optimizer, self._rule, param)}.items():
                 state[slot][name] = _copy(tensor)
+        state[PARAM] |= self._moving.now()
         return state
 
 
@@ -391,7 +405,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _check_modules(model: nn.Module, since: str = "") -> None:
+def _check_modules(model: nn.Module) -> None:
     if problems := module_problems(model):
         listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise UnsupportedError(f"This model cannot be recorded exactly{since}:\n{listed}", code="model-not-supported")
+        raise UnsupportedError(f"This model cannot be recorded exactly:\n{listed}", code="model-not-supported")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from leaveout.optim import Rule
 from leaveout.run.model_match import check_model
 from leaveout.run.reader import Record, Run
 from leaveout.task import batches
+from leaveout.task.draws import set_random_state
 
 
 def restore(
@@ -35,6 +37,9 @@ def restore(
             group = optimizer.param_groups[number]
             if restored := rule.definition.restored(held, last.hypers[number], group, param):
                 optimizer.state[param] = restored
+        for name, buffer in model.named_buffers():
+            if name in run.manifest.buffers:
+                buffer.copy_(state[PARAM][name])
 
 
 class Past:
@@ -42,7 +47,8 @@ class Past:
 
     def __init__(self, run: Run | None) -> None:
         self._run = run
-        self._met = 0
+        self._met = self._part = 0
+        self._resumed = run is None
         self.finished = run is not None and run.manifest.finished
 
     def left_early(self, epoch: int) -> bool:
@@ -55,15 +61,28 @@ class Past:
         record = self._next()
         if record is None:
             return False
-        changed = record.fingerprint and batches.fingerprint(batch) != record.fingerprint
-        if changed or not torch.equal(ids, record.ids):
+        starts = [0, *accumulate(part.length for part in record.parts)]
+        leaves = len(record.fingerprint) // len(record.parts)
+        marks = record.fingerprint[self._part * leaves : (self._part + 1) * leaves]
+        own = record.ids[starts[self._part] : starts[self._part + 1]]
+        if (marks and batches.fingerprint(batch) != marks) or not torch.equal(ids, own):
             raise MismatchError(
                 f"The loader gives another batch for step {self._met} than the run that is resumed: seed it as before, "
                 "and give the same data in the same order.",
                 code="batches-differ",
             )
-        self._met += 1
+        self._part += 1
+        if self._part == len(record.parts):
+            self._met, self._part = self._met + 1, 0
         return True
+
+    def resume_draws(self) -> None:
+        """Put the random generators back, before the first batch that is new, to where the last step left them."""
+        if not self._resumed:
+            self._resumed = True
+            after = self._run.random_after() if self._run is not None else None
+            if after is not None:
+                set_random_state(after)
 
     def _next(self) -> Record | None:
         return self._run.record(self._met) if self._run is not None and self._met < len(self._run) else None

@@ -22,6 +22,7 @@ from torch import Tensor
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
 from leaveout._util.trees import State, nbytes
 from leaveout.errors import LeaveoutWarning, RunError
+from leaveout.run import micro
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Record, Run
@@ -220,6 +221,15 @@ def _write_shard(
         "hypers": torch.tensor([[[h[name] for name in names] for h in r.hypers] for r in records], dtype=torch.float64),
         "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
     }
+    tensors |= micro.written([record.parts for record in records])
+    modes = list(manifest.modes)
+    if all(record.training is not None for record in records):
+        modes += [one for one in dict.fromkeys(r.training for r in records) if one is not None and one not in modes]
+        tensors[micro.MODES] = torch.tensor([modes.index(record.training) for record in records])  # type: ignore[arg-type]
+    after = {record.index + 1: record.after for record in records}
+    random = [state for index in states if (state := after.get(index)) is not None]
+    if random and len(random) == len(states):
+        tensors |= {f"{micro.AFTER}{device}": torch.stack([one[device] for one in random]) for device in random[0]}
     tensors["kept"] = torch.tensor(list(states), dtype=torch.int64)
     flat = [_flatten(state) for state in states.values()]
     if flat:
@@ -227,7 +237,7 @@ def _write_shard(
     file = path / shard_name(number)
     write_tensors(file, tensors)
     shard = Shard(number, len(records), checksum(file), tensor_checksum(tensors["kept"]))
-    manifest = replace(manifest, shards=(*manifest.shards, shard))
+    manifest = replace(manifest, shards=(*manifest.shards, shard), modes=tuple(modes))
     write_manifest(path, manifest)
     return manifest
 

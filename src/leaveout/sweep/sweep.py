@@ -126,7 +126,7 @@ class Sweep:
             step = self._step(recorded, chunk)
             pulled = step.pull(vectors, products and partial(products, recorded, step.curvature))
             self._check(recorded, step)
-            if count == 1 and not products and self.trajectory.rule.linear and self.path is None:
+            if count == 1 and not products and self.trajectory.rule.linear and self.path is None and not self.trajectory.task.coupled:
                 self.trajectory.check.along(recorded, vectors, pulled.carried, float(pulled.weights.sum()))
             if self.curved:
                 vectors = pulled.state

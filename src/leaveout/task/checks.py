@@ -16,6 +16,7 @@ from leaveout.task.preparing import TRIAL
 if TYPE_CHECKING:
     from leaveout.task.task import Task
 
+
 def module_problems(model: nn.Module) -> list[str]:
     """Modules that no record of the training could follow, those of one kind in one line.
 
@@ -147,7 +148,7 @@ def _side_effects(model: nn.Module, buffers: dict[str, Tensor], rng: Tensor) -> 
     if not torch.equal(torch.get_rng_state(), rng):
         torch.set_rng_state(rng)
         problems.append(
-            "the forward pass draws random numbers in evaluation mode; make it a function of parameters and inputs alone"
+            "the forward pass draws random numbers in evaluation mode; make it a function of its inputs"
         )
     for name, buffer in model.named_buffers():
         if not torch.equal(buffer, buffers[name]):

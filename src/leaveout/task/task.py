@@ -27,15 +27,15 @@ from leaveout.task.checks import module_problems, trial_problems
 from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.folding import Folded
-from leaveout.task.forward import Called, Forward, default_forward
 from leaveout.task.forms import Abilities
+from leaveout.task.forward import Called, Forward, default_forward
 from leaveout.task.guard.compare import compared
+from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.losses import Loss, taken_apart
+from leaveout.task.preparing import trial_batch
 from leaveout.task.rewriting import Unstopped
 from leaveout.task.trace.tracer import Tracer
-from leaveout.task.preparing import TRIAL, trial_batch
 from leaveout.task.training_batch import TrainingBatch, Window, parts_of, size_of
-
 
 
 class Task:
@@ -111,6 +111,7 @@ class Task:
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
         self.called = Called(model, forward or default_forward)
+        self.coupled = _is_coupled(self.called, self.training, ())
         problems = module_problems(model)
         if not problems:
             # What the modules' types do not show, a trial on the first examples does.
@@ -201,15 +202,11 @@ class Task:
             task = self.untraced()
             task.training, task.buffers = key
             task.axes = {}
+            task.coupled = _is_coupled(self.called, *key)
+            if task.coupled:
+                task.abilities = coupled_defaults(task, self.abilities)
             self._views[key] = task
         return self._views[key]
-
-    @property
-    def coupled(self) -> bool:
-        """Say whether a training batch's examples depend on each other, or training moves buffers: BatchNorm."""
-        return bool(self.buffers) or any(
-            isinstance(module, nn.modules.batchnorm._BatchNorm) for name, module in self.called.named if name in self.training
-        )
 
     def own(self, params: Params) -> Params:
         """Those parameters that derivatives are taken for, and the buffers that training moves."""
@@ -242,6 +239,16 @@ class Task:
         ):
             both, after = self.called.pure({**params, **held}, batch.batch, self.training)
         return both, {name: new.get(name, after[name]) for name in self.buffers}
+
+    def live_losses(self, batch: Batch) -> Float[Tensor, " batch"]:
+        """Losses of a batch under the model as it is, in its modes, whose mean is the training loss."""
+        training = frozenset(name for name, module in self.called.named if module.training)
+        (outputs, targets), _ = self.called.pure({}, batch, training)
+        losses = self.parts.losses(outputs, targets)
+        if self.counted and self.parts.counts is not None:
+            counts = self.parts.counts(outputs, targets)
+            losses = losses * counts * (len(counts) if self.parts.summed else len(counts) / counts.sum())
+        return losses + self._decay(self.parameters()) if self.l2 else losses
 
     def output_losses(self, outputs: Tensor, targets: Any) -> Float[Tensor, " batch"]:
         """Losses per example of given outputs, without the L2 term."""
@@ -331,6 +338,12 @@ class Task:
     def over_models(self, function: Callable, in_dims: Any = 0) -> Callable:
         """The same for many models instead of many examples."""
         return side_by_side(function, in_dims) if self.abilities.stacks else looped(function, in_dims)
+
+
+def _is_coupled(called: Called, training: frozenset[str], buffers: tuple[str, ...]) -> bool:
+    """Say whether a training batch's examples depend on each other, or training moves buffers: BatchNorm."""
+    trained = (module for name, module in called.named if name in training)
+    return bool(buffers) or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained)
 
 
 def _check_choice(name: str, given: Any, choices: tuple[str, ...]) -> None:

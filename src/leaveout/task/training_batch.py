@@ -42,7 +42,7 @@ class Window(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """Examples of a window whose micro-batches differ in shape: in groups of one shape, and how to put them in order."""
+    """Examples of a window whose micro-batches differ in shape: groups of one shape, and how to put them in order."""
 
     groups: tuple[TrainingBatch, ...]
     order: Tensor

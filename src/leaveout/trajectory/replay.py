@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import LeaveoutWarning
+from leaveout.errors import InputError, LeaveoutWarning
 from leaveout.task.batches import Batch
-from leaveout.task.derivatives import stacked_gradients
 from leaveout.task.batching import looped
+from leaveout.task.derivatives import stacked_gradients
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.recorded_step import RecordedStep
@@ -66,6 +66,17 @@ def courses(
         yield recorded, state[PARAM]
 
 
+def _check_statistics(task: Task, params: Params, step: int) -> None:
+    """Refuse a batch of which BatchNorm is left with one value, whose variance is not defined."""
+    if not all(bool(torch.isfinite(params[name]).all()) for name in task.buffers):
+        raise InputError(
+            f"At step {step}, after leaving examples out, a batch has a single value per channel, and BatchNorm has no "
+            "variance of that (PyTorch raises an error for it): train with larger batches (drop_last=True), leave "
+            "fewer examples of one batch out, or keep them in the statistics with Task(statistics='stay').",
+            code="batch-norm-single-value",
+        )
+
+
 def stacked(
     trajectory: Trajectory, state: State, weights: Callable[[Tensor, Tensor], Tensor], resources: Resources, cost: Cost
 ) -> Iterator[tuple[RecordedStep, State]]:
@@ -82,6 +93,7 @@ def stacked(
         now = weights(recorded.record.ids, next(iter(state[PARAM].values())))
         state = trajectory.rule.steps_(state, gradients(state[PARAM], now, recorded.batch), recorded.record.hypers)
         cost.gradients += len(now)
+        _check_statistics(trajectory.task, state[PARAM], recorded.record.index)
         yield recorded, state
 
 
@@ -133,8 +145,13 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
         if record.epoch != epoch:
             epoch, places = record.epoch, torch.randperm(task.size, generator=order)
         ids = places[record.ids]
+<<<<<<< HEAD
         batch = task.read(ids.tolist())
         weights = _weights(left_out, 0.0, ids, next(iter(state[PARAM].values())))
+=======
+        batch = trajectory.shuffled(record, ids, {name: tensor[-1] for name, tensor in state[PARAM].items()})
+        weights = _weights(left_out, ids, 0.0, state[PARAM])
+>>>>>>> 551c65a (A step is recorded as it happens: modes, draws, moving buffers, micro-batches, closures; trajectories follow)
         if gradients is None:
             gradients = _way(task, state[PARAM], batch)
         state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, batch), record.hypers)

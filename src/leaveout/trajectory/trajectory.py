@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
-from leaveout._util.trees import PARAM, State, distance, each
-from leaveout.errors import MismatchError
+from leaveout._util.trees import PARAM, Params, State, distance, each
+from leaveout.errors import MismatchError, UnsupportedError
 from leaveout.run.model_match import check_model
 from leaveout.run.reader import Record, Run
 from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import gradient
+from leaveout.task.preparing import MicroBatch, prepared
 from leaveout.task.task import Task
 from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.step_check import StepCheck
@@ -33,10 +36,17 @@ class Trajectory:
     def __init__(self, run: Run, task: Task, layers: str | Sequence[str] | None = None) -> None:
         check_model(run.manifest, task.model, task.parameters())
         _check_size(run, task)
-        self.run, self._whole = run, task
+        self.run = run
+        self._whole = task.as_recorded(_training(run), tuple(run.manifest.buffers))
+        self._rule = run.rule.following(task.clip, self._whole.buffers)
         self._known = [*run.kept, *([] if run.kept[-1] == len(run) else [len(run)])]
-        self.task = task.restricted(layers)
-        self.rule = run.rule.restricted(self.task.chosen)
+        self.task = self._whole.restricted(layers)
+        self.rule = self._rule.restricted(self.task.chosen)
+        if layers is not None and task.clip is not None and task.clip.norm is not None:
+            raise UnsupportedError(
+                "layers= looks at some parameters alone, and clip_norm= ties them to all others: leave layers out.",
+                code="layers-with-clipping",
+            )
         self.check = StepCheck(self.rule, self.task)
 
     def __len__(self) -> int:
@@ -113,14 +123,14 @@ class Trajectory:
         state, travelled = first, 0.0
         for index in range(start, stop):
             record = self.run.record(index)
-            batch = self._batch(record)
-            after = self.run.rule.step(state, gradient(self._whole, state[PARAM], batch), record.hypers)
+            batch = self._batch(record, state[PARAM])
+            after = self._rule.step(state, gradient(self._whole, state[PARAM], batch), record.hypers)
             travelled += distance(after[PARAM], state[PARAM])
             if index < stop - 1:
                 yield after
             else:
                 recorded = RecordedStep(record, state, last, batch, state[PARAM], self.run.as_recorded)
-                StepCheck(self.run.rule, self._whole).arrival(recorded, after, travelled)
+                StepCheck(self._rule, self._whole).arrival(recorded, after, travelled)
             state = after
 
     def _state(self, index: int) -> State:
@@ -140,10 +150,29 @@ class Trajectory:
 
     def batch(self, index: int) -> Batch:
         """The batch of a step, checked against what was recorded of it."""
-        return self._batch(self.run.record(index))
+        return self._batch(self.run.record(index), self._state(0)[PARAM])
 
-    def _batch(self, record: Record) -> Batch:
-        index, ids = record.index, record.ids.tolist()
+    def shuffled(self, record: Record, ids: Int[Tensor, " batch"], params: Params) -> Batch:
+        """Other examples in the places of a step's own, with its random draws and denominators."""
+        starts = [0, *accumulate(part.length for part in record.parts)]
+        read = [self.task.read(ids[a:b].tolist()) for a, b in pairwise(starts)]
+        return self._prepared(record, read, params)
+
+    def _prepared(self, record: Record, read: Sequence[Batch], params: Params) -> Batch:
+        parts = [MicroBatch(one, part.random, part.denominator) for one, part in zip(read, record.parts, strict=True)]
+        return prepared(self._whole, parts, params)
+
+    def _batch(self, record: Record, params: Params) -> Batch:
+        """The micro-batches of a step as training saw them; ``params`` are any that the model can be called with."""
+        starts = [0, *accumulate(part.length for part in record.parts)]
+        leaves = len(record.fingerprint) // len(record.parts)
+        read = [
+            self._read(record.index, record.ids[a:b].tolist(), record.fingerprint[i * leaves : (i + 1) * leaves])
+            for i, (a, b) in enumerate(pairwise(starts))
+        ]
+        return self._prepared(record, read, params)
+
+    def _read(self, index: int, ids: list[int], fingerprint: list[tuple[int, int]]) -> Batch:
         if max(ids) >= self.task.size:
             raise MismatchError(
                 f"Step {index} used example {max(ids)}, but the training set has only {self.task.size}: give the data "
@@ -158,8 +187,8 @@ class Trajectory:
                 "that returns a row for each example.",
                 code="rows-differ",
             )
-        if record.fingerprint:
-            found = batches.difference(record.fingerprint, batch, lambda: self.task.read(ids))
+        if fingerprint:
+            found = batches.difference(fingerprint, batch, lambda: self.task.read(ids))
             if found:
                 raise MismatchError(
                     f"The batch of step {index} is not the one that was trained on: {found}.", code="batch-differs"
@@ -169,10 +198,26 @@ class Trajectory:
     def _recorded_step(self, index: int, before: State, after: State) -> RecordedStep:
         record = self.run.record(index)
         own = self._own(before), self._own(after)
-        return RecordedStep(record, *own, self._batch(record), before[PARAM], self.run.exact)
+        return RecordedStep(record, *own, self._batch(record, before[PARAM]), before[PARAM], self.run.exact)
 
     def _own(self, state: State) -> State:
-        return {slot: self.task.own(params) for slot, params in state.items()}
+        names = self.task.own(state[PARAM])
+        return {slot: {name: params[name] for name in names if name in params} for slot, params in state.items()}
+
+
+def _training(run: Run) -> frozenset[str] | None:
+    """The modules that were in training mode; None for runs that do not say so."""
+    if len(run.manifest.modes) > 1:
+        first = run.record(0).training
+        step = next((i for i in range(len(run)) if run.record(i).training != first), None)
+        if step is not None:
+            raise UnsupportedError(
+                f"At step {step} of this run modules were switched between training and evaluation mode: score "
+                f"run.head({step}), or record the two parts as two runs.",
+                code="modes-changed",
+            )
+    names = run.record(0).training
+    return None if names is None else frozenset(names)
 
 
 def _mixed(first: State, last: State, share: float) -> State:

@@ -29,12 +29,10 @@ if TYPE_CHECKING:
 REASON = "BatchNorm in training mode ties the examples of a batch together"
 
 
-def coupled_abilities(
-    task: Task, params: Params, batch: TrainingBatch, before: Abilities | None
-) -> tuple[str | None, Abilities]:
-    """A problem that no method can handle, or what can be done with the task."""
+def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
+    """What can be done by the forms that differentiate the whole step, in which nothing is an example's own."""
     base = before or Abilities()
-    abilities = Abilities(
+    return Abilities(
         vmap=True,
         stacks=True,
         reads=True,
@@ -46,6 +44,13 @@ def coupled_abilities(
         slope=base.slope,
         reason=REASON if task.coupled else "random draws of the forward pass cannot be told apart by example",
     )
+
+
+def coupled_abilities(
+    task: Task, params: Params, batch: TrainingBatch, before: Abilities | None
+) -> tuple[str | None, Abilities]:
+    """A problem that no method can handle, or what can be done with the task."""
+    abilities = coupled_defaults(task, before)
     try:
         wide, given = task.widened(), batches.map_leaves(_widened, batch)
         at = each(_widened, task.own(params) | params)
@@ -66,7 +71,9 @@ def coupled_abilities(
     return "its step in training mode cannot be differentiated rightly by torch.func", abilities
 
 
-def _differs(task: Task, at: Params, batch: TrainingBatch, known: Difference | None, abilities: Abilities) -> str | None:
+def _differs(
+    task: Task, at: Params, batch: TrainingBatch, known: Difference | None, abilities: Abilities
+) -> str | None:
     """What is not as the model itself says."""
     value = gradient(task, at, batch)
     plain = _plain(task, batch)(at)

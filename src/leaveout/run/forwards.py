@@ -1,0 +1,121 @@
+"""What is noted of a model's forward passes in training: modes, and the random generators before them.
+
+A pass that draws random numbers (dropout) can be taken again exactly from the generators' state before it. The state is
+kept only where the pass has changed it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from leaveout.task.draws import RandomState, random_state
+
+
+@dataclass
+class Pass:
+    """One forward pass with gradients.
+
+    Attributes:
+        place: how many batches had been drawn since the last step.
+        random: the generators' states before it.
+        training: the modules in training mode, by name.
+        drew: whether it changed them.
+    """
+
+    place: int
+    random: RandomState
+    training: tuple[str, ...]
+    drew: bool = False
+
+
+class Forwards:
+    """The forward passes since the last step, through hooks of the model; passes without gradients are not counted.
+
+    Args:
+        model: what is trained.
+        drawn: says how many batches were drawn since the last step.
+        first: called before the first pass since the last step.
+    """
+
+    def __init__(self, model: nn.Module, drawn: Callable[[], int], first: Callable[[], None]) -> None:
+        self._named = list(model.named_modules())
+        self._drawn, self._first = drawn, first
+        self._devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}
+        self.passes: list[Pass] = []
+        self._hooks = [
+            model.register_forward_pre_hook(_Hook(self, "_before")),
+            model.register_forward_hook(_Hook(self, "_after")),
+        ]
+
+    def state(self) -> RandomState:
+        """The generators' states now."""
+        return random_state(*self._devices)
+
+    def training(self) -> tuple[str, ...]:
+        """The modules that are in training mode, by name."""
+        return tuple(name for name, module in self._named if module.training)
+
+    def _before(self) -> None:
+        if torch.is_grad_enabled():
+            if not self.passes:
+                self._first()
+            self.passes.append(Pass(self._drawn(), self.state(), self.training()))
+
+    def _after(self) -> None:
+        if torch.is_grad_enabled() and self.passes:
+            before, now = self.passes[-1].random, self.state()
+            self.passes[-1].drew = not all(torch.equal(before[name], now[name]) for name in before)
+
+    def of_batches(self, count: int) -> list[list[Pass]]:
+        """The passes of each of the batches that were drawn since the last step.
+
+        Where each was drawn before its own pass, the number of batches drawn by then tells whose it is; where all were
+        drawn first, or are named only now, passes and batches come in the same order.
+        """
+        if count == 1:
+            return [self.passes]
+        own: list[list[Pass]] = [[one for one in self.passes if one.place == i + 1] for i in range(count)]
+        if sum(map(bool, own)) <= 1 < len(self.passes) == count:
+            return [[one] for one in self.passes]
+        return own
+
+    def clear(self) -> None:
+        """Begin anew, after a step."""
+        self.passes = []
+
+    def release(self) -> None:
+        """Let go of the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def random_of(passes: Sequence[Pass]) -> RandomState | None:
+    """The generators' states before a batch's first pass; None where none of its passes drew.
+
+    >>> random_of([Pass(1, {}, ())]) is None
+    True
+    """
+    return passes[0].random if any(one.drew for one in passes) else None
+
+
+class _Hook:
+    """A hook that a model can be copied and saved with: its copies do nothing."""
+
+    def __init__(self, forwards: Forwards | None = None, method: str = "") -> None:
+        self._forwards = (lambda: None) if forwards is None else weakref.ref(forwards)
+        self._method = method
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
+        forwards = self._forwards()
+        if forwards is not None:
+            getattr(forwards, self._method)()
+
+    def __reduce__(self) -> tuple:
+        return _Hook, ()

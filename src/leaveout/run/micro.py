@@ -1,0 +1,119 @@
+"""The micro-batches of steps as a shard has them: lengths, denominators, random states, modes; only where needed.
+
+A step on one batch whose forward pass drew nothing needs none of it, and a shard of such steps has no tensor for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaveout.task.draws import RandomState
+
+FURTHER = "step/"
+MODES = "step/modes"
+COUNTS = "step/counts"
+LENGTHS = "step/lengths"
+DENOMINATORS = "step/denominators"
+STATES = "step/random"
+RANDOM = "step/random/"
+AFTER = "step/after/"
+"""With a row for each kept state."""
+
+
+class Micro(NamedTuple):
+    """One micro-batch of a step.
+
+    Attributes:
+        length: how many examples it has.
+        random: the generators' states before its forward pass; None where that drew nothing.
+        denominator: what its loss was divided by, where the loop said so.
+    """
+
+    length: int
+    random: RandomState | None = None
+    denominator: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Say whether there is nothing to say of it but its length."""
+        return self.random is None and self.denominator is None
+
+
+def written(steps: Sequence[tuple[Micro, ...]]) -> dict[str, Tensor]:
+    """The tensors of a shard's steps; none where every step has one plain micro-batch.
+
+    >>> written([(Micro(2),)])
+    {}
+    """
+    if all(len(parts) == 1 and parts[0].is_plain for parts in steps):
+        return {}
+    flat = [part for parts in steps for part in parts]
+    drawn = [part.random for part in flat if part.random is not None]
+    places = iter(range(len(drawn)))
+    tensors = {
+        COUNTS: torch.tensor([len(parts) for parts in steps]),
+        LENGTHS: torch.tensor([part.length for part in flat]),
+        DENOMINATORS: torch.tensor(
+            [math.nan if part.denominator is None else part.denominator for part in flat], dtype=torch.float64
+        ),
+        STATES: torch.tensor([-1 if part.random is None else next(places) for part in flat]),
+    }
+    for device in drawn[0] if drawn else ():
+        tensors[f"{RANDOM}{device}"] = torch.stack([state[device] for state in drawn])
+    return tensors
+
+
+def micro_of(shard: dict[str, Tensor], offset: int) -> tuple[Micro, ...]:
+    """The micro-batches of one step; none where nothing was written of them."""
+    if COUNTS not in shard:
+        return ()
+    start = int(shard[COUNTS][:offset].sum())
+    devices = {key.removeprefix(RANDOM): value for key, value in shard.items() if key.startswith(RANDOM)}
+    parts = []
+    for place in range(start, start + int(shard[COUNTS][offset])):
+        state, denominator = int(shard[STATES][place]), float(shard[DENOMINATORS][place])
+        random = None if state < 0 else {device: value[state].clone() for device, value in devices.items()}
+        parts.append(Micro(int(shard[LENGTHS][place]), random, None if math.isnan(denominator) else denominator))
+    return tuple(parts)
+
+
+def is_sound(shard: dict[str, Tensor], lengths: Tensor, modes: int, kept: int) -> bool:
+    """Say whether the tensors belong to steps of these lengths, with so many states, of a run with so many modes."""
+    after = [value for key, value in shard.items() if key.startswith(AFTER)]
+    if not all(value.dtype == torch.uint8 and value.ndim == 2 and len(value) == kept for value in after):
+        return False
+    named = shard.get(MODES)
+    if named is not None and not (_is_whole(named, len(lengths)) and _within(named, 0, modes)):
+        return False
+    if COUNTS not in shard:
+        return not {LENGTHS, DENOMINATORS, STATES} & set(shard)
+    if not {LENGTHS, DENOMINATORS, STATES} <= set(shard) or not _is_whole(shard[COUNTS], len(lengths)):
+        return False
+    total = shard[COUNTS].tolist()
+    if min(total) < 1 or not all(_is_whole(shard[key], sum(total)) for key in (LENGTHS, STATES)):
+        return False
+    sums = [int(part.sum()) for part in shard[LENGTHS].split(total)]
+    random = [value for key, value in shard.items() if key.startswith(RANDOM)]
+    states = min((len(value) for value in random), default=0)
+    return (
+        sums == lengths.tolist()
+        and int(shard[LENGTHS].min()) >= 1
+        and _within(shard[STATES], -1, states)
+        and all(value.ndim == 2 and value.dtype == torch.uint8 for value in random)
+        and shard[DENOMINATORS].dtype == torch.float64
+        and shard[DENOMINATORS].shape == shard[LENGTHS].shape
+        and not bool((shard[DENOMINATORS] <= 0).any())
+    )
+
+
+def _is_whole(tensor: Tensor, count: int) -> bool:
+    return tensor.dtype == torch.int64 and tensor.shape == (count,)
+
+
+def _within(tensor: Tensor, first: int, stop: int) -> bool:
+    return bool(((tensor >= first) & (tensor < stop)).all())

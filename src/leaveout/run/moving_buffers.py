@@ -1,0 +1,65 @@
+"""The model's buffers that training moves, such as BatchNorm's running statistics: which they are, and their values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from leaveout._util.trees import Params
+from leaveout.errors import UnsupportedError
+
+
+class MovingBuffers:
+    """Watches a model's buffers until its first step, and tells which of them that step moved.
+
+    Values are held in the type of the model's parameters, counts too, so that they are part of the state like any
+    other number.
+
+    Args:
+        model: what is trained.
+        names: those that move, where that is known from a run that is resumed.
+    """
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...] | None = None) -> None:
+        self._buffers = dict(model.named_buffers())
+        self._dtype = next((p.dtype for p in model.parameters()), torch.float32)
+        self._before = self._copied(self._buffers)
+        self._names = names
+        self._versions: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """A forward pass is about to be made: until the first step, what is there now is the start."""
+        if self._names is None:
+            self._before = self._copied(self._buffers)
+
+    def decide(self) -> dict[str, list[int]]:
+        """Say which buffers the first step's forward passes have moved, with their shapes."""
+        if self._names is None:
+            now = self._copied(self._buffers)
+            self._names = tuple(name for name in now if not torch.equal(now[name], self._before[name]))
+        self._versions = {name: b._version for name, b in self._buffers.items() if name not in self._names}
+        return {name: list(self._buffers[name].shape) for name in self._names}
+
+    def start(self) -> Params:
+        """The moving buffers before the first step."""
+        return {name: self._before[name] for name in self._names or ()}
+
+    def now(self) -> Params:
+        """The moving buffers as they are."""
+        return self._copied({name: self._buffers[name] for name in self._names or ()})
+
+    def check(self, where: str) -> None:
+        """Refuse a buffer that moves only later."""
+        for name, version in self._versions.items():
+            buffer = self._buffers[name]
+            if buffer._version != version:
+                self._versions[name] = buffer._version
+                if not torch.equal(self._copied({name: buffer})[name], self._before[name]):
+                    raise UnsupportedError(
+                        f"{where}, the buffer {name!r} has changed, which it had not in the first step: set its module "
+                        "to training mode from the start, or finish() here and record what follows as another run.",
+                        code="buffer-moved-late",
+                    )
+
+    def _copied(self, buffers: dict[str, Tensor]) -> Params:
+        return {name: buffer.detach().to("cpu", self._dtype, copy=True) for name, buffer in buffers.items()}

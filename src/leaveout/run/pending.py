@@ -1,0 +1,114 @@
+"""The batches that were drawn and not stepped on yet: the micro-batches of the coming step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from leaveout.run.forwards import Forwards, random_of
+from leaveout.run.micro import Micro
+from leaveout.task import batches
+from leaveout.task.draws import RandomState
+
+
+class Drawn(NamedTuple):
+    """A batch that was drawn; ``random`` are the random generators at that time."""
+
+    ids: Tensor
+    fingerprint: list[tuple[int, int]]
+    batch: Any
+    random: RandomState | None = None
+    denominator: float | None = None
+
+
+class Taken(NamedTuple):
+    """What a step was taken on: its micro-batches, the modes and the random generators after it."""
+
+    ids: Tensor
+    fingerprint: list[tuple[int, int]]
+    micro: tuple[Micro, ...]
+    training: tuple[str, ...]
+    after: RandomState | None
+
+
+class Pending:
+    """The batches since the last step, each with the forward passes that used it.
+
+    Args:
+        model: what is trained.
+        first: called before the first forward pass after a step.
+    """
+
+    def __init__(self, model: nn.Module, first: Any) -> None:
+        self._batches: list[Drawn] = []
+        self._forwards = Forwards(model, lambda: len(self._batches), first)
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    def watch(self, ids: Tensor, batch: Any, params: Iterable[Tensor]) -> None:
+        """Take a batch that a loader is about to hand out.
+
+        If the gradients of those before it were thrown away, as after a step that a gradient scaler skipped, they are
+        not part of the coming step.
+        """
+        used = self._batches and any(self._forwards.of_batches(len(self._batches)))
+        if used and all(param.grad is None for param in params):
+            self.clear()
+        self._batches.append(Drawn(ids, batches.fingerprint(batch), batch, self._forwards.state()))
+
+    def tell(self, ids: Tensor, batch: Any, denominator: float | None) -> None:
+        """Take a batch that the loop names, before or after its forward pass."""
+        marks = [] if batch is None else batches.fingerprint(batch)
+        self._batches.append(Drawn(ids, marks, batch, None, denominator))
+
+    def take(self) -> Taken:
+        """Return what the step that was just taken was taken on, and begin anew.
+
+        Batches that no forward pass has used were passed over by the loop, and are left out.
+        """
+        passes = self._forwards.of_batches(len(self._batches))
+        if any(passes) and not all(passes):
+            kept = [i for i, own in enumerate(passes) if own]
+            self._batches, passes = [self._batches[i] for i in kept], [passes[i] for i in kept]
+        micro = tuple(
+            Micro(len(one.ids), random_of(own) if own else self._guessed(one), one.denominator)
+            for one, own in zip(self._batches, passes, strict=True)
+        )
+        taken = Taken(
+            torch.cat([one.ids for one in self._batches]),
+            [mark for one in self._batches for mark in one.fingerprint],
+            micro,
+            self._forwards.passes[-1].training if self._forwards.passes else self._forwards.training(),
+            self._forwards.state() if any(part.random for part in micro) else None,
+        )
+        self.clear()
+        return taken
+
+    def broken(self) -> tuple[list[int], list[int]]:
+        """All ids, and those of examples that hold NaN or infinite values."""
+        ids = [int(i) for one in self._batches for i in one.ids]
+        bad = [
+            int(one.ids[i])
+            for one in self._batches
+            for i in ([] if one.batch is None else batches.broken(one.batch))
+            if i < len(one.ids)
+        ]
+        return ids, bad
+
+    def clear(self) -> None:
+        """Forget the batches: the loop was left, or the step was taken."""
+        self._batches = []
+        self._forwards.clear()
+
+    def release(self) -> None:
+        """Let go of the model."""
+        self._forwards.release()
+
+    def _guessed(self, one: Drawn) -> RandomState | None:
+        """The generators when a batch was drawn, for a model that is not called as a whole; None if they did not move."""
+        now, before = self._forwards.state(), one.random
+        return before if before and not all(torch.equal(before[name], now[name]) for name in now) else None
