@@ -95,8 +95,8 @@ def _counts(task: Task, batch: Batch, params: Params) -> Tensor | None:
 @torch.no_grad()
 def _eager(task: Task, batch: Batch, params: Params) -> tuple[Tensor, Any]:
     """A forward pass in the modes of training, which leaves the model's buffers as they are."""
-    held = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
-    return task.called.pure({**held, **params}, batch, task.training)[0]
+    held = {name: params.get(name, buffer).clone() for name, buffer in task.model.named_buffers()}
+    return task.called.pure({**params, **held}, batch, task.training)[0]
 
 
 def _with_draws(task: Task, batch: Batch, draws: Draws, params: Params) -> TrainingBatch:

@@ -6,6 +6,8 @@ buffer, the parameters under plain SGD. The gradient that was used can be read o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -27,28 +29,32 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
 
     ``g = (b' − O(s, 0)_b) / a`` with ``a = O(s, 1)_b − O(s, 0)_b``, for a slot b that is affine in g with a ≠ 0.
     """
-    zero, one = (each(lambda t, v=value: torch.full_like(t, v), before[PARAM]) for value in (0.0, 1.0))
+    params = {name: before[PARAM][name] for name in rule.groups}
+    zero, one = (each(lambda t, v=value: torch.full_like(t, v), params) for value in (0.0, 1.0))
     order = torch.Generator().manual_seed(0)
     probe = each(lambda t: torch.randn(t.shape, generator=order, dtype=t.dtype).to(t.device), zero)
     at_zero, at_one, at_probe = (rule.step(before, gradient, hypers) for gradient in (zero, one, probe))
     for slot in (*(slot for slot in after if slot != PARAM), PARAM):
-        if any(tensor.shape != zero[name].shape for name, tensor in after[slot].items()):
+        if any(after[slot][name].shape != zero[name].shape for name in zero):
             continue
         slope = each(torch.sub, at_one[slot], at_zero[slot])
         expected = each(lambda base, a, g: base + a * g, at_zero[slot], slope, probe)
         size = norm(each(torch.mul, slope, probe))
         affine = distance(at_probe[slot], expected) <= 1e-3 * size
         if affine and all(bool((tensor != 0).all()) for tensor in slope.values()):
-            return each(lambda new, base, a: (new - base) / a, after[slot], at_zero[slot], slope)
+            return each(lambda base, a, new: (new - base) / a, at_zero[slot], slope, after[slot])
     return None
 
 
 def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
     """What the difference looks like, with likely causes in order, and what to do."""
+    clipped = {name: rule._clipped(recomputed)[name] for name in rule.groups}
+    rule = rule.following(None, ())  # the optimizer alone: what it was given is compared
     used = consumed_gradient(rule, recorded.before, recorded.after, recorded.record.hypers)
     if used is None or not all(bool(torch.isfinite(tensor).all()) for tensor in used.values()):
         return REMEDY
     again = rule.step(recorded.before, used, recorded.record.hypers)
+    recorded = replace(recorded, before=_only(rule, recorded.before), after=_only(rule, recorded.after))
     off = [s for s in again if distance(again[s], recorded.after[s]) > 1e-2 * _moved(recorded, again, s)]
     if off:
         return (
@@ -56,7 +62,11 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
             "one. The state was changed by something other than optimizer.step(): were weights or buffers loaded, "
             "clamped, averaged or decayed between steps?"
         )
-    return _compared(used, recomputed, len(recorded.record.ids))
+    return _compared(used, clipped, len(recorded.record.ids))
+
+
+def _only(rule: Rule, state: State) -> State:
+    return {slot: {name: params[name] for name in rule.groups} for slot, params in state.items()}
 
 
 def _compared(used: Params, recomputed: Params, examples: int) -> str:

@@ -129,7 +129,7 @@ class StepCheck:
         if len(recorded.after) > 1:
             nothing = each(torch.zeros_like, recorded.before[PARAM])
             without = self._rule.step(recorded.before, nothing, recorded.record.hypers)
-            moved |= {slot: distance(recorded.after[slot], without[slot]) for slot in without if slot != PARAM}
+            moved |= {slot: distance(without[slot], recorded.after[slot]) for slot in without if slot != PARAM}
         return moved
 
     def _beyond_rounding(self, recorded: RecordedStep, missed: Lengths) -> bool:
