@@ -105,7 +105,7 @@ class Case:
 
     def record(self, path, **options):
         """The same training as a user would write it, recorded; the model is trained in place."""
-        import leaveout as lo  # noqa: PLC0415 - only here, and only to record
+        import leaveout as lo
 
         model = self.model
         model.train()

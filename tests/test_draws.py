@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import leaveout as lo
 from leaveout.task.batches import leaves, map_leaves
+from leaveout.task.batching import looped
 from leaveout.task.draws import has_randomness, note, random_state, replay, set_random_state
 from leaveout.task.example_draws import by_example, example_axes
-from leaveout.task.batching import looped
 from leaveout.task.trace import tracer as tracing
 from leaveout.task.trace.tracer import Tracer
 

@@ -109,6 +109,6 @@ class Pending:
         self._forwards.release()
 
     def _guessed(self, one: Drawn) -> RandomState | None:
-        """The generators when a batch was drawn, for a model that is not called as a whole; None if they did not move."""
+        """The generators when a batch was drawn, for models not called as a whole; None if they did not move."""
         now, before = self._forwards.state(), one.random
         return before if before and not all(torch.equal(before[name], now[name]) for name in now) else None

@@ -147,9 +147,7 @@ def _side_effects(model: nn.Module, buffers: dict[str, Tensor], rng: Tensor) -> 
     problems = []
     if not torch.equal(torch.get_rng_state(), rng):
         torch.set_rng_state(rng)
-        problems.append(
-            "the forward pass draws random numbers in evaluation mode; make it a function of its inputs"
-        )
+        problems.append("the forward pass draws random numbers in evaluation mode; make it a function of its inputs")
     for name, buffer in model.named_buffers():
         if not torch.equal(buffer, buffers[name]):
             buffer.copy_(buffers[name])

@@ -145,13 +145,8 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
         if record.epoch != epoch:
             epoch, places = record.epoch, torch.randperm(task.size, generator=order)
         ids = places[record.ids]
-<<<<<<< HEAD
-        batch = task.read(ids.tolist())
-        weights = _weights(left_out, 0.0, ids, next(iter(state[PARAM].values())))
-=======
         batch = trajectory.shuffled(record, ids, {name: tensor[-1] for name, tensor in state[PARAM].items()})
-        weights = _weights(left_out, ids, 0.0, state[PARAM])
->>>>>>> 551c65a (A step is recorded as it happens: modes, draws, moving buffers, micro-batches, closures; trajectories follow)
+        weights = _weights(left_out, 0.0, ids, next(iter(state[PARAM].values())))
         if gradients is None:
             gradients = _way(task, state[PARAM], batch)
         state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, batch), record.hypers)
