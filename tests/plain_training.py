@@ -27,13 +27,41 @@ class RowDropout(nn.Module):
         return x * whole.bernoulli_(1 - self.p).div_(1 - self.p)[self.rows]
 
 
-def with_row_dropout(model: nn.Module) -> nn.Module:
-    """Return a copy in which every ``nn.Dropout`` is a ``RowDropout``."""
+class WeightedNorm(nn.Module):
+    """BatchNorm with a weight for every row, written out: what a fraction of an example in the statistics means."""
+
+    def __init__(self, norm: nn.modules.batchnorm._BatchNorm) -> None:
+        super().__init__()
+        self.norm, self.weights = norm, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        if not self.training:
+            return norm(x)
+        w = self.weights.view(-1, *[1] * (x.ndim - 1))
+        dims = [0, *range(2, x.ndim)]
+        n = self.weights.sum() * x[0, 0].numel()
+        mean = (w * x).sum(dims, keepdim=True) / n
+        var = (w * (x - mean) ** 2).sum(dims, keepdim=True) / n
+        with torch.no_grad():
+            norm.num_batches_tracked += 1
+            share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+            norm.running_mean.lerp_(mean.flatten(), share)
+            norm.running_var.lerp_((var * n / (n - 1)).flatten(), share)
+        y = (x - mean) / (var + norm.eps).sqrt()
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
+
+
+def with_row_dropout(model: nn.Module, weighted: bool = False) -> nn.Module:
+    """Return a copy in which every ``nn.Dropout`` is a ``RowDropout``; with ``weighted``, BatchNorm has weights."""
     model = copy.deepcopy(model)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Dropout:
                 setattr(module, name, RowDropout(child.p))
+            elif weighted and isinstance(child, nn.modules.batchnorm._BatchNorm):
+                setattr(module, name, WeightedNorm(child))
     return model
 
 
@@ -73,7 +101,8 @@ class Case:
 
     def train(self, out: int | None = None, weight: float = 0.0, steps: int | None = None, start=None) -> nn.Module:
         """Train with one example left out, or its weight changed; the seed of the forward passes is fixed."""
-        model = with_row_dropout(self.model if start is None else start)
+        weighted = weight != 0 and self.leave == "leave"
+        model = with_row_dropout(self.model if start is None else start, weighted)
         model.train()
         optimizer = self.optimizer(model.parameters())
         torch.manual_seed(5)
@@ -98,6 +127,8 @@ class Case:
         for module in model.modules():
             if isinstance(module, RowDropout):
                 module.rows, module.count = rows, len(ids)
+            if isinstance(module, WeightedNorm):
+                module.weights = weights
         x, y = self.data[0][ids], self.data[-1][ids]
         own = float(self.counts(y).sum())
         factor = {"mean": own * parts, "sum": own, "window": window, "one": 1.0}[self.divide]

@@ -113,11 +113,12 @@ def moved_start(trajectory: Trajectory, jitter: float, seed: int) -> State:
     Where the run starts at zero, ‖θ_N‖ takes the place of ‖θ_0‖.
     """
     state = trajectory.initial()
-    size = norm(state[PARAM]) or norm(trajectory.final()[PARAM])
+    trained = {name: state[PARAM][name] for name in trajectory.rule.groups}  # not the model's buffers
+    size = norm(trained) or norm({name: trajectory.final()[PARAM][name] for name in trained})
     order = torch.Generator().manual_seed(seed)
-    noise = {n: torch.randn(t.shape, generator=order, dtype=torch.float64).to(t) for n, t in state[PARAM].items()}
+    noise = {n: torch.randn(t.shape, generator=order, dtype=torch.float64).to(t) for n, t in trained.items()}
     scale = jitter * size / norm(noise)
-    return {**state, PARAM: each(lambda tensor, move: tensor + scale * move, state[PARAM], noise)}
+    return {**state, PARAM: {**state[PARAM], **each(lambda tensor, move: tensor + scale * move, trained, noise)}}
 
 
 def _warn_of_rounding(step: int, share: float) -> None:

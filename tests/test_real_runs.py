@@ -1,0 +1,225 @@
+"""Runs as people have them: dropout, BatchNorm, clipping, accumulation, denominators, compared with plain training."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from plain_training import Case
+from torch import nn
+
+import leaveout as lo
+
+INF = float("inf")
+LEFT_OUT = [0, 3, 11]
+
+
+def net(*middle, width: int = 6, outputs: int = 3) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, width), *middle, nn.Linear(width, outputs)).double()
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, 0.02, eps=1e-3)
+
+
+def data(classes: int = 3):
+    order = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 5, dtype=torch.float64, generator=order)
+    return [x, torch.randint(classes, (20,), generator=order)]
+
+
+class Tokens(nn.Module):
+    """A language model in the small: a class for each of four places, some of which are masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 12)).double()
+
+    def forward(self, x):
+        return self.inner(x).unflatten(1, (4, 3))
+
+
+def token_data():
+    x, _ = data()
+    order = torch.Generator().manual_seed(3)
+    y = torch.randint(3, (20, 4), generator=order)
+    y[torch.rand(20, 4, generator=order) < 0.4] = -100
+    y[:, 0] = 1
+    return [x, y]
+
+
+def token_sums(out, y):
+    return F.cross_entropy(out.transpose(1, 2), y, reduction="none").sum(1)
+
+
+def token_counts(y):
+    return (y != -100).sum(1).double()
+
+
+WEIGHT = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
+
+
+def class_sums(out, y):
+    return F.cross_entropy(out, y, weight=WEIGHT, reduction="none", label_smoothing=0.1)
+
+
+def sums_and_counts(out, y):
+    return token_sums(out, y), token_counts(y)
+
+
+BN = nn.BatchNorm1d
+CASES = {
+    "dropout": (lambda: Case(net(nn.Tanh(), nn.Dropout(0.3)), data()), nn.CrossEntropyLoss(), {}),
+    "dropout, AdamW": (
+        lambda: Case(net(nn.Tanh(), nn.Dropout(0.3)), data(), optimizer=adamw),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "BatchNorm": (lambda: Case(net(BN(6), nn.Tanh()), data()), nn.CrossEntropyLoss(), {}),
+    "BatchNorm, stay": (
+        lambda: Case(net(BN(6), nn.Tanh()), data(), leave="stay"),
+        nn.CrossEntropyLoss(),
+        {"statistics": "stay"},
+    ),
+    "BatchNorm, cumulative, without affine": (
+        lambda: Case(net(BN(6, momentum=None, affine=False), nn.Tanh()), data()),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "clipped by norm": (
+        lambda: Case(net(nn.Tanh()), data(), clip_norm=(0.3,)),
+        nn.CrossEntropyLoss(),
+        {"clip_norm": 0.3},
+    ),
+    "clipped by the largest entry": (
+        lambda: Case(net(nn.Tanh()), data(), clip_norm=(0.1, INF)),
+        nn.CrossEntropyLoss(),
+        {"clip_norm": (0.1, INF)},
+    ),
+    "clipped by value, AdamW": (
+        lambda: Case(net(nn.Tanh()), data(), clip_value=0.05, optimizer=adamw),
+        nn.CrossEntropyLoss(),
+        {"clip_value": 0.05},
+    ),
+    "accumulated": (lambda: Case(net(nn.Tanh()), data(), window=3), nn.CrossEntropyLoss(), {}),
+    "accumulated, added": (
+        lambda: Case(net(nn.Tanh()), data(), window=3, divide="sum"),
+        nn.CrossEntropyLoss(),
+        {"accumulation": "sum"},
+    ),
+    "masked tokens": (
+        lambda: Case(Tokens(), token_data(), total=token_sums, counts=token_counts),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "masked tokens of a window, own loss": (
+        lambda: Case(Tokens(), token_data(), total=token_sums, counts=token_counts, window=2, divide="window"),
+        sums_and_counts,
+        {"accumulation": "window"},
+    ),
+    "class weights, smoothed labels": (
+        lambda: Case(net(nn.Tanh()), data(), total=class_sums, counts=lambda y: WEIGHT[y]),
+        nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1),
+        {},
+    ),
+    "summed loss": (
+        lambda: Case(
+            net(nn.Tanh()), data(), divide="one", optimizer=lambda params: torch.optim.SGD(params, 0.02, momentum=0.9)
+        ),
+        nn.CrossEntropyLoss(reduction="sum"),
+        {},
+    ),
+    "everything": (
+        lambda: Case(
+            net(BN(6), nn.Tanh(), nn.Dropout(0.3)), data(), window=3, clip_norm=(0.3,), clip_value=0.2, optimizer=adamw
+        ),
+        nn.CrossEntropyLoss(),
+        {"clip_norm": 0.3, "clip_value": 0.2},
+    ),
+}
+
+
+@lru_cache
+def recorded(name: str):
+    """A case's run, its task, the plain case with the model as it was before training, and whether it was disturbed."""
+    import tempfile  # noqa: PLC0415
+
+    build, loss, options = CASES[name]
+    case = build()
+    before = copy.deepcopy(case.model)
+    run, train_set = case.record(f"{tempfile.mkdtemp()}/run", keep=2 if "AdamW" in name else "all")
+    trained, case.model = case.model, before
+    return run, lo.Task(trained, loss, train_set, **options), case
+
+
+def query(case: Case):
+    order = torch.Generator().manual_seed(9)
+    x = torch.randn(6, 5, dtype=torch.float64, generator=order)
+    shape = (6, *case.data[1].shape[1:])
+    return torch.utils.data.TensorDataset(x, torch.randint(3, shape, generator=order))
+
+
+def query_loss(case: Case, task, model) -> float:
+    model.eval()
+    x, y = query(case).tensors
+    with torch.no_grad():
+        out = model(x)
+        out = out.transpose(1, 2) if out.ndim == 3 else out
+        if isinstance(task.loss, nn.Module) and task.loss.weight is not None:  # a query has no class weight of its own
+            return float((class_sums(out, y) / WEIGHT[y]).mean())
+        return float(F.cross_entropy(out, y))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recording_changes_no_bit(name: str) -> None:
+    _, task, case = recorded(name)
+    plain = case.train().state_dict()
+    own = [value for _, value in sorted(task.model.state_dict().items())]
+    assert all(torch.equal(a, b) for a, b in zip(own, (plain[n] for n in sorted(plain)), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replay_is_training_without_the_example(name: str) -> None:
+    run, task, case = recorded(name)
+    scores = lo.Replay().score(run, task, query(case), ids=LEFT_OUT)
+    base = query_loss(case, task, case.train())
+    truth = torch.tensor([query_loss(case, task, case.train(k)) - base for k in LEFT_OUT], dtype=torch.float64)
+    assert torch.allclose(scores.values.flatten(), truth, rtol=0, atol=1e-9 * float(truth.abs().max()) + 1e-13)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sgdie_is_the_derivative_of_training(name: str) -> None:
+    run, task, case = recorded(name)
+    scores = lo.SGDIE().score(run, task, query(case)).values.flatten()
+    h = 1e-5
+    for k in LEFT_OUT:
+        up, down = (query_loss(case, task, case.train(k, 1 + s)) for s in (h, -h))
+        assert float(scores[k]) == pytest.approx(-(up - down) / (2 * h), rel=1e-6, abs=1e-6 * float(scores.abs().max()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_is_backward(name: str) -> None:
+    run, task, case = recorded(name)
+    forward = lo.SGDIE(direction="forward").score(run, task, query(case), ids=LEFT_OUT).values
+    backward = lo.SGDIE().score(run, task, query(case), ids=LEFT_OUT).values
+    assert torch.allclose(forward, backward, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_acc_is_the_counterfactual_step_linearised(name: str) -> None:
+    """Over one step there is nothing to linearise, and ACC's displacement is the real one."""
+    run, task, case = recorded(name)
+    one = run.head(1)
+    ids = one.record(0).ids.tolist()[:2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scores = lo.ACC("exact", readout="exact").score(one, task, query(case), ids=ids).values.flatten()
+    base = query_loss(case, task, case.train(steps=1))
+    truth = [query_loss(case, task, case.train(k, steps=1)) - base for k in ids]
+    assert scores.tolist() == pytest.approx(truth, rel=1e-9)
