@@ -9,10 +9,10 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from plain_training import Case
 from torch import nn
 
 import leaveout as lo
+from plain_training import Case
 
 INF = float("inf")
 LEFT_OUT = [0, 3, 11]
@@ -148,7 +148,7 @@ CASES = {
 @lru_cache
 def recorded(name: str):
     """A case's run, its task, the plain case with the model as it was before training, and whether it was disturbed."""
-    import tempfile  # noqa: PLC0415
+    import tempfile
 
     build, loss, options = CASES[name]
     case = build()

@@ -57,6 +57,8 @@ class Manifest:
     # their shapes. Shards say which mode each step had.
     modes: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     buffers: dict[str, list[int]] = field(default_factory=dict, repr=False)
+    # How a batch is built, where batches are kept with the run.
+    structure: Any = field(default=None, repr=False)
 
     @property
     def steps(self) -> int:

@@ -25,13 +25,14 @@ class Drawn(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step was taken on: its micro-batches, the modes and the random generators after it."""
+    """What a step was taken on: its micro-batches, modes, random generators after it, and batches to be kept."""
 
     ids: Tensor
     fingerprint: list[tuple[int, int]]
     micro: tuple[Micro, ...]
     training: tuple[str, ...]
     after: RandomState | None
+    batches: tuple[Any, ...]
 
 
 class Pending:
@@ -65,7 +66,7 @@ class Pending:
         marks = [] if batch is None else batches.fingerprint(batch)
         self._batches.append(Drawn(ids, marks, batch, None, denominator))
 
-    def take(self) -> Taken:
+    def take(self, *, keep_batches: bool = False) -> Taken:
         """Return what the step that was just taken was taken on, and begin anew.
 
         Batches that no forward pass has used were passed over by the loop, and are left out.
@@ -84,6 +85,7 @@ class Pending:
             micro,
             self._forwards.passes[-1].training if self._forwards.passes else self._forwards.training(),
             self._forwards.state() if any(part.random for part in micro) else None,
+            tuple(one.batch for one in self._batches) if keep_batches else (),
         )
         self.clear()
         return taken

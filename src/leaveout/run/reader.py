@@ -25,6 +25,7 @@ from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import InputError, RunError, is_whole
 from leaveout.optim import Hyper, Rule
+from leaveout.run import kept_batches
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
 from leaveout.run.micro import AFTER, FURTHER, MODES, Micro, is_sound, micro_of
 from leaveout.run.remote import local, source
@@ -39,7 +40,8 @@ class Record:
     """One step as it was taken: everything but the state.
 
     ``micro`` are its micro-batches in order, which share ids and fingerprint; ``training`` the modules in training
-    mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states.
+    mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states;
+    ``batches`` what the loader yielded, on its way to disk where it has to be kept.
     """
 
     index: int
@@ -50,6 +52,7 @@ class Record:
     micro: tuple[Micro, ...] = ()
     training: tuple[str, ...] | None = None
     after: RandomState | None = None
+    batches: tuple[Any, ...] = ()
 
     @property
     def parts(self) -> tuple[Micro, ...]:
@@ -183,6 +186,25 @@ class Run:
                 code="state-not-kept",
             )
         return self._unflatten({key: shard[key][place] for key in self._keys})
+
+    def batches(self, index: int) -> list[Any]:
+        """The micro-batches of a step as the loader yielded them; none where the data set has them."""
+        if self.manifest.structure is None:
+            return []
+        number, _ = self._find(index)
+        self._shard(number)  # whose checksum is compared
+        file = self.path / self.manifest.shards[number].name
+        read = []
+        for part in range(len(self.record(index).parts)):
+            start = kept_batches.key(index, part)
+            try:
+                tensors = _load(file, set(), start)
+                read.append(kept_batches.unpacked(tensors, start, self.manifest.structure))
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError, zlib.error) as error:
+                raise RunError(
+                    f"{file} does not hold the batch of step {index} ({error!r}): {AGAIN}", code="run-damaged"
+                ) from None
+        return read
 
     def random_after(self) -> RandomState | None:
         """The random generators after the last step; None where forward passes drew nothing."""

@@ -21,7 +21,9 @@ from leaveout.compute.resources import parse_bytes
 from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
 from leaveout.optim import Hyper, buffers, hypers_of, rule_of, unwrapped
 from leaveout.run.keep import Keep
+from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
+from leaveout.run.live_model import check_modules, check_trained
 from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.moving_buffers import MovingBuffers
@@ -31,7 +33,6 @@ from leaveout.run.resume import Past, restore
 from leaveout.run.watched_loader import IndexedLoader, Watched, unwatched
 from leaveout.run.writer import Writer, never_finished
 from leaveout.task import batches
-from leaveout.task.checks import module_problems
 
 _RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -49,7 +50,9 @@ class Recorder:
         keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them while they
             fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
             again when they are needed, from the recorded batches.
-        disk: the budget of ``"auto"``.
+        disk: the budget of ``"auto"``, and of kept batches.
+        keep_batches: keep what the loader yields with the run, compressed. By default that is done where the data set
+            of a watched loader does not give the same examples twice (augmentation, random masking).
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
             the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
@@ -70,6 +73,7 @@ class Recorder:
         *,
         keep: str | int = "auto",
         disk: str | int = "2GB",
+        keep_batches: bool | None = None,
         resume: bool = False,
         on_full: str = "stop",
     ) -> None:
@@ -83,7 +87,9 @@ class Recorder:
             )
         rule = rule_of(optimizer, model)
         self._keep = Keep(keep, parse_bytes(disk, "disk"))
-        _check_modules(model)
+        self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
+        self._keep_batches = keep_batches
+        check_modules(model)
         self._rule = rule
         self._model = model
         self._optimizer = optimizer
@@ -143,6 +149,8 @@ class Recorder:
                     if self._past.left_early(self._epoch) and number < indexed.length:
                         break  # before another batch is drawn, as the loop did
                     continue
+                if self._keep_batches is None:
+                    self._keep_batches = indexed.gives_something_else(ids, batch)
                 if self._hooks:
                     self._past.resume_draws()
                     self._pending.watch(ids, batch, self._params.values())
@@ -327,23 +335,7 @@ class Recorder:
 
     def _check_model(self, where: str, *, gradients: bool) -> None:
         """Refuse a step of a model that is not as the recording needs it."""
-        trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
-        if changed := sorted(trained ^ set(self._params)):
-            raise UnsupportedError(
-                f"{where}, {changed[0]!r} was frozen or unfrozen: keep what is trained unchanged while it is recorded.",
-                code="trained-set-changed",
-            )
-        for name, param in self._params.items() if gradients else ():
-            if param.grad is None:
-                raise UnsupportedError(
-                    f"{where}, parameter {name!r} has no gradient: use it in the loss or freeze it.",
-                    code="gradient-missing",
-                )
-            if param.grad.is_sparse:
-                raise UnsupportedError(
-                    f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False.",
-                    code="gradient-sparse",
-                )
+        check_trained(where, self._model, self._params, gradients=gradients)
         if self._last.changed():
             raise UnsupportedError(
                 f"{where}, the parameters are not those that step {self._steps - 1} left: something other "
@@ -362,14 +354,20 @@ class Recorder:
         if self._steps == 0 and self._start is not None:
             self._begin(self._start)
             self._start = None
-        record = Record(self._steps, self._epoch, hypers=self._hypers, **self._pending.take()._asdict())
+        record = Record(
+            self._steps,
+            self._epoch,
+            hypers=self._hypers,
+            **self._pending.take(keep_batches=bool(self._keep_batches))._asdict(),
+        )
+        held = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
         self._steps += 1
         state = self._state() if self._keep.wants(self._steps) else None
         if state is not None:
             self._keep.note(self._steps, nbytes(state))
         self._last.note(total, state)
         try:
-            self._writer.append(record, state)
+            self._writer.append(record, state, held)
         except OSError as error:
             self._give_up(error)
 
@@ -403,9 +401,3 @@ class Recorder:
 def _copy(tensor: Tensor) -> Tensor:
     # Always a copy: the optimizer changes its tensors in place.
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _check_modules(model: nn.Module) -> None:
-    if problems := module_problems(model):
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise UnsupportedError(f"This model cannot be recorded exactly:\n{listed}", code="model-not-supported")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from leaveout.errors import InputError, UnsupportedError
+from leaveout.run import kept_batches
 from leaveout.task import batches
 
 INNER = "base_dataloader"
@@ -62,6 +63,10 @@ class IndexedLoader:
         attribute = "sampler" if drawing.batch_sampler is None else "batch_sampler"
         self._twin.__dict__[attribute] = _NotingSampler(getattr(drawing, attribute), self._drawn)
         self._twin.__dict__["_iterator"] = None
+
+    def gives_something_else(self, ids: Tensor, batch: Any) -> bool:
+        """Say whether its data set gives another batch for the same numbers."""
+        return kept_batches.gives_something_else(self.loader.dataset, ids, batch, self.loader.collate_fn)
 
     @property
     def length(self) -> int:

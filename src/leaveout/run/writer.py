@@ -22,7 +22,7 @@ from torch import Tensor
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
 from leaveout._util.trees import State, nbytes
 from leaveout.errors import LeaveoutWarning, RunError
-from leaveout.run import micro
+from leaveout.run import kept_batches, micro
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Record, Run
@@ -86,8 +86,10 @@ class Writer:
         )
         write_manifest(self.path, self._manifest)
 
-    def append(self, record: Record, state: State | None) -> None:
+    def append(self, record: Record, state: State | None, held: int = 0) -> None:
         """Take one step, and the state after it if it is to be kept; its tensors must not change afterwards.
+
+        ``held`` are the bytes of batches that are kept with it.
 
         The newest step is never written before the next one comes: ``finish`` may still give it its state.
         """
@@ -97,6 +99,7 @@ class Writer:
         if self._records and (self._held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late):
             self._flush()
         self._records.append(record)
+        self._held += held
         if state is not None:
             self._states[record.index + 1] = state
             self._held += nbytes(state)
@@ -140,7 +143,10 @@ class Writer:
         whole = [shard for place, shard in enumerate(run.manifest.shards) if run._starts[place + 1] <= len(run)]
         self._manifest = replace(run.manifest, shards=tuple(whole))
         self._number = max(shard.number for shard in run.manifest.shards) + 1
-        self._records = [run.record(index) for index in range(self._manifest.steps, len(run))]
+        self._records = [
+            replace(run.record(index), batches=tuple(run.batches(index)))
+            for index in range(self._manifest.steps, len(run))
+        ]
         self._states = {index: run.state(index) for index in run.kept if index > self._manifest.steps}
         self._held = sum(map(nbytes, self._states.values()))
         self.before = run
@@ -230,6 +236,11 @@ def _write_shard(
     random = [state for index in states if (state := after.get(index)) is not None]
     if random and len(random) == len(states):
         tensors |= {f"{micro.AFTER}{device}": torch.stack([one[device] for one in random]) for device in random[0]}
+    for record in records:
+        for part, batch in enumerate(record.batches):
+            tensors |= kept_batches.packed(batch, kept_batches.key(record.index, part))
+            if manifest.structure is None:
+                manifest = replace(manifest, structure=kept_batches.structure(batch))
     tensors["kept"] = torch.tensor(list(states), dtype=torch.int64)
     flat = [_flatten(state) for state in states.values()]
     if flat:

@@ -180,8 +180,8 @@ def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[]
         return None
     if fingerprint(again()) != now:
         return (
-            "the data set gives something else each time it is read (random augmentation?); "
-            "make it return the same example for the same number"
+            "the data set gives something else each time it is read (random augmentation?); record the run with "
+            "Recorder(keep_batches=True), or make it return the same example for the same number"
         )
     if len(now) != len(recorded):
         return f"it held {len(recorded)} tensors when it was trained on and holds {len(now)} now"

@@ -166,8 +166,11 @@ class Trajectory:
         """The micro-batches of a step as training saw them; ``params`` are any that the model can be called with."""
         starts = [0, *accumulate(part.length for part in record.parts)]
         leaves = len(record.fingerprint) // len(record.parts)
+        kept = self.run.batches(record.index)
         read = [
-            self._read(record.index, record.ids[a:b].tolist(), record.fingerprint[i * leaves : (i + 1) * leaves])
+            batches.to(kept[i], self.task.device)
+            if kept
+            else self._read(record.index, record.ids[a:b].tolist(), record.fingerprint[i * leaves : (i + 1) * leaves])
             for i, (a, b) in enumerate(pairwise(starts))
         ]
         return self._prepared(record, read, params)

@@ -1,0 +1,149 @@
+"""Batches that a run keeps itself, because the data set does not give the same thing twice: augmentation, masking.
+
+A batch is a nest of tensors. Its structure is in the manifest, once; its tensors are in the shard of their step, each
+as the bytes that zlib makes of it, with its type and shape beside them.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from leaveout.errors import RunError, UnsupportedError
+from leaveout.task import batches
+from leaveout.task.batches import Batch
+from leaveout.task.draws import random_state, set_random_state
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+"""By the number that is written; never change their order."""
+
+MOST_BYTES = 1 << 36
+"""The largest tensor that is read."""
+
+
+def key(step: int, part: int) -> str:
+    """What the names of a micro-batch's tensors begin with."""
+    return f"batch/{step}/{part}/"
+
+
+def structure(batch: Batch) -> Any:
+    """Return the nest with a number in place of each tensor, of lists and dictionaries alone.
+
+    >>> structure({"x": torch.zeros(2), "y": (torch.zeros(2),)})
+    {'dict': {'x': 0, 'y': {'tuple': [1]}}}
+    """
+    place = iter(range(len(batches.leaves(batch))))
+
+    def of(nest: Any) -> Any:
+        if isinstance(nest, dict):
+            return {"dict": {str(name): of(value) for name, value in nest.items()}}
+        if isinstance(nest, tuple | list):
+            return {"tuple" if isinstance(nest, tuple) else "list": [of(value) for value in nest]}
+        if not isinstance(nest, Tensor) or nest.dtype not in DTYPES:
+            kind = str(nest.dtype) if isinstance(nest, Tensor) else type(nest).__name__
+            raise UnsupportedError(
+                f"A batch holds a {kind}, which cannot be kept with the run: let batches have ordinary tensors only.",
+                code="batch-not-keepable",
+            )
+        return next(place)
+
+    return of(batch)
+
+
+def rebuilt(nest: Any, tensors: list[Tensor]) -> Batch:
+    """Return the batch of that structure."""
+    if isinstance(nest, int):
+        return tensors[nest]
+    ((kind, values),) = nest.items()
+    if kind == "dict":
+        return {name: rebuilt(value, tensors) for name, value in values.items()}
+    parts = [rebuilt(value, tensors) for value in values]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def packed(batch: Batch, start: str) -> dict[str, Tensor]:
+    """Return the tensors of a batch as they are written."""
+    written: dict[str, Tensor] = {}
+    for place, leaf in enumerate(batches.leaves(batch)):
+        data = leaf.detach().cpu().contiguous()
+        raw = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else np.zeros(0, np.uint8)
+        written[f"{start}{place}"] = torch.frombuffer(bytearray(zlib.compress(raw.tobytes(), 1)), dtype=torch.uint8)
+        written[f"{start}{place}/shape"] = torch.tensor([DTYPES.index(data.dtype), *data.shape])
+    return written
+
+
+def unpacked(tensors: dict[str, Tensor], start: str, nest: Any) -> Batch:
+    """Return a batch from what was written of it."""
+    count = sum(name.endswith("/shape") for name in tensors)
+    return rebuilt(nest, [_tensor(tensors[f"{start}{i}"], tensors[f"{start}{i}/shape"]) for i in range(count)])
+
+
+def _tensor(bytes_: Tensor, shape: Tensor) -> Tensor:
+    number, *size = shape.tolist()
+    dtype = DTYPES[number]
+    expected = int(np.prod(size, dtype=object)) * dtype.itemsize
+    if min(size, default=0) < 0 or expected > MOST_BYTES:
+        raise ValueError("a shape beyond all bounds")
+    raw = zlib.decompressobj().decompress(bytes_.numpy().tobytes(), expected + 1)
+    if len(raw) != expected:
+        raise ValueError("a tensor of another size than its shape says")
+    if not size or not expected:
+        return torch.zeros(size, dtype=dtype) if not expected else torch.frombuffer(bytearray(raw), dtype=dtype)[0]
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(size)
+
+
+def gives_something_else(dataset: Dataset, ids: Tensor, batch: Batch, collate: Callable | None) -> bool:
+    """Say whether a data set gives another batch for the same numbers; no random generator is moved by asking."""
+    collate = None if collate is default_collate else collate
+    with _undisturbed():
+        try:
+            again = batches.read(dataset, ids.tolist(), collate)
+        except Exception:  # noqa: BLE001 - a data set that cannot be read here is compared when it is scored
+            return False
+    return batches.fingerprint(again) != batches.fingerprint(batch)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    states = random_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        set_random_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+class BatchBudget:
+    """How much room the kept batches take, from how well the first one could be compressed."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget, self._used = budget, 0
+        self._ratio: float | None = None
+
+    def take(self, batch: Batch, step: int) -> int:
+        """Count one more batch, and return its size; refuse it where the budget does not hold it."""
+        size = sum(leaf.numel() * leaf.element_size() for leaf in batches.leaves(batch))
+        if self._ratio is None:
+            small = sum(tensor.numel() for tensor in packed(batch, "").values())
+            self._ratio = min(1.0, small / max(1, size))
+        self._used += round(size * self._ratio)
+        if self._used > self._budget:
+            raise RunError(
+                f"The data set gives other examples each time it is read, so batches are kept with the run; those of "
+                f"{step} steps take {self._used / 1e6:,.0f} MB and disk={self._budget / 1e6:,.0f} MB is all that was "
+                "allowed: give Recorder a larger disk=, or train on data that is augmented beforehand.",
+                code="batches-over-budget",
+            )
+        return size
