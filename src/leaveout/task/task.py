@@ -32,6 +32,7 @@ from leaveout.task.forward import Called, Forward, default_forward
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.losses import Loss, taken_apart
+from leaveout.task.measures import FLAT, Measure, measure_of
 from leaveout.task.preparing import trial_batch
 from leaveout.task.rewriting import Unstopped
 from leaveout.task.trace.tracer import Tracer
@@ -62,6 +63,8 @@ class Task:
             (``"leave"``), as if it had not been in the batch, or stays in them and only its loss goes (``"stay"``).
         accumulation: of a step on several micro-batches: their losses were averaged, ``"mean"``, as by
             ``(loss / k).backward()``; added, ``"sum"``; or divided by the whole window's denominator, ``"window"``.
+        measure: what queries are asked, if not their loss: ``"margin"``, ``"log_prob"``, ``"correct"``, or a function
+            ``(outputs, targets) -> one number per example``. ``task.measuring(...)`` is the same task with another.
         trace: repeat recurring computations from a trace of their operations, which is quicker. What cannot be traced
             is logged (``logging.getLogger("leaveout")``, level INFO) and computed as it is.
         check: compare second derivatives, on the first examples, with differences of the gradient, now and at the
@@ -81,6 +84,7 @@ class Task:
         clip_value: float | None = None,
         statistics: str = "leave",
         accumulation: str = "mean",
+        measure: Measure = "loss",
         trace: bool = True,
         check: bool = True,
     ) -> None:
@@ -91,6 +95,7 @@ class Task:
         _check_choice("statistics", statistics, ("leave", "stay"))
         _check_choice("accumulation", accumulation, ("mean", "sum", "window"))
         self.clip = clip_of(clip_norm, clip_value)
+        self.measure, self._measured = measure, measure_of(measure)
         self.statistics, self.accumulation = statistics, accumulation
         self.model = model
         self.train_set = train_set
@@ -250,6 +255,12 @@ class Task:
             losses = losses * counts * (len(counts) if self.parts.summed else len(counts) / counts.sum())
         return losses + self._decay(self.parameters()) if self.l2 else losses
 
+    def measuring(self, measure: Measure) -> Task:
+        """Return the same task with another question to its queries."""
+        task = copy.copy(self)
+        task.measure, task._measured, task._views = measure, measure_of(measure), {}
+        return task
+
     def output_losses(self, outputs: Tensor, targets: Any) -> Float[Tensor, " batch"]:
         """Losses per example of given outputs, without the L2 term."""
         return self.parts.losses(outputs, targets)
@@ -257,6 +268,14 @@ class Task:
     def query_losses(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
         """Losses per example, without the L2 term."""
         return self.parts.losses(*self.outputs(params, batch))
+
+    def output_measures(self, outputs: Tensor, targets: Any) -> Float[Tensor, " batch"]:
+        """What queries are asked, per example, of given outputs: the measure, by default the loss."""
+        return (self._measured or self.parts.losses)(outputs, targets)
+
+    def measures(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
+        """What queries are asked, per example."""
+        return self.output_measures(*self.outputs(params, batch))
 
     def losses(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
         """ℓ(z, θ) for each example z of the batch; of a training batch, times its scale."""
@@ -323,6 +342,12 @@ class Task:
 
     def unstopped(self) -> AbstractContextManager:
         """Within it, derivatives are those of the values: stop-gradients, which training keeps to, stop nothing."""
+        if self.measure in FLAT:
+            raise UnsupportedError(
+                f"measure={self.measure!r} has no derivative, which scores are made of: use Replay(), or another "
+                "measure, such as 'margin'.",
+                code="measure-without-derivative",
+            )
         if not self.abilities.slope:
             raise UnsupportedError(
                 "The gradient of this task's loss is not the loss's derivative, which scores are made of: "

@@ -1,0 +1,68 @@
+"""What a query asks, if not the training loss: a number per query example, from outputs and targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from leaveout.errors import InputError
+
+Measure: TypeAlias = str | Callable[[Any, Any], Tensor]
+"""``"loss"``, ``"margin"``, ``"log_prob"``, ``"correct"``, or ``(outputs, targets) -> one number per example``."""
+
+
+def margin(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The target's logit minus the largest other one; of one logit for class 1, its value towards the target.
+
+    >>> margin(torch.tensor([[2.0, 5.0, 1.0]]), torch.tensor([0]))
+    tensor([-3.])
+    """
+    if outputs.ndim == targets.ndim:
+        return (outputs * (2 * targets - 1)).reshape(len(targets), -1).mean(1)
+    own = outputs.gather(1, targets.unsqueeze(1)).squeeze(1)
+    masked = outputs.masked_fill(F.one_hot(targets, outputs.shape[1]).movedim(-1, 1).bool(), -torch.inf)
+    return (own - masked.amax(1)).reshape(len(targets), -1).mean(1)
+
+
+def log_prob(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The logarithm of the probability that the outputs, as logits, give the target; over tokens, the mean."""
+    if outputs.ndim == targets.ndim:
+        values = -F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
+    else:
+        values = -F.cross_entropy(outputs, targets, reduction="none")
+    return values.reshape(len(targets), -1).mean(1)
+
+
+def correct(outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 where the prediction is the target, else 0. It has no derivative: only replays can measure it."""
+    return (margin(outputs, targets) > 0).to(outputs.dtype)
+
+
+MEASURES: dict[str, Callable[[Any, Any], Tensor]] = {"margin": margin, "log_prob": log_prob, "correct": correct}
+
+FLAT = ("correct",)
+"""Measures without a derivative."""
+
+
+def measure_of(given: Measure) -> Callable[[Any, Any], Tensor] | None:
+    """Return the function of a measure; None for the loss."""
+    if given == "loss":
+        return None
+    if isinstance(given, str):
+        if given not in MEASURES:
+            names = ", ".join(map(repr, ("loss", *MEASURES)))
+            raise InputError(
+                f"measure={given!r} is unknown: use one of {names}, or a function (outputs, targets) -> one number per "
+                "example.",
+                code="measure-unknown",
+            )
+        return MEASURES[given]
+    if not callable(given):
+        raise InputError(
+            f"measure={given!r} is not a function (outputs, targets) -> one number per example.", code="measure-unknown"
+        )
+    return given
