@@ -24,7 +24,7 @@ class Augmented(torch.utils.data.Dataset):
         return 16
 
     def __getitem__(self, i: int):
-        flip = -1.0 if np.random.rand() < 0.5 else 1.0  # noqa: NPY002
+        flip = -1.0 if np.random.rand() < 0.5 else 1.0
         return {"input": flip * self.x[i] + 0.1 * torch.randn(4, dtype=torch.float64), "labels": self.y[i]}
 
 
@@ -41,7 +41,7 @@ def train(model, seen=None, out=None, recorder=None):
     """Two epochs; ``seen`` collects the batches, or gives them where there are some already."""
     optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.5)
     torch.manual_seed(3)
-    np.random.seed(3)  # noqa: NPY002
+    np.random.seed(3)
     loader = torch.utils.data.DataLoader(Augmented(), 5, shuffle=True, generator=torch.Generator().manual_seed(4))
     again = iter(list(seen)) if seen else None
     source = loader if recorder is None else recorder(model, optimizer).watch(loader)
@@ -120,7 +120,10 @@ def test_a_budget_that_is_too_small_is_said(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", kept_batches.DTYPES)
 def test_every_type_comes_back(dtype: torch.dtype) -> None:
-    batch = {"a": torch.arange(6).reshape(2, 3).to(dtype), "b": [torch.ones(2, 0, dtype=dtype), torch.tensor(1).to(dtype)]}
+    batch = {
+        "a": torch.arange(6).reshape(2, 3).to(dtype),
+        "b": [torch.ones(2, 0, dtype=dtype), torch.tensor(1).to(dtype)],
+    }
     again = kept_batches.unpacked(kept_batches.packed(batch, "k/"), "k/", kept_batches.structure(batch))
     assert torch.equal(again["a"], batch["a"])
     assert [t.shape for t in again["b"]] == [(2, 0), ()]

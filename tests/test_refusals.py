@@ -102,26 +102,11 @@ class Attentive(nn.Module):
         return self.head(self.slope(self.instance(self.memory(self.attention(x, x, x)[0])[0])).squeeze(1))
 
 
-CULPRITS = (
-    "'norm' is BatchNorm1d in training mode",
-    "GroupNorm or LayerNorm",
-    "'drop' is Dropout(p=0.25)",
-    "set p=0",
-    "'attention' is MultiheadAttention with dropout=0.125",
-    "'memory' is GRU with dropout=0.375",
-    "set dropout=0",
-    "'slope' is RReLU",
-    "'instance' is InstanceNorm1d",
-    "track_running_stats=False",
-)
-
-
-def test_every_layer_that_mixes_or_draws_is_listed_at_once(tmp_path: Path) -> None:
-    model = Attentive()
-    with refused(lo.UnsupportedError, *CULPRITS, unchanged=tmp_path):
-        lo.Recorder(tmp_path / "run", model, sgd(model))
-    with refused(lo.UnsupportedError, *CULPRITS):
-        task_of(model, examples())
+@every_method
+def test_layers_that_draw_are_followed_in_training_mode(method: lo.Estimator, tmp_path: Path) -> None:
+    data = examples()
+    run, model = recorded(tmp_path / "run", data, model=Attentive())
+    assert method.score(run, task_of(model, data), data).values.abs().max() > 0
 
 
 def test_the_same_layers_in_evaluation_mode_are_fine(tmp_path: Path) -> None:
@@ -134,18 +119,6 @@ def test_batchnorm_without_running_statistics_mixes_in_any_mode(tmp_path: Path) 
     model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)).eval()
     with refused(lo.UnsupportedError, "'0' is BatchNorm1d", unchanged=tmp_path):
         lo.Recorder(tmp_path / "run", model, sgd(model))
-
-
-def test_training_mode_switched_on_after_the_recorder_was_made(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).eval()
-    optimizer = sgd(model)
-    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
-    model.train()
-    batch = next(iter(recorder.watch(DataLoader(examples(), batch_size=6))))
-    recorder.step(range(6), batch)
-    backward(model, optimizer, batch)
-    with refused(lo.UnsupportedError, "'1' is Dropout(p=0.5)", unchanged=tmp_path):
-        optimizer.step()
 
 
 class Odd(nn.Module):
@@ -178,11 +151,11 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("dropout", ["draws random numbers", "function of parameters and inputs alone"]),
+        ("dropout", ["draws random numbers in evaluation mode", "function of its inputs"]),
         ("noise", ["draws random numbers"]),
         ("random", ["depends on the other examples"]),
-        ("count", ["changes the buffer 'calls'", "must stay constant"]),
-        ("assign", ["changes the buffer 'calls'", "must stay constant"]),
+        ("count", ["changes the buffer 'calls' in evaluation mode"]),
+        ("assign", ["changes the buffer 'calls' in evaluation mode"]),
         ("centre", ["depends on the other examples in its batch", "within single examples"]),
         ("crash", ["fails on the first training examples", "ZeroDivisionError: a bug of the user's own"]),
     ],
@@ -227,11 +200,6 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (nn.CrossEntropyLoss(reduction="sum"), ["CrossEntropyLoss(reduction='sum')", "train with reduction='mean'"]),
-        (nn.BCEWithLogitsLoss(reduction="sum"), ["BCEWithLogitsLoss(reduction='sum')"]),
-        (nn.KLDivLoss(reduction="batchmean"), ["KLDivLoss(reduction='batchmean')"]),
-        (nn.CrossEntropyLoss(weight=torch.ones(3)), ["CrossEntropyLoss(weight=...)", "reduction='none'"]),
-        (nn.NLLLoss(weight=torch.ones(3)), ["NLLLoss(weight=...)", "neighbours"]),
         (nn.functional.cross_entropy, ["3 examples has shape [] instead of [3]", "reduction='none'"]),
         (Wrapped(), ["3 examples has shape [] instead of [3]", "reduction='none'"]),
         (lambda outputs, targets: outputs - targets[:, None], ["has shape [3, 3] instead of [3]"]),
@@ -295,11 +263,6 @@ class Augmented(Dataset):
 
 
 AGAIN = ("gives something else each time it is read", "random augmentation", "the same example for the same number")
-
-
-def test_random_augmentation_is_seen_by_the_task() -> None:
-    with refused(lo.UnsupportedError, *AGAIN):
-        task_of(network(), Augmented(random=True))
 
 
 @every_method
@@ -558,38 +521,6 @@ class Loop:
             self.optimizer.step()
 
 
-def test_accumulated_gradients(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    loop.good(2)
-    loop.backward()
-    loop.backward()
-    words = ("At step 2, 2 batches were drawn", "accumulation", "recorder.step(ids)", "all the ids")
-    with refused(lo.UnsupportedError, *words, unchanged=tmp_path):
-        loop.optimizer.step()
-
-
-def test_a_skipped_batch(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    next(loop.batches)
-    loop.backward()
-    with refused(lo.UnsupportedError, "At step 0, 2 batches were drawn", "skipped", unchanged=tmp_path):
-        loop.optimizer.step()
-
-
-def test_a_refused_step_changes_neither_model_nor_run(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    loop.good(2)
-    weights = loop.model[0].weight.detach().clone()
-    loop.backward()
-    loop.backward()
-    with refused(lo.UnsupportedError, "At step 2"):
-        loop.optimizer.step()
-    assert torch.equal(loop.model[0].weight, weights)
-    run = loop.recorder.finish()
-    assert len(run) == 2
-    assert torch.equal(run.final()[PARAM]["0.weight"], weights)
-
-
 def test_two_steps_for_one_batch(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.good()
@@ -607,14 +538,6 @@ def test_a_step_without_any_batch(tmp_path: Path) -> None:
 def untyped(function: Callable) -> Callable:
     """The function as users have it, without the type checker of the tests, which would refuse first."""
     return inspect.unwrap(function)
-
-
-def test_a_closure(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    loop.backward()
-    for step in (lambda: loop.optimizer.step(lambda: 0.0), lambda: loop.optimizer.step(closure=lambda: 0.0)):
-        with refused(lo.UnsupportedError, "At step 0", "closure", "compute the loss before", unchanged=tmp_path):
-            step()
 
 
 def test_a_run_of_no_steps(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_parameters_changed_beside_the_optimizer_are_told_from_another_gradient(
 def test_the_distance_is_the_whole_one_and_not_along_the_query(optimizer: str, tmp_path: Path) -> None:
     run, task, _ = trained(tmp_path / "run", optimizer, unseen=6, dtype=torch.float32)
     step = Trajectory(run, task).recorded_step(len(run) - 1)
-    x, y = step.batch
+    x, y = step.batch.batch
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     model.load_state_dict(step.before["param"])
     made = OPTIMIZERS[optimizer](model)
@@ -149,7 +149,7 @@ def test_a_step_that_only_the_query_does_not_see_is_found(tmp_path: Path) -> Non
     vector["param"]["0.weight"][0, 0, 0] = 1.0
     step.after["param"]["2.bias"].add_(1.0)
     carried = {"param": {name: t * (1 - 0.1 * 0.01) for name, t in vector["param"].items()}}
-    batch = step.batch
+    batch = step.batch.batch
     grad = torch.func.grad(
         lambda p: nn.functional.mse_loss(torch.func.functional_call(task.model, p, batch[0]), batch[1])
     )

@@ -162,9 +162,10 @@ def test_a_replay_that_left_its_way_still_notices_a_step_that_does_not_follow(tm
     moved = Trajectory(run, task)
     read = moved._batch
 
-    def batch(record):
-        x, y = read(record)
-        return [x * 1.1, y] if record.index == 110 else [x, y]
+    def batch(record, params):
+        ready = read(record, params)
+        x, y = ready.batch
+        return ready._replace(batch=[x * 1.1, y]) if record.index == 110 else ready
 
     moved._batch = batch
     with pytest.warns(lo.LeaveoutWarning), pytest.raises(lo.MismatchError, match="Step 110 does not follow"):

@@ -14,6 +14,7 @@ from leaveout.run.reader import Run
 from leaveout.sweep.curvature import Hessian
 from leaveout.sweep.schedule import schedule_of
 from leaveout.sweep.transports import Subspace
+from leaveout.task.task import Task
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,17 @@ class ACC(Estimator):
         }
         return titled("ACC", options)
 
-    def resolved(self, run: Run, *, displacements: bool = False) -> ACC:
+    def resolved(self, run: Run, task: Task | None = None, *, displacements: bool = False) -> ACC:
         """Choose the transport that the run and the question call for."""
         if self.transport != "auto":
             return self
+        # Clipping is not linear in the gradient, and BatchNorm's gradient not in the examples' weights.
+        clipped = task is not None and task.clip is not None
+        linear = run.rule.linear and not clipped and not run.manifest.buffers
         if displacements or self.readout == "exact" or self.direction == "forward":
-            linear = run.rule.linear and not displacements and self.readout != "exact"
+            linear = linear and not displacements and self.readout != "exact"
             return replace(self, transport="free" if linear else "exact")
-        return replace(self, transport="free" if run.rule.linear else "jump")
+        return replace(self, transport="free" if linear else "jump")
 
     def choice(self) -> Choice:
         """Return the Hessian, and the corrected gradient."""

@@ -197,7 +197,7 @@ class Estimator(ABC):
 
     def answer(self, question: Question) -> Scores:
         """Estimate what ``score`` does, for a question that is one value."""
-        chosen = self.resolved(question.run, displacements=question.displacements)
+        chosen = self.resolved(question.run, question.task, displacements=question.displacements)
         request = chosen.request(question)
         with request.cost.metered(), kept_memory():
             values, moved = chosen._values(request)
@@ -222,7 +222,7 @@ class Estimator(ABC):
             ids: the examples to score; all of them by default.
             resources: memory budget and progress.
         """
-        resources, chosen = resources or Resources(), self.resolved(run)
+        resources, chosen = resources or Resources(), self.resolved(run, task)
         everyone = leave_out(task.size, ids)
         bytes_each = 2 * budget.backward_bytes(Trajectory(run, task, self.layers))
         values, cost = [], Cost()
@@ -242,7 +242,7 @@ class Estimator(ABC):
             run_fingerprint=run.fingerprint,
         )
 
-    def resolved(self, _run: Run, *, displacements: bool = False) -> Estimator:  # noqa: ARG002 - for those that choose
+    def resolved(self, _run: Run, _task: Task | None = None, *, displacements: bool = False) -> Estimator:  # noqa: ARG002
         """Return the same estimator with what it left open chosen for a run."""
         return self
 

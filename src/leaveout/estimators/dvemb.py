@@ -14,6 +14,7 @@ from leaveout.estimators.choice import Choice
 from leaveout.run.reader import Run
 from leaveout.sweep.curvature import Curvature, Fisher, GaussNewton, Hessian
 from leaveout.sweep.transports import Subspace
+from leaveout.task.task import Task
 
 KINDS: dict[str, type[Curvature]] = {"ggn": GaussNewton, "fisher": Fisher, "hessian": Hessian}
 
@@ -73,7 +74,7 @@ class DVEmb(Estimator):
         }
         return titled("ACC-DVEmb" if self.acc else "DVEmb", options)
 
-    def resolved(self, run: Run, *, displacements: bool = False) -> DVEmb:
+    def resolved(self, run: Run, task: Task | None = None, *, displacements: bool = False) -> DVEmb:  # noqa: ARG002
         """Choose the transport that the run and the question call for."""
         if self.transport != "auto" or not self.acc:
             return self

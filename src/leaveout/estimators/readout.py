@@ -99,7 +99,7 @@ class Query:
         """Compute these examples' losses; one that has none is looked for by halves."""
         try:
             with torch.no_grad():
-                return self.task.query_losses(self.params, self.task.read(ids, self.dataset))
+                return self.task.measures(self.params, self.task.read(ids, self.dataset))
         except Exception as error:
             if len(ids) > 1:
                 middle = len(ids) // 2
@@ -112,7 +112,7 @@ class Query:
 
     def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
         with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken
-            return self.task.over_models(self.task.query_losses, (0, None))(stack, block)
+            return self.task.over_models(self.task.measures, (0, None))(stack, block)
 
 
 class Readout(ABC):
@@ -213,8 +213,8 @@ class Outputs(Projected):
                 outputs, targets = query.task.outputs(query.params, block)
                 stop = start + outputs.numel()
                 moved = outputs + products[:, start:stop].unflatten(1, outputs.shape)
-                losses = query.task.over_models(query.task.output_losses, (0, None))(moved, targets)
-                changes.append(losses - query.task.output_losses(outputs, targets))
+                losses = query.task.over_models(query.task.output_measures, (0, None))(moved, targets)
+                changes.append(losses - query.task.output_measures(outputs, targets))
             start = stop
         return query.reduce(torch.cat(changes, dim=1))
 
@@ -244,7 +244,7 @@ def readout_of(name: str) -> Readout:
 
 def _block_loss(own: Params, query: Query, block: Batch, size: int) -> Tensor:
     with query.task.unstopped():
-        return query.task.query_losses({**query.params, **own}, block).sum() / size
+        return query.task.measures({**query.params, **own}, block).sum() / size
 
 
 def _outputs(query: Query, own: Params, one: Batch) -> Tensor:
@@ -282,7 +282,7 @@ def _check_fit(task: Task, params: Params, dataset: Dataset) -> None:
         if kinds(train) != kinds(query):
             raise ValueError("other types or dimensions")
         with torch.no_grad():
-            task.query_losses(params, task.read([0], dataset))
+            task.measures(params, task.read([0], dataset))
     except Exception as error:  # noqa: BLE001 - the user's model may raise anything on data of another shape
         raise InputError(
             f"The query examples do not fit the model ({str(error).splitlines()[0]}): a training example has "

@@ -53,7 +53,7 @@ def one_by_one(
     """
     waiting = dict.fromkeys(estimators)
     for estimator in list(waiting):
-        chosen = estimator.resolved(question.run)
+        chosen = estimator.resolved(question.run, question.task)
         if isinstance(chosen, ACC) and chosen.transport != "exact":
             beside = SGDIE(readout=chosen.readout, layers=chosen.layers)
             pair = [one for one in (estimator, beside) if one in waiting]

@@ -109,7 +109,7 @@ def _measured(estimator: Estimator, task: Task, query: Dataset, run: Run, steps:
     )
     if not isinstance(estimator, ACC):
         return Plan(estimator.name, seconds, memory, 0)
-    estimator = estimator.resolved(run)
+    estimator = estimator.resolved(run, task)
     # The rows that a full run touches and the first steps do not.
     rows = task.size * nbytes(Trajectory(run, task).initial())
     fits = rows <= resources.bytes

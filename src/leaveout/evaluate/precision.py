@@ -103,9 +103,9 @@ def rounding(
         resources=resources,
     )
     scores.check_same_queries(exact)
-    if estimator.resolved(run).name != scores.method:
+    if estimator.resolved(run, task).name != scores.method:
         raise InputError(
-            f"These scores are by {scores.method}, not by {estimator.resolved(run).name}: give what gave them.",
+            f"These scores are by {scores.method}, not by {estimator.resolved(run, task).name}: give what gave them.",
             code="scores-by-another-method",
         )
     difference = (scores.values[rows].double().cpu() - exact.values.cpu()).abs()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from leaveout._util.trees import PARAM, State
 from leaveout.errors import UnsupportedError
+from leaveout.optim import Rule, buffers
 from leaveout.task.checks import module_problems
 
 
@@ -34,3 +37,12 @@ def check_trained(where: str, model: nn.Module, params: dict[str, Tensor], *, gr
                 f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False.",
                 code="gradient-sparse",
             )
+
+
+def state_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor]) -> State:
+    """Return a copy of parameters and optimizer state: the optimizer changes its tensors in place."""
+    state: State = {slot: {} for slot in rule.slots}
+    for name, param in params.items():
+        for slot, tensor in {PARAM: param, **buffers(optimizer, rule, param)}.items():
+            state[slot][name] = tensor.detach().to("cpu", copy=True).contiguous()
+    return state

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
 from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
-from leaveout.optim import Hyper, buffers, hypers_of, rule_of, unwrapped
+from leaveout.optim import Hyper, hypers_of, rule_of, unwrapped
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
-from leaveout.run.live_model import check_modules, check_trained
+from leaveout.run.live_model import check_modules, check_trained, state_of
 from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.moving_buffers import MovingBuffers
@@ -128,7 +128,7 @@ class Recorder:
         return self._writer.before
 
     def hypers(self) -> list[Hyper]:
-        """Every parameter group's hyperparameters, as the coming step will use them."""
+        """Every group's hyperparameters, as the coming step will use them."""
         return hypers_of(self._optimizer, self._rule, self._params)
 
     def watch(self, loader: DataLoader | Watched) -> Watched:
@@ -390,14 +390,5 @@ class Recorder:
         )
 
     def _state(self) -> State:
-        state: State = {slot: {} for slot in self._rule.slots}
-        for name, param in self._params.items():
-            for slot, tensor in {PARAM: param, **buffers(self._optimizer, self._rule, param)}.items():
-                state[slot][name] = _copy(tensor)
-        state[PARAM] |= self._moving.now()
-        return state
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    # Always a copy: the optimizer changes its tensors in place.
-    return tensor.detach().to("cpu", copy=True).contiguous()
+        state = state_of(self._optimizer, self._rule, self._params)
+        return {**state, PARAM: {**state[PARAM], **self._moving.now()}}

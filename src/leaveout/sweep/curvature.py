@@ -21,6 +21,7 @@ from leaveout.task.derivatives import (
     example_outer_products,
     example_products,
     gradient,
+    gradients_with,
     hessian_products,
     is_single,
     outer_changes,
@@ -29,7 +30,7 @@ from leaveout.task.derivatives import (
     weighted_changes,
 )
 from leaveout.task.task import Task
-from leaveout.task.training_batch import take
+from leaveout.task.training_batch import has_shared_draws, take
 
 
 class Curvature(ABC):
@@ -65,6 +66,16 @@ class Curvature(ABC):
     def gradients(self, examples: Batch) -> Params:
         """Compute g(z) for every example."""
         return example_gradients(self.task, self.params, examples, self.chunk)
+
+    @property
+    def separable(self) -> bool:
+        """Say whether ḡ is a mean over examples that do not depend on each other."""
+        return not self.task.coupled and not has_shared_draws(self.batch)
+
+    def missing(self, left_out: Float[Tensor, "rows batch"]) -> Params:
+        """Compute ḡ(w¹) − ḡ(w without its examples) for each row of marks, however examples depend."""
+        less = gradients_with(self.task, self.params, self.batch, 1 - left_out, self.chunk)
+        return {name: self.gradient[name] - tensor for name, tensor in less.items()}
 
     def own_where(
         self, keep: Bool[Tensor, " examples"] | None, examples: Batch, vectors: Params
@@ -159,11 +170,15 @@ class Flat(Curvature):
 
     def changes(
         self,
-        vectors: Params,  # noqa: ARG002 - nothing is curved
+        vectors: Params,
         weights: Float[Tensor, "vectors batch"],  # noqa: ARG002
         added: Float[Tensor, "vectors batch"],
     ) -> Params:
         """Compute (1/|Z|) Σ ẇ_z g(z) for every row of changes."""
+        if not self.separable:
+            still = each(torch.zeros_like, vectors)
+            stacks = (still, torch.ones_like(added), added)
+            return weighted_changes(self.task, self.params, self.batch, stacks, self.chunk)[1]
         return each(lambda t: torch.tensordot(added, t, 1).div_(len(t)), self.gradients(self.batch))
 
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:  # noqa: ARG002 - nothing is curved

@@ -104,6 +104,12 @@ class LinearStep:
 
     def inject(self, pairs: Pairs, count: int) -> State:
         """Compute γ alone, for ``count`` rows."""
+        if not self.curvature.separable:
+            still = zeros(self._recorded.before, count)
+            missed = self._marked(still, pairs)
+            return self._tangent(
+                still, self._path(self.curvature.changes(still[PARAM], torch.ones_like(missed), -missed))
+            )
         affected, gradient = self._left_out(pairs)
         missing = gather_sums(each(torch.neg, gradient), affected, count)
         return self._tangent(zeros(self._recorded.before, count), missing)
@@ -116,7 +122,7 @@ class LinearStep:
         missed = self._marked(vectors, pairs)
         own_pairs = pairs if keep is None else _where(pairs, keep)
         without = missed if keep is None else self._marked(vectors, own_pairs)
-        if self._rule.linear:  # then Γ = γ, and one tangent serves all
+        if self._rule.linear and self.curvature.separable:  # then Γ = γ, and one tangent serves all
             return self._tangent(vectors, self._path(self.curvature.changes(vectors[PARAM], 1 - without, -missed)))
         along = self._path(self.curvature.changes(vectors[PARAM], 1 - without, without - missed))
         pushed = self._tangent(vectors, along)
@@ -182,10 +188,18 @@ class LinearStep:
         return {slot: each(torch.sub, stepped[slot], self.after[slot]) for slot in stepped}
 
     def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:
-        """Return the rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, on their path."""
+        """Return the rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, on their path.
+
+        Where examples depend on each other, it is the change of the batch gradient when these are taken out.
+        """
         affected, local = torch.unique(pairs[0], return_inverse=True)
         if not len(affected):
             return affected, self._nothing()
+        if not self.curvature.separable:
+            like = next(iter(self._recorded.before[PARAM].values()))
+            marked = like.new_zeros((len(affected), len(self._recorded.record.ids)))
+            marked[local, pairs[1]] = 1
+            return affected, self._path(self.curvature.missing(marked))
         _, position = self._padded(pairs)
         gradients = self.curvature.gradients(take(self._recorded.batch, position))
         return affected, self._path(self._mean(gradients, local, len(affected)))

@@ -126,13 +126,18 @@ class Sweep:
             step = self._step(recorded, chunk)
             pulled = step.pull(vectors, products and partial(products, recorded, step.curvature))
             self._check(recorded, step)
-            if count == 1 and not products and self.trajectory.rule.linear and self.path is None and not self.trajectory.task.coupled:
+            if count == 1 and not products and self._seen_along:
                 self.trajectory.check.along(recorded, vectors, pulled.carried, float(pulled.weights.sum()))
             if self.curved:
                 vectors = pulled.state
                 growth.note(recorded, vectors)
             yield recorded, pulled
         growth.tell()
+
+    @property
+    def _seen_along(self) -> bool:
+        """Say whether a step can be checked along one vector: where it is linear in the gradient and the weights."""
+        return self.trajectory.rule.linear and self.path is None and not self.trajectory.task.coupled
 
     def _shared(
         self, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost

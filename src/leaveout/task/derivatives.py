@@ -154,6 +154,17 @@ def weight_products(
     return _by_chunks(task, "weight_products", products, (params, batch), (vectors,), chunk)
 
 
+def gradients_with(
+    task: Task, params: Params, batch: Batch, weights: Float[Tensor, "rows batch"], chunk: int | None = None
+) -> Params:
+    """ḡ(θ; w) of one model for every row of weights, also where examples depend on each other."""
+
+    def gradients(p: Params, b: Batch, w: Tensor) -> tuple[tuple, Params]:
+        return (), task.over_models(lambda one: task.gradient(p, one, b))(w)
+
+    return _by_chunks(task, "gradients_with", gradients, (params, batch), (weights,), chunk)[1]
+
+
 def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | None = None) -> Params:
     """g(z) for every example."""
     _check_separable(task, examples)

@@ -31,7 +31,7 @@ class LossParts(NamedTuple):
     """
 
     losses: Callable[[Any, Any], Tensor]
-    counts: Callable[[Any, Any], Tensor] | None = None
+    counts: Callable[[Any, Any], Tensor | None] | None = None
     summed: bool = False
     by_targets: bool = False
 

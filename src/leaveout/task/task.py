@@ -92,8 +92,12 @@ class Task:
             raise InputError("The training set is empty: give one with at least one example.", code="train-set-empty")
         if not _is_strength(l2):
             raise InputError(f"l2={l2!r} must be a finite number, 0 or more.", code="l2-out-of-range")
-        _check_choice("statistics", statistics, ("leave", "stay"))
-        _check_choice("accumulation", accumulation, ("mean", "sum", "window"))
+        if statistics not in ("leave", "stay"):
+            raise InputError(f"statistics={statistics!r} is unknown: use 'leave' or 'stay'.", code="statistics-unknown")
+        if accumulation not in ("mean", "sum", "window"):
+            raise InputError(
+                f"accumulation={accumulation!r} is unknown: use 'mean', 'sum' or 'window'.", code="accumulation-unknown"
+            )
         self.clip = clip_of(clip_norm, clip_value)
         self.measure, self._measured = measure, measure_of(measure)
         self.statistics, self.accumulation = statistics, accumulation
@@ -238,8 +242,9 @@ class Task:
         # Cloned, for models that write into them.
         held = {name: params[name].clone() for name in self.buffers}
         leaving = weights if self.statistics == "leave" else None
+        nothing: AbstractContextManager[Params] = nullcontext({})
         with (
-            weighted_batch_norm(leaving, held) if self.coupled else nullcontext({}) as new,
+            weighted_batch_norm(leaving, held) if self.coupled else nothing as new,
             replay(draws) if draws else nullcontext(),
         ):
             both, after = self.called.pure({**params, **held}, batch.batch, self.training)
@@ -250,8 +255,8 @@ class Task:
         training = frozenset(name for name, module in self.called.named if module.training)
         (outputs, targets), _ = self.called.pure({}, batch, training)
         losses = self.parts.losses(outputs, targets)
-        if self.counted and self.parts.counts is not None:
-            counts = self.parts.counts(outputs, targets)
+        counts = self.parts.counts(outputs, targets) if self.counted and self.parts.counts else None
+        if counts is not None:
             losses = losses * counts * (len(counts) if self.parts.summed else len(counts) / counts.sum())
         return losses + self._decay(self.parameters()) if self.l2 else losses
 
@@ -304,7 +309,8 @@ class Task:
 
     def _objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
         """The weighted loss, and the buffers after the step's forward passes."""
-        total, start, moved = None, 0, {}
+        total, start = None, 0
+        moved: Params = {}
         for part in parts_of(batch):
             own = weights[start : start + size_of(part)] if isinstance(batch, Window) else weights
             with Folded():
@@ -369,12 +375,6 @@ def _is_coupled(called: Called, training: frozenset[str], buffers: tuple[str, ..
     """Say whether a training batch's examples depend on each other, or training moves buffers: BatchNorm."""
     trained = (module for name, module in called.named if name in training)
     return bool(buffers) or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained)
-
-
-def _check_choice(name: str, given: Any, choices: tuple[str, ...]) -> None:
-    if given not in choices:
-        words = " or ".join(map(repr, choices))
-        raise InputError(f"{name}={given!r} is unknown: use {words}.", code=f"{name}-unknown")
 
 
 def _is_strength(value: Any) -> bool:

@@ -9,6 +9,7 @@ so that every loss times its *scale* |Z|/D_j is the loss of an ordinary batch of
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,15 +63,19 @@ def size_of(batch: Batch) -> int:
     return sum(len(leaves(part)[0]) for part in parts_of(batch))
 
 
+def has_shared_draws(batch: Batch) -> bool:
+    """Say whether there are random draws that cannot be told apart by example."""
+    return any(isinstance(part, TrainingBatch) and bool(part.whole) for part in parts_of(batch))
+
+
 def take(batch: Batch, index: Tensor) -> Batch:
     """Return the chosen examples of a batch or window."""
-    for part in parts_of(batch):
-        if isinstance(part, TrainingBatch) and part.whole:
-            raise UnsupportedError(
-                "This method looks at single examples of a batch, and the random draws of the forward pass cannot be "
-                "told apart by example: use SGDIE(), TracIn(), ACC(transport='exact') or Replay().",
-                code="examples-not-separable",
-            )
+    if has_shared_draws(batch):
+        raise UnsupportedError(
+            "This method looks at single examples of a batch, and the random draws of the forward pass cannot be "
+            "told apart by example: use SGDIE(), TracIn(), ACC(transport='exact') or Replay().",
+            code="examples-not-separable",
+        )
     if not isinstance(batch, Window):
         return map_leaves(lambda leaf: leaf[index], batch)
     parts = [_with_scale(part) for part in batch.parts]
@@ -84,10 +89,15 @@ def take(batch: Batch, index: Tensor) -> Batch:
         stop = start + size_of(part)
         inside = ((index >= start) & (index < stop)).nonzero()[:, 0]
         if len(inside):
-            groups.append(map_leaves(lambda leaf, at=index[inside] - start: leaf[at], part))
+            at = index[inside] - start
+            groups.append(map_leaves(partial(_rows, at), part))
             places.append(inside)
         start = stop
     return Picked(tuple(groups), torch.argsort(torch.cat(places)))
+
+
+def _rows(index: Tensor, leaf: Tensor) -> Tensor:
+    return leaf[index]
 
 
 def _with_scale(part: TrainingBatch) -> TrainingBatch:

@@ -124,12 +124,12 @@ def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Pa
             scaled = losses * batch.scale if isinstance(batch.scale, torch.Tensor) else losses
             loss = share * (scaled.mean() + (task._decay({n: named[n] for n in task.names}) if task.l2 else 0))
             found = torch.autograd.grad(loss, trained, allow_unused=True)
-        value = {
+        slopes = {
             name: torch.zeros_like(tensor) if g is None else g
             for name, tensor, g in zip(task.chosen, trained, found, strict=True)
         }
         moved = {name: held[name].detach().clone().to(params[name]) for name in task.buffers}
-        return {**value, **moved}
+        return {**slopes, **moved}
 
     return slope
 
