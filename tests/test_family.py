@@ -8,6 +8,7 @@ import torch
 import leaveout as lo
 from leaveout.sweep.free_transport import Layout, sketch
 from leaveout.sweep.schedule import schedule_of
+from oracle import jacobian
 from problems import OPTIMIZERS, flat, mostly_full, recorded, shared, with_least_memory
 from test_estimators import BATCHES, close
 
@@ -238,7 +239,6 @@ def test_influence_functions_of_a_network(tmp_path):
     theta = oracle.flat(problem.run.final())[: oracle.p]
     decay = oracle.per_parameter(problem.run.record(len(problem.run) - 1).hypers, "weight_decay")
     mean = sum(oracle.curvature("hessian", theta, k) for k in range(problem.n)) / problem.n
-    jacobian = torch.autograd.functional.jacobian
     slopes = torch.stack([jacobian(lambda t, k=k: oracle.example_loss(t, k), theta) for k in range(problem.n)])
     expected = torch.linalg.solve(mean + torch.diag(decay + 2.0), slopes.T).T / problem.n @ query_gradients(problem).T
     for solver in ("cg", "direct"):
@@ -250,7 +250,6 @@ def test_influence_functions_of_a_network(tmp_path):
 
 
 def example_gradients(oracle, theta):
-    jacobian = torch.autograd.functional.jacobian
     return torch.stack([jacobian(lambda t, k=k: oracle.example_loss(t, k), theta) for k in range(len(oracle.inputs))])
 
 
