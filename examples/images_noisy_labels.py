@@ -49,10 +49,10 @@ def main(folder: Path, examples: int = 500, epochs: int = 30) -> dict[str, float
     print(check)
 
     # 3. The wrong labels are among the most harmful.
-    suspects = scores.harmful(len(wrong))
+    suspects = scores.harmful(min(len(wrong), scores.harmful_count))
     found = len(wrong & set(suspects)) / len(wrong)
     share = len(wrong) / examples
-    print(f"{found:.0%} of the wrong labels are among the {len(wrong)} most harmful images ({share:.0%} by chance)")
+    print(f"{found:.0%} of the wrong labels are among the {len(suspects)} most harmful images ({share:.0%} by chance)")
     for i in suspects[:5]:
         print(f"  image {i}: labelled {int(train_set.y[i])}, really {int(data.train.y[i])}")
 

@@ -12,7 +12,7 @@ import leaveout as lo
 from leaveout._util.trees import norm
 from leaveout.evaluate.precision import Doubled
 from leaveout.run.model_match import constants_of
-from problems import shared
+from problems import mostly_full, shared
 
 
 def digits_like(n: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
@@ -31,7 +31,7 @@ def trained(path: Path, *, keep: str | int = "all") -> tuple[lo.Run, lo.Task]:
 METHODS = (lo.SGDIE(), lo.ACC("free"), lo.ACC("exact"), lo.TracIn(), lo.Replay())
 
 
-@pytest.mark.parametrize("keep", ["all", 5])
+@pytest.mark.parametrize("keep", mostly_full(["all", 5], 5))
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_rounding_is_the_distance_to_a_run_in_float64(method: lo.Estimator, keep: str | int, tmp_path: Path) -> None:
     run, task = trained(tmp_path / "run", keep=keep)

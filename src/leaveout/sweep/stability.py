@@ -107,10 +107,10 @@ def _is_smooth(task: Task, params: Params, example: Batch) -> bool:
 
 def _starts(recorded: RecordedStep) -> bool:
     """Say whether the step is a run's first, of an optimizer whose state was all zero before it."""
-    slots = [slot for name, slot in recorded.before.items() if name != PARAM]
-    return (
-        recorded.record.index == 0 and bool(slots) and not any(bool(t.any()) for slot in slots for t in slot.values())
-    )
+    if recorded.record.index > 0:
+        return False
+    tensors = [tensor for name, slot in recorded.before.items() if name != PARAM for tensor in slot.values()]
+    return bool(tensors) and not any(bool(tensor.any()) for tensor in tensors)
 
 
 def _size(params: Params) -> float:
