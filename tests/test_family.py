@@ -15,6 +15,7 @@ from test_estimators import BATCHES, close
 LONG = BATCHES * 2
 """Each state between kept ones lies between two of them."""
 
+OPTIONS = [{"probability": 0.5, "seed": 3}, {"epochs": (1, 2)}, {"epochs": "first"}]
 CASES = [("mlp", "nesterov"), ("conv", "sgd"), ("mlp", "adam")]
 
 
@@ -120,7 +121,7 @@ def test_cheap_transports_of_layers_are_that_of_the_restricted_model(tmp_path, l
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-@pytest.mark.parametrize("options", [{"probability": 0.5, "seed": 3}, {"epochs": (1, 2)}, {"epochs": "first"}])
+@pytest.mark.parametrize("options", mostly_full(OPTIONS, *OPTIONS[:2]))
 def test_corrections_where_they_are_asked_for(tmp_path, optimizer, options):
     problem = shared("mlp", optimizer, batches=BATCHES)
     chosen = schedule_of(options.get("probability", 1.0), options.get("epochs"), options.get("seed", 0))

@@ -220,6 +220,7 @@ def test_a_place_that_is_none_is_refused(tmp_path):
         _files(lo.Resources(work=tmp_path / "file"), ["a"])
 
 
+@pytest.mark.full
 def test_a_killed_command_goes_on(tmp_path, monkeypatch, capsys):
     """And takes its shards away when the scores are saved; on two processes the scores are the same."""
     model = config.Config(config.DataPart("digits", 700, 20), train=config.TrainPart(epochs=2, batch_size=20))
