@@ -28,6 +28,11 @@ def untyped():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def pytest_configure(config):
+    """Make leaveout's own warnings errors; not in pyproject.toml, which would import it before types are hooked in."""
+    config.addinivalue_line("filterwarnings", "error::leaveout.LeaveoutWarning")
+
+
 def pytest_report_header():
     data = os.environ.get("LEAVEOUT_DATA")
     return f"real data: {data}" if data else "real data: LEAVEOUT_DATA is not set, tests on real data are skipped"
