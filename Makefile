@@ -15,13 +15,13 @@ test: $(TOOLS) lint  ## lint, types, doctests and tests
 
 test-all: test test-rest  ## the same and everything that is long by nature
 
-# Here arrays and types are checked at run time, which takes longer than the ordinary run has; and properties are tried on
-# five times as many examples.
+# Arrays and types are checked at run time here, which takes longer than the ordinary run has.
 TYPED = --jaxtyping-packages=leaveout,beartype.beartype
 CHECKED = tests/test_optimizers.py tests/test_ids.py tests/test_timeline.py tests/test_jump.py tests/test_curvature.py tests/test_engine.py tests/test_cleanse.py
 
 test-rest: $(TOOLS)  ## what test-all adds to test
-	$(BIN)/pytest -n 2 --dist loadfile -m 'full or hypothesis' --hypothesis-profile=full $(TYPED)
+	$(BIN)/pytest -n 2 --dist loadfile -m full $(TYPED)
+	$(BIN)/pytest -n 2 --dist loadfile -m 'hypothesis and not full' --hypothesis-profile=full
 	$(BIN)/pytest -n 2 --dist loadfile -m 'not full and not hypothesis' $(TYPED) $(CHECKED)
 
 lint: $(TOOLS)
