@@ -110,7 +110,7 @@ class Remainders:
 
     def _of_pairs(
         self, matrix: Float[Tensor, "part width"], position: Int[Tensor, " pairs"], part: slice, size: int
-    ) -> list[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
+    ) -> list[tuple[Int[Tensor, " some"], Float[Tensor, "some kept"]]]:
         """List the pairs of a part of the batch, at most so many at a time, with their rows of the matrix, projected.
 
         Without a copy where these are all rows in their order.
