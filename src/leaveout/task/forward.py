@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -36,10 +36,12 @@ class Called(nn.Module):
         """Outputs and targets, with the model as it is."""
         return self.rule(self.model, batch)
 
-    def pure(self, params: Params, batch: Batch, training: frozenset[str]) -> tuple[tuple[Tensor, Any], Params]:
+    def pure(
+        self, params: Params, batch: Batch, training: frozenset[str], within: AbstractContextManager | None = None
+    ) -> tuple[tuple[Tensor, Any], Params]:
         """Outputs and targets with these modules in training mode, and what became of the parameters and buffers given.
 
-        A model that writes into a buffer writes into the one given.
+        A model that writes into a buffer writes into the one given. ``within`` sees the model's operations first.
         """
         swapped = {f"model.{name}": value for name, value in params.items()}
         # Fused attention kernels have neither forward-mode nor second derivatives.
@@ -48,6 +50,7 @@ class Called(nn.Module):
             plain_attention(),
             Batched() if self.recurrent else nullcontext(),
             self._modes(training),
+            within or nullcontext(),
         ):
             both = functional_call(self, swapped, (batch,))
         return both, {name: swapped[f"model.{name}"] for name in params}

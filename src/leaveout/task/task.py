@@ -243,11 +243,9 @@ class Task:
         held = {name: params[name].clone() for name in self.buffers}
         leaving = weights if self.statistics == "leave" else None
         nothing: AbstractContextManager[Params] = nullcontext({})
-        with (
-            weighted_batch_norm(leaving, held) if self.coupled else nothing as new,
-            replay(draws) if draws else nullcontext(),
-        ):
-            both, after = self.called.pure({**params, **held}, batch.batch, self.training)
+        with weighted_batch_norm(leaving, held) if self.coupled else nothing as new:
+            within = replay(draws) if draws else None
+            both, after = self.called.pure({**params, **held}, batch.batch, self.training, within)
         return both, {name: new.get(name, after[name]) for name in self.buffers}
 
     def live_losses(self, batch: Batch) -> Float[Tensor, " batch"]:
