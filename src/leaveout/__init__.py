@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from leaveout.evaluate.plan import plan
     from leaveout.evaluate.precision import Rounding, rounding
     from leaveout.evaluate.refine import refine
+    from leaveout.evaluate.smoothness import Smoothness, smoothness
     from leaveout.evaluate.verify import Check, verify
     from leaveout.reporting import Show, report
     from leaveout.run.reader import Run, check_run, open_run
@@ -70,6 +71,7 @@ _HOMES = {
     "evaluate.plan": ("plan",),
     "evaluate.precision": ("Rounding", "rounding"),
     "evaluate.refine": ("refine",),
+    "evaluate.smoothness": ("Smoothness", "smoothness"),
     "evaluate.verify": ("Check", "verify"),
     "reporting": ("Show", "report"),
     "run.reader": ("Run", "check_run", "open_run"),

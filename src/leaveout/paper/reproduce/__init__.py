@@ -9,6 +9,7 @@ from leaveout.paper.reproduce.labels import LABELS
 from leaveout.paper.reproduce.mismatch import MISMATCH
 from leaveout.paper.reproduce.readouts import READOUTS
 from leaveout.paper.reproduce.sensitivity import SENSITIVITY
+from leaveout.paper.reproduce.smoothness import SMOOTHNESS
 from leaveout.paper.reproduce.spec import Settings, Spec
 from leaveout.paper.reproduce.tables import CONVEX, NONCONVEX
 
@@ -16,7 +17,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         *(CONVEX, NONCONVEX, FAMILY, METHODS, SENSITIVITY, EPOCHS, GROUPS, BOUNDS),
-        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS),
+        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS, SMOOTHNESS),
     )
 }
 
