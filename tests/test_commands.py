@@ -491,6 +491,16 @@ def test_a_check_is_kept_while_it_answers_the_question(shell, run):
     assert len(lo.Check.load(file).table) == 16
 
 
+def test_verify_from_moved_starts_says_how_well_the_truth_repeats_itself(shell, run):
+    shell("score", "runs/x", "--method", "sgd-ie")
+    told = shell("verify", "runs/x", "--replays", "8", "--moves", "1", "--jitter", "0.01", "--json").told["checks"][0]
+    assert (told["ceiling"]["moves"], told["ceiling"]["jitter"]) == (1, 0.01)
+    assert "Exact replays from 2 starts 0.01 apart agree with each other" in told["sentence"]
+    assert shell("verify", "runs/x", "--replays", "8").code == 0
+    other = shell("verify", "runs/x", "--replays", "8", "--moves", "2")
+    assert (other.code, "--again" in other.err) == (1, True)
+
+
 def test_verify_of_chosen_methods(shell, run):
     none = shell("verify", "runs/x")
     assert (none.code, "leaveout score runs/x first" in none.refusal) == (1, True)

@@ -77,7 +77,7 @@ class Smoothness:
             times = "without bound" if math.isinf(self.growth) else f"{self.growth:.1g}-fold"
             words += f", and from step {self.steps[0]} to step {self.steps[1]} carried vectors grow {times}"
         if not self.smooth:
-            words += f"; train with {_listed(self.advice)} (what helped most first), or look at groups and replays"
+            words += f"; train with {listed(self.advice)} (what helped most first), or look at groups and replays"
         return f"{words[0].upper()}{words[1:]}."
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ def smoothness(
         measured = [_measured(trajectory, part, h, resources, cost) for part in signs.split(size)]
         agreements = torch.cat([part for part, _ in measured]).tolist()
         growth = _growth(trajectory, measured[0][1], resources, cost)
-    return Smoothness(sum(agreements) / directions, tuple(agreements), *growth, _advice(run, task), cost)
+    return Smoothness(sum(agreements) / directions, tuple(agreements), *growth, advice(run, task), cost)
 
 
 def _measured(
@@ -160,8 +160,8 @@ def _growth(trajectory: Trajectory, vector: Params, resources: Resources, cost: 
     return growth.most, growth.steps
 
 
-def _advice(run: Run, task: Task) -> tuple[str, ...]:
-    """What there is to change in this training."""
+def advice(run: Run, task: Task) -> tuple[str, ...]:
+    """List what there is to change in this training, what helped most first."""
     last = run.record(len(run) - 1).hypers
     first = run.record(0).hypers
     void = set()
@@ -176,5 +176,10 @@ def _advice(run: Run, task: Task) -> tuple[str, ...]:
     return tuple(word for word in ORDER if word not in void)
 
 
-def _listed(words: tuple[str, ...]) -> str:
+def listed(words: tuple[str, ...]) -> str:
+    """Join words.
+
+    >>> listed(("a", "b", "c"))
+    'a, b or c'
+    """
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
