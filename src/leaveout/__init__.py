@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn, score
     from leaveout.estimators.timeline import Timeline, timeline
     from leaveout.evaluate import metrics
+    from leaveout.evaluate.average import average
+    from leaveout.evaluate.choose import Chosen, choose
     from leaveout.evaluate.cleanse import Curve, cleanse
     from leaveout.evaluate.labels import Labels, labels
     from leaveout.evaluate.plan import plan
@@ -66,6 +68,8 @@ _HOMES = {
     ),
     "estimators.timeline": ("Timeline", "timeline"),
     "evaluate": ("metrics",),
+    "evaluate.average": ("average",),
+    "evaluate.choose": ("Chosen", "choose"),
     "evaluate.cleanse": ("Curve", "cleanse"),
     "evaluate.labels": ("Labels", "labels"),
     "evaluate.plan": ("plan",),

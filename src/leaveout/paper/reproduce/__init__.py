@@ -1,6 +1,7 @@
 """The published tables and curves as declarative specs, a file each, and one runner for all of them."""
 
 from leaveout.paper.reproduce.bounds import BOUNDS
+from leaveout.paper.reproduce.ceiling import CEILING
 from leaveout.paper.reproduce.cleansing import CLEANSING, CLEANSING_FULL
 from leaveout.paper.reproduce.epochs import EPOCHS
 from leaveout.paper.reproduce.family import FAMILY, METHODS
@@ -17,7 +18,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         *(CONVEX, NONCONVEX, FAMILY, METHODS, SENSITIVITY, EPOCHS, GROUPS, BOUNDS),
-        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS, SMOOTHNESS),
+        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS, SMOOTHNESS, CEILING),
     )
 }
 
