@@ -25,6 +25,8 @@ from leaveout.trajectory.left_out import Groups, leave_out
 FEWEST, MOST = 32, 512
 """Replays that methods are compared with: as many as the budget has time for, between these."""
 
+COLUMNS = ["method", "tau", "compared", "seconds", "chosen", "missing"]
+
 METHODS: tuple[Estimator, ...] = (ACC(), SGDIE(), DVEmb(), TracIn())
 """What is compared, the first of equals first."""
 
@@ -55,9 +57,7 @@ class Chosen:
         best = self.table[self.table["chosen"]].iloc[0]
         others = self.table[~self.table["chosen"] & self.table["tau"].notna()]
         beside = ", ".join(f"{name} {row['tau']:.2f}" for name, row in others.iterrows())
-        long = (
-            f"Replaying everything would take about {self.predicted:.0f} s, more than the budget of {self.budget:g} s"
-        )
+        long = f"To replay everything would take about {self.predicted:.0f} s, and the budget is {self.budget:g} s"
         ranked = f"{best.name} agreed best with {int(best['compared'])} exact replays (tau {best['tau']:.2f}"
         return f"{long}; {ranked}{f'; {beside}' if beside else ''}). {self.check or ''}".strip()
 
@@ -147,7 +147,7 @@ def _scored(
         try:
             scores = method.score(run, task, query, **asked)
             found[scores.method] = scores
-        except LeaveoutError as error:
+        except LeaveoutError as error:  # noqa: PERF203 - a handful of methods
             first = first or error
             missing[method.resolved(run).name] = str(error)
     if not found and first is not None:
@@ -209,11 +209,9 @@ def _table(
         for name, tau in sorted(taus.items(), key=lambda item: -item[1])
     ]
     rows += [{"method": name, "tau": math.nan, "chosen": False, "missing": why} for name, why in missing.items()]
-    return pd.DataFrame(rows, columns=["method", "tau", "compared", "seconds", "chosen", "missing"]).set_index("method")
+    return pd.DataFrame(rows, columns=COLUMNS).set_index("method")
 
 
 def _alone(scores: Scores) -> pd.DataFrame:
     row = {"method": scores.method, "tau": 1.0, "compared": 0, "seconds": scores.cost.seconds, "chosen": True}
-    return pd.DataFrame([row], columns=["method", "tau", "compared", "seconds", "chosen", "missing"]).set_index(
-        "method"
-    )
+    return pd.DataFrame([row], columns=COLUMNS).set_index("method")
