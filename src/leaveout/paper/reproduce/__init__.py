@@ -2,6 +2,7 @@
 
 from leaveout.paper.reproduce.bounds import BOUNDS
 from leaveout.paper.reproduce.ceiling import CEILING
+from leaveout.paper.reproduce.choosing import CHOOSING
 from leaveout.paper.reproduce.cleansing import CLEANSING, CLEANSING_FULL
 from leaveout.paper.reproduce.epochs import EPOCHS
 from leaveout.paper.reproduce.family import FAMILY, METHODS
@@ -18,7 +19,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         *(CONVEX, NONCONVEX, FAMILY, METHODS, SENSITIVITY, EPOCHS, GROUPS, BOUNDS),
-        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS, SMOOTHNESS, CEILING),
+        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS, SMOOTHNESS, CEILING, CHOOSING),
     )
 }
 

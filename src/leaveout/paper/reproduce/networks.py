@@ -39,15 +39,20 @@ class Trained:
 def network(settings: Settings) -> Iterator[Trained]:
     """A recorded run of a fully connected network; the seed draws data, initial weights and order.
 
-    Settings: ``data``, ``n``, ``queries``, ``hidden``, ``activation``, ``dtype``, and what ``trained`` needs.
+    Settings: ``data``, ``n``, ``queries``, ``hidden``, ``activation``, ``dtype``, ``scaled`` (inputs minus their mean
+    over the training set, divided by their standard deviation, as images usually are), and what ``trained`` needs.
     """
     seed, dtype = settings["seed"], getattr(torch, settings["dtype"])
     loaded = data.load(settings["data"], settings["n"], settings["queries"], seed)
-    train_set, val = (TensorDataset(part.x.flatten(1).to(dtype), part.y) for part in (loaded.train, loaded.val))
+    x, val_x = (part.x.flatten(1).to(dtype) for part in (loaded.train, loaded.val))
+    if settings.get("scaled"):
+        mean, deviation = x.mean(), x.std()
+        x, val_x = (x - mean) / deviation, (val_x - mean) / deviation
+    train_set, val = TensorDataset(x, loaded.train.y), TensorDataset(val_x, loaded.val.y)
     model = models.build(
         "mlp",
         seed=seed,
-        features=train_set.tensors[0].shape[1],
+        features=x.shape[1],
         hidden=tuple(settings["hidden"]),
         outputs=len(loaded.classes),
         activation=settings["activation"],

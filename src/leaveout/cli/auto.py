@@ -1,0 +1,104 @@
+"""leaveout score without a method: the one that measurement chooses, kept with how it was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+
+from leaveout.builtin.config import Subject
+from leaveout.cli.app import console
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError
+from leaveout.evaluate.choose import Chosen, choose
+from leaveout.evaluate.verify import Check
+from leaveout.run.paths import RunPaths
+from leaveout.run.reader import Run
+from leaveout.scores import Scores
+
+AUTO = "auto"
+"""The word for no method in particular, and the name of its files."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked for: columns, rows, and how many seconds replays may take."""
+
+    queries: str
+    groups: dict[str, Any] | None
+    variant: str
+    budget: float
+
+
+def targets(paths: RunPaths, variant: str) -> list[Path]:
+    """The files that are written: scores, and their check where they are not exact."""
+    file = paths.scores(AUTO, variant)
+    return [file, paths.check(file)]
+
+
+def automatic(
+    run: Run, paths: RunPaths, subject: Subject, question: Question, resources: Resources, *, again: bool
+) -> tuple[Scores, Path, Chosen | None]:
+    """The scores, where they are kept, and how they were chosen; None if they were there already."""
+    file = paths.scores(AUTO, question.variant)
+    if file.exists() and not again:
+        scores = Scores.load(file)
+        scores.check_same_run(run)
+        if scores.queries != question.queries or scores.groups != _named(question.groups):
+            raise InputError(
+                f"{file} holds scores of other examples or queries: give --again to replace them.",
+                code="scores-in-the-way",
+            )
+        return scores, file, None
+    chosen = choose(
+        *(run, subject.task, subject.query),
+        budget=question.budget,
+        queries=question.queries,
+        groups=question.groups,
+        resources=resources,
+    )
+    chosen.scores.save(file, overwrite=again)
+    if chosen.check is not None:
+        chosen.check.save(paths.check(file), overwrite=again)
+    elif again:
+        paths.check(file).unlink(missing_ok=True)
+    return chosen.scores, file, chosen
+
+
+def _named(groups: dict[str, Any] | None) -> dict[str, list[int]] | None:
+    return None if groups is None else {str(name): sorted(set(ids)) for name, ids in groups.items()}
+
+
+def show(chosen: Chosen) -> None:
+    """Print what was chosen and the methods that were compared."""
+    console.print(f"\n{chosen}", highlight=False, markup=False)
+    if chosen.exact:
+        return
+    table = Table("method", title="Compared with exact replays")
+    for heading in ("tau", "seconds", ""):
+        table.add_column(heading, justify="right")
+    for method, row in chosen.table.iterrows():
+        if pd.isna(row["tau"]):
+            table.add_row(str(method), "-", "-", f"cannot be used: {row['missing']}")
+        else:
+            table.add_row(str(method), f"{row['tau']:.2f}", f"{row['seconds']:.1f}", "chosen" if row["chosen"] else "")
+    console.print(table)
+
+
+def facts(chosen: Chosen | None) -> dict[str, Any]:
+    """What a machine wants to know of the choice."""
+    if chosen is None:
+        return {}
+    rows = chosen.table.astype(object).where(chosen.table.notna(), None).reset_index().to_dict("records")
+    return {"chosen": {"sentence": chosen.sentence, "exact": chosen.exact, "methods": rows}}
+
+
+def is_of_the_choice(check: Check, scores: Scores) -> bool:
+    """Say whether a check is the one that came with chosen scores: all its rows were replayed and are exact there."""
+    if scores.exact is None or scores.all_exact or check.method != scores.method:
+        return False
+    exact = {i for i, is_exact in zip(scores.train_ids, scores.exact.tolist(), strict=True) if is_exact}
+    return exact.issuperset(check.table.index)
