@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import pandas as pd
@@ -32,7 +32,7 @@ from leaveout.trajectory.trajectory import Trajectory
 FIRST, STEPS = 2, 10
 """Steps that are measured: the first pay for what is done once, the others tell what a step costs."""
 
-SHARE = 0.4
+SHARE = 0.25
 """Seconds after which a measurement is long enough: one method has a few of them."""
 
 QUICK = 0.01
@@ -71,6 +71,17 @@ class _Subject:
     def ratio(self) -> float:
         """How many times more queries there are than are measured."""
         return self.queries / batches.size(self.query)
+
+    @cached_property
+    def query_seconds(self) -> float:
+        """What looking at the queries that are not measured takes: their losses and their gradient, once."""
+        query = _queries(self)
+
+        def look() -> None:
+            query.check()
+            Linear().part(query, 0, 1)
+
+        return _timed(look) * max(0.0, self.ratio - 1)
 
 
 def plan(
@@ -154,7 +165,7 @@ def _shared(estimator: Estimator, subject: _Subject) -> Plan:
         return estimator.score(part, task, subject.query, resources=resources).cost
 
     once, rate, memory = _rate(scored, subject)
-    seconds = once + rate * subject.steps + _query_seconds(subject)
+    seconds = once + rate * subject.steps + subject.query_seconds
     estimator = estimator.resolved(run)
     if not isinstance(estimator, ACC) or estimator.transport == "jump":
         return Plan(estimator.name, seconds, memory, 0)
@@ -177,7 +188,7 @@ def _by_rows(kind: str, subject: _Subject) -> Plan:
         count = min(TIMES * count, subject.rows)
     less = max(1, count // TIMES)
     once, rate, memory = _rate(partial(scored, count), subject)
-    reading = _losses_seconds(subject) * subject.rows if kind == "Replay" else _query_seconds(subject)
+    reading = _losses_seconds(subject) * subject.rows if kind == "Replay" else subject.query_seconds
     if count == subject.rows:
         return Plan(kind, once + rate * subject.steps + reading, memory, 0)
     slower, least = _rate(partial(scored, less), subject)[1:]
@@ -215,17 +226,6 @@ def _rate(scored: Callable[[Task, Run], Cost], subject: _Subject) -> tuple[float
     short, long = (min(scored(traced, part).seconds for _ in range(2)) for part in (few, many))
     rate = max(0.0, (long - short) / (len(many) - len(few)))
     return max(0.0, cold.seconds - len(few) * rate), rate, cold.peak_memory
-
-
-def _query_seconds(subject: _Subject) -> float:
-    """What looking at the queries that were not measured takes: their losses and their gradient, once."""
-    query = _queries(subject)
-
-    def look() -> None:
-        query.check()
-        Linear().part(query, 0, 1)
-
-    return _timed(look) * max(0.0, subject.ratio - 1)
 
 
 def _losses_seconds(subject: _Subject) -> float:

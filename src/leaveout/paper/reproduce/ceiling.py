@@ -45,11 +45,15 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
     ]
 
 
+def left_out(settings: Settings) -> list[int]:
+    """The examples that are left out, drawn by the seed."""
+    order = torch.Generator().manual_seed(settings["seed"])
+    return torch.randperm(settings["n"], generator=order)[: settings["replays"]].tolist()
+
+
 def compute(settings: Settings) -> list[Row]:
     """Spearman between truths, and between SGD-IE and truths; at the usual jitter also what groups do."""
-    order = torch.Generator().manual_seed(settings["seed"])
-    ids = torch.randperm(settings["n"], generator=order)[: settings["replays"]].tolist()
-    jitter = settings["jitter"]
+    ids, jitter = left_out(settings), settings["jitter"]
     with network(settings) as problem:
         asked = (problem.run, problem.task, problem.val)
         recorded = Replay().score(*asked, ids=ids, resources=QUIET).mean().numpy()

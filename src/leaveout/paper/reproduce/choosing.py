@@ -77,9 +77,9 @@ def tables(frame: pd.DataFrame) -> str:
     return f"{SETTING}\n\n" + table(head, rows)
 
 
-SETTING = """`leaveout train --data NAME` with its defaults, then `lo.choose` with the default budget (a minute of replays)
-and with none, which leaves 32 replays. Tau is Kendall's, of the chosen method with exact replays of all examples; what
-is kept has the replayed rows in place of their estimates. Mean (standard deviation) over seeds."""
+SETTING = """`leaveout train --data NAME` with its defaults, then `lo.choose` with the default budget (a minute of
+replays) and with none, which leaves 32 replays. Tau is Kendall's, of the chosen method with exact replays of all
+examples; what is kept has the replayed rows in place of their estimates. Mean (standard deviation) over seeds."""
 
 CHOOSING = Spec(
     "choosing",

@@ -43,7 +43,7 @@ def network(settings: Settings) -> Iterator[Trained]:
     over the training set, divided by their standard deviation, as images usually are), and what ``trained`` needs.
     """
     seed, dtype = settings["seed"], getattr(torch, settings["dtype"])
-    loaded = data.load(settings["data"], settings["n"], settings["queries"], seed)
+    loaded = data.load(settings["data"], settings["n"], settings["queries"], settings.get("data_seed", seed))
     x, val_x = (part.x.flatten(1).to(dtype) for part in (loaded.train, loaded.val))
     if settings.get("scaled"):
         mean, deviation = x.mean(), x.std()
