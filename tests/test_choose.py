@@ -14,7 +14,7 @@ from leaveout.evaluate import choose as module
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """Tiny inputs on which TracIn is far off: long training, so that later steps undo earlier ones."""
-    found = lo.data.load("digits-1v7", 60, 30)
+    found = lo.data.load("digits-1v7", 140, 30)
     model = nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 1), nn.Flatten(0)).double()
     parts = [lo.data.Examples(part.x.double(), part.y.double(), part.ids) for part in (found.train, found.val)]
     task = lo.Task(model, nn.BCEWithLogitsLoss(), parts[0], l2=0.01, check=False)
@@ -22,7 +22,7 @@ def digits(tmp_path_factory):
         torch.manual_seed(0)
         for layer in (model[0], model[2]):
             layer.reset_parameters()
-    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.3), 12, 20, 0, tmp_path_factory.mktemp("x") / "run")
+    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.3), 6, 20, 0, tmp_path_factory.mktemp("x") / "run")
     return run, task, parts[1]
 
 

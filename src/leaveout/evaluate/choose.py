@@ -16,13 +16,13 @@ from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn, sc
 from leaveout.estimators.replay import replayed
 from leaveout.evaluate.metrics.agreement import compare, kendall
 from leaveout.evaluate.plan import replay_seconds
-from leaveout.evaluate.verify import MINIMUM, Check
+from leaveout.evaluate.verify import Check
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, leave_out
 
-FEWEST, MOST = 32, 512
+FEWEST, MOST = 96, 512
 """Replays that methods are compared with: as many as the budget has time for, between these."""
 
 COLUMNS = ["method", "tau", "compared", "seconds", "chosen", "missing"]
@@ -80,16 +80,17 @@ def choose(
 ) -> Chosen:
     """Score with the method that measurement says is best for this run.
 
-    If replaying every row is predicted to fit the budget, everything is replayed, and the scores are exact. Otherwise
-    all ``methods`` score every row, sharing sweeps; one sample of rows is replayed once, half of them the most extreme
-    by all methods together and half at random; the methods are compared with one half of the sample, and the best
-    one's trust is measured on the other half, which had no say in the choice. Replayed rows get their exact values.
+    If replaying every row is predicted to fit the budget, or there are no more than 96 rows, everything is replayed,
+    and the scores are exact. Otherwise all ``methods`` score every row, sharing sweeps; one sample of rows is replayed
+    once, half of them the most extreme by all methods together and half at random; the methods are compared with one
+    half of the sample, and the best one's trust is measured on the other half, which had no say in the choice.
+    Replayed rows get their exact values.
 
     Args:
         run: the recorded run.
         task: what was trained.
         query: the examples whose loss is explained.
-        budget: seconds that replays may take. Scoring comes on top; it cannot be had for less.
+        budget: seconds that replays may take; a sample has at least 96 rows all the same. Scoring comes on top.
         methods: the estimators to compare; of equals the first is taken. Their scores must be changes of the loss.
         queries: ``"mean"`` for their mean loss, ``"each"`` for a column each.
         ids: the examples to score; all of them by default.
@@ -107,7 +108,7 @@ def choose(
     asked = {"queries": queries, "ids": ids, "groups": groups, "resources": resources}
     rows = len(leave_out(task.size, ids, groups))
     predicted = replay_seconds(run, task, query, rows, resources) if budget < math.inf else 0.0
-    if predicted <= budget or rows < 4 * MINIMUM:
+    if predicted <= budget or rows <= FEWEST:
         scores = Replay().score(run, task, query, **asked)  # type: ignore[arg-type]
         return Chosen(scores, _alone(scores), None, True, predicted, budget)
     found, missing = _scored(methods, run, task, query, asked)

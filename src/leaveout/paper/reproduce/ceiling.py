@@ -96,10 +96,10 @@ def tables(frame: pd.DataFrame) -> str:
     return f"{SETTING}\n\n" + table(head, rows)
 
 
-SETTING = """MNIST, scaled to mean 0 and variance 1, 784-16-16-10, 6,000 images, one epoch, batch 64, plain SGD at 0.1,
-float64; 60 images left out one at a time from the recorded start and from 12 moved ones, each replay compared with the
-one with every image from the same start. Spearman of the changes of the mean loss of 500 queries. Groups are 24 random
-ones of each size, until a size is reproducible (tau 0.5). Mean (standard deviation) over seeds."""
+SETTING = """MNIST, pixels from 0 to 1, 784-16-16-10, 6,000 images, one epoch, batch 64, plain SGD at 0.1, float64; 60
+images left out one at a time from the recorded start and from 12 moved ones, each replay compared with the one with
+every image from the same start. Spearman of the changes of the mean loss of 500 queries. Groups are 24 random ones of
+each size, until a size is reproducible (tau 0.5). Mean (standard deviation) over seeds."""
 
 CEILING = Spec(
     "ceiling",

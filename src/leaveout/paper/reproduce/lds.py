@@ -138,11 +138,11 @@ def tables(frame: pd.DataFrame) -> str:
 
 HEADS = {"run": "small GPT, single run", "algorithm": "digits, algorithm"}
 
-SETTING = """Single run: the small GPT of `leaveout reproduce tsloo` (AdamW 0.001, one epoch), 100 random subsets of 1%, 5%
-and 20% left out of the recorded trajectory, 50 queries; predicted by the sum of single examples' scores (ACC: jumps).
-Algorithm: 300 digits, 64-32-10 with GELU, SGD at 0.1, 10 epochs; 40 random halves, each trained afresh with 5 seeds,
-50 queries; scores of one recorded run of all examples, and averaged over 5 runs of other seeds. The ceiling is what a
-perfect prediction of the expected loss would reach (Spearman-Brown). Mean (standard deviation) over seeds."""
+SETTING = """Single run: the small GPT of `leaveout reproduce tsloo` (AdamW 0.001, one epoch), 100 random subsets of 1%,
+5% and 20% left out of the recorded trajectory, 50 queries; predicted by the sum of single examples' scores (for ACC,
+jumps). Algorithm: 300 digits, 64-32-10 with GELU, SGD at 0.1, 10 epochs; 40 random halves, each trained afresh with 5
+seeds, 50 queries; scores of one recorded run of all examples, and averaged over 5 runs of other seeds. The ceiling is
+what a perfect prediction of the expected loss would reach (Spearman-Brown). Mean (standard deviation) over seeds."""
 
 LDS = Spec(
     "lds",
