@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.table import Table
 
-from leaveout.builtin.config import Subject
 from leaveout.cli.app import console
-from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
+from leaveout.estimators import Replay
+from leaveout.estimators.base import Request
+from leaveout.estimators.question import Question
 from leaveout.evaluate.choose import Chosen, choose
 from leaveout.evaluate.verify import Check
 from leaveout.run.paths import RunPaths
-from leaveout.run.reader import Run
 from leaveout.scores import Scores
 
 AUTO = "auto"
 """The word for no method in particular, and the name of its files."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked for: columns, rows, and how many seconds replays may take."""
-
-    queries: str
-    groups: dict[str, Any] | None
-    variant: str
-    budget: float
 
 
 def targets(paths: RunPaths, variant: str) -> list[Path]:
@@ -40,25 +29,21 @@ def targets(paths: RunPaths, variant: str) -> list[Path]:
 
 
 def automatic(
-    run: Run, paths: RunPaths, subject: Subject, question: Question, resources: Resources, *, again: bool
+    question: Question, budget: float, paths: RunPaths, variant: str, *, again: bool
 ) -> tuple[Scores, Path, Chosen | None]:
-    """The scores, where they are kept, and how they were chosen; None if they were there already."""
-    file = paths.scores(AUTO, question.variant)
+    """Give the scores, where they are kept, and how they were chosen; None if they were there already."""
+    file = paths.scores(AUTO, variant)
     if file.exists() and not again:
         scores = Scores.load(file)
-        scores.check_same_run(run)
-        if scores.queries != question.queries or scores.groups != _named(question.groups):
-            raise InputError(
-                f"{file} holds scores of other examples or queries: give --again to replace them.",
-                code="scores-in-the-way",
-            )
+        if other := difference(scores, scores.method, Replay().request(question)):
+            raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
         return scores, file, None
     chosen = choose(
-        *(run, subject.task, subject.query),
-        budget=question.budget,
+        *(question.run, question.task, question.query),
+        budget=budget,
         queries=question.queries,
         groups=question.groups,
-        resources=resources,
+        resources=question.resources,
     )
     chosen.scores.save(file, overwrite=again)
     if chosen.check is not None:
@@ -66,10 +51,6 @@ def automatic(
     elif again:
         paths.check(file).unlink(missing_ok=True)
     return chosen.scores, file, chosen
-
-
-def _named(groups: dict[str, Any] | None) -> dict[str, list[int]] | None:
-    return None if groups is None else {str(name): sorted(set(ids)) for name, ids in groups.items()}
 
 
 def show(chosen: Chosen) -> None:
@@ -94,6 +75,20 @@ def facts(chosen: Chosen | None) -> dict[str, Any]:
         return {}
     rows = chosen.table.astype(object).where(chosen.table.notna(), None).reset_index().to_dict("records")
     return {"chosen": {"sentence": chosen.sentence, "exact": chosen.exact, "methods": rows}}
+
+
+def difference(scores: Scores, method: str, request: Request) -> str | None:
+    """Say what tells scores from those that are asked for; what an older file does not say is not counted."""
+    run, query, groups = request.trajectory.run, request.query, request.left_out.named()
+    if scores.run_fingerprint not in (None, run.fingerprint):
+        return "another run"
+    if scores.method != method:
+        return f"another method, {scores.method}"
+    if (scores.train_ids, scores.query_ids) != (request.left_out.names, query.ids):
+        return "other examples or queries"
+    if scores.query_fingerprint not in (None, query.fingerprint()):
+        return "other examples or queries"
+    return "groups with other members" if scores.groups not in (None, groups) else None
 
 
 def is_of_the_choice(check: Check, scores: Scores) -> bool:

@@ -24,14 +24,13 @@ from leaveout.cli.app import (
     print_next,
     working,
 )
-from leaveout.cli.auto import AUTO, Question
+from leaveout.cli.auto import AUTO
 from leaveout.cli.commands import app
 from leaveout.cli.methods import METHODS, parse
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators import Estimator
-from leaveout.estimators.base import Request
 from leaveout.estimators.question import Question
 from leaveout.estimators.several import one_by_one
 from leaveout.run.paths import RunPaths
@@ -86,13 +85,13 @@ def score(
     variant = ("each" if queries == "each" else "") + (f" by {groups.stem}" if groups else "")
     entries, paths = [], RunPaths(run, results)
     targets = [paths.scores(estimator.resolved(recorded).name, variant) for estimator in estimators]
-    question = Question(queries, by, variant, budget)
     if AUTO in names:
         targets += auto.targets(paths, variant)
-    with working(recorded, ("score", names, question), targets, memory, processes, ray) as resources:
+    with working(recorded, ("score", names, budget, queries, by), targets, memory, processes, ray) as resources:
         if AUTO in names:
-            scores, file, choice = auto.automatic(recorded, paths, subject, question, resources, again=again)
-            told.append({**_facts(scores, file, top, choice is not None), **auto.facts(choice)})
+            question = Question(recorded, subject.task, subject.query, queries, groups=by, resources=resources)
+            scores, file, choice = auto.automatic(question, budget, paths, variant, again=again)
+            entries.append({**_facts(scores, file, top, choice is not None), **auto.facts(choice)})
             if not as_json:
                 _show(scores, file, top, choice is not None, subject.flipped)
                 if choice is not None:
@@ -127,7 +126,7 @@ def _scored(
         if again or not file.exists():
             continue
         scores = Scores.load(file)
-        if other := _difference(scores, name, estimator.request(question)):
+        if other := auto.difference(scores, name, estimator.request(question)):
             raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
         there.add(estimator)
         yield scores, file, False
@@ -135,20 +134,6 @@ def _scored(
     for _, scores in one_by_one(methods, question, there):
         file = paths.scores(scores.method, variant)
         yield scores, scores.save(file, overwrite=again), True
-
-
-def _difference(scores: Scores, method: str, request: Request) -> str | None:
-    """Say what tells scores from those that are asked for; what an older file does not say is not counted."""
-    run, query, groups = request.trajectory.run, request.query, request.left_out.named()
-    if scores.run_fingerprint not in (None, run.fingerprint):
-        return "another run"
-    if scores.method != method:
-        return f"another method, {scores.method}"
-    if (scores.train_ids, scores.query_ids) != (request.left_out.names, query.ids):
-        return "other examples or queries"
-    if scores.query_fingerprint not in (None, query.fingerprint()):
-        return "other examples or queries"
-    return "groups with other members" if scores.groups not in (None, groups) else None
 
 
 def _read_groups(file: Path) -> Groups:

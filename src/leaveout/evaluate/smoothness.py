@@ -149,7 +149,7 @@ def _growth(trajectory: Trajectory, vector: Params, resources: Resources, cost: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LeaveoutWarning)  # this is about to be said
         try:
-            for recorded, pulled in Sweep(trajectory, resources, cost).pulled(vector):
+            for recorded, pulled in Sweep(trajectory).pulled(vector, resources, cost):
                 growth.note(recorded, pulled.state)
         except UnsupportedError:
             return math.nan, (-1, -1)
