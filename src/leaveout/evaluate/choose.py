@@ -150,7 +150,7 @@ def _scored(
             found[scores.method] = scores
         except LeaveoutError as error:  # noqa: PERF203 - a handful of methods
             first = first or error
-            missing[method.resolved(run).name] = str(error)
+            missing[method.resolved(run, task).name] = str(error)
     if not found and first is not None:
         raise first
     return found, missing

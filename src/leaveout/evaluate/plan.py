@@ -166,7 +166,7 @@ def _shared(estimator: Estimator, subject: _Subject) -> Plan:
 
     once, rate, memory = _rate(scored, subject)
     seconds = once + rate * subject.steps + subject.query_seconds
-    estimator = estimator.resolved(run)
+    estimator = estimator.resolved(run, subject.task)
     if not isinstance(estimator, ACC) or estimator.transport == "jump":
         return Plan(estimator.name, seconds, memory, 0)
     # The rows that a full run touches and the first steps do not.

@@ -34,7 +34,7 @@ ACTIVATIONS, RATE, DECAY, BATCH, EPS = (
     "larger batches",
     "a larger eps",
 )
-ORDER = (ACTIVATIONS, RATE, BATCH, DECAY, EPS)
+ORDER = (ACTIVATIONS, RATE, EPS, BATCH, DECAY)
 """What to change in a training, in the order in which it helped in ``leaveout reproduce smoothness``."""
 
 
@@ -138,7 +138,8 @@ def _measured(
     count = len(signs)
     first = each(lambda stack: stack[:count] - stack[-1:], ends)
     second = each(lambda stack: stack[count:-1] - stack[:count], ends)
-    a, b = (torch.cat([flat_rows(stack).double() for stack in part.values()], dim=1) for part in (first, second))
+    trained = list(trajectory.rule.groups)  # not the model's buffers
+    a, b = (torch.cat([flat_rows(part[name]).double() for name in trained], dim=1) for part in (first, second))
     agreement = (a * b.sign()).sum(1) / a.abs().sum(1).clamp_min(torch.finfo(a.dtype).tiny)
     return agreement, each(lambda stack: stack[:1], first)
 
