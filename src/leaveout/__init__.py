@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn, score
     from leaveout.estimators.timeline import Timeline, timeline
     from leaveout.evaluate import metrics
+    from leaveout.evaluate.average import average
+    from leaveout.evaluate.choose import Chosen, choose
     from leaveout.evaluate.cleanse import Curve, cleanse
     from leaveout.evaluate.labels import Labels, labels
     from leaveout.evaluate.plan import plan
     from leaveout.evaluate.precision import Rounding, rounding
     from leaveout.evaluate.refine import refine
+    from leaveout.evaluate.smoothness import Smoothness, smoothness
     from leaveout.evaluate.verify import Check, verify
     from leaveout.reporting import Show, report
     from leaveout.run.reader import Run, check_run, open_run
@@ -65,11 +68,14 @@ _HOMES = {
     ),
     "estimators.timeline": ("Timeline", "timeline"),
     "evaluate": ("metrics",),
+    "evaluate.average": ("average",),
+    "evaluate.choose": ("Chosen", "choose"),
     "evaluate.cleanse": ("Curve", "cleanse"),
     "evaluate.labels": ("Labels", "labels"),
     "evaluate.plan": ("plan",),
     "evaluate.precision": ("Rounding", "rounding"),
     "evaluate.refine": ("refine",),
+    "evaluate.smoothness": ("Smoothness", "smoothness"),
     "evaluate.verify": ("Check", "verify"),
     "reporting": ("Show", "report"),
     "run.reader": ("Run", "check_run", "open_run"),

@@ -31,7 +31,8 @@ class Scores(Comparable):
     rise without the example, so it helped. ``exact`` marks the rows that are exact replays rather than estimates, where
     there are such; ``displacements`` are kept where they were asked for; ``query_fingerprint`` tells whether other
     scores are of the same queries, ``run_fingerprint`` whether they are of the same run; ``groups`` says which examples
-    the rows leave out, where they are groups.
+    the rows leave out, where they are groups; ``spread`` is the standard deviation over several runs, where these are
+    averages (``lo.average``).
 
     >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
     >>> scores.harmful(1), scores.helpful(2)
@@ -50,6 +51,7 @@ class Scores(Comparable):
     unit: str = UNIT
     groups: dict[str, list[int]] | None = None
     run_fingerprint: int | None = None
+    spread: Float[Tensor, "train query"] | None = None
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.train_ids), len(self.query_ids)):
@@ -184,6 +186,8 @@ class Scores(Comparable):
         tensors = {"values": self.values}
         if self.exact is not None:
             tensors["exact"] = self.exact
+        if self.spread is not None:
+            tensors["spread"] = self.spread
         tensors |= {f"displacements/{name}": tensor for name, tensor in (self.displacements or {}).items()}
         save_sealed(path, tensors, facts)
         return path
@@ -209,6 +213,7 @@ class Scores(Comparable):
                 facts["unit"],
                 facts.get("groups"),
                 facts.get("run_fingerprint"),
+                tensors.get("spread"),
             )
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RunError(

@@ -21,10 +21,12 @@ from leaveout.cli.app import (
     print_next,
     working,
 )
+from leaveout.cli.auto import is_of_the_choice
 from leaveout.cli.commands import app
 from leaveout.cli.methods import parse
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.errors import InputError, LeaveoutError, closest
+from leaveout.estimators.replay import JITTER
 from leaveout.evaluate.verify import MINIMUM, Check
 from leaveout.evaluate.verify import chosen as sample
 from leaveout.evaluate.verify import verify as lo_verify
@@ -39,7 +41,12 @@ def verify(
     method: Annotated[list[str] | None, typer.Option(help="Only these scores; may be repeated.")] = None,
     task: TaskOption = None,
     replays: Annotated[int, typer.Option(help="How many examples to leave out exactly.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the random half of them.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random half of them, and of the moves.")] = 0,
+    moves: Annotated[
+        int | None,
+        typer.Option(help="Moved starts to replay from as well; by default two where scores and replays disagree."),
+    ] = None,
+    jitter: Annotated[float, typer.Option(help="Size of a move, relative to the start's.")] = JITTER,
     again: Annotated[bool, typer.Option("--again", help="Replace checks that are there already.")] = False,
     memory: MemoryOption = "auto",
     processes: ProcessesOption = 1,
@@ -55,23 +62,28 @@ def verify(
 
     [dim]$[/dim] leaveout verify runs/mine --task mypackage.mymodule:make_task --json
 
-    Half of the replays go to the most extreme examples, half to a random sample. Checks go to runs/x/checks.
+    [dim]$[/dim] leaveout verify runs/digits --moves 2
+
+    Half of the replays go to the most extreme examples, half to a random sample. Checks go to runs/x/checks. Where
+    scores and replays disagree, replays from slightly moved starts tell wrong scores from a training in which single
+    examples have no reproducible effect; each move costs as much as the replays, and --moves 0 leaves them out.
     """
     recorded, paths = opened(run), RunPaths(run, results)
     files = chosen(recorded, paths, method)
     subject = subject_of(run, task)
     entries, few = [], []
     targets = [paths.check(file) for file in files]
-    with working(recorded, ("verify", files, replays, seed), targets, memory, processes, ray) as resources:
+    question = ("verify", files, replays, seed, moves, jitter)
+    with working(recorded, question, targets, memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), paths.check(file)
             if method is None and len(scores.train_ids) < 2 * MINIMUM:
                 few.append({"file": str(file), "method": scores.method, "rows": len(scores.train_ids)})
                 continue  # asked for by name, they are refused
             if out.exists() and not again:
-                check = _answering(out, scores, replays, seed)
+                check = _answering(out, scores, replays, seed, moves)
             else:
-                ask = partial(lo_verify, replays=replays, seed=seed, resources=resources)
+                ask = partial(lo_verify, replays=replays, seed=seed, moves=moves, jitter=jitter, resources=resources)
                 check = ask(scores, recorded, subject.task, subject.query)
                 check.save(out, overwrite=again)
             entries.append({"file": str(out), **json.loads(out.read_text())})
@@ -94,12 +106,15 @@ def _too_few(scores: dict[str, Any], run: Path) -> str:
     )
 
 
-def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:
+def _answering(file: Path, scores: Scores, replays: int, seed: int, moves: int | None) -> Check:
     """Return the check in a file, if it is of these scores and of the sample that is asked for."""
     check = Check.load(file)
+    if is_of_the_choice(check, scores) and not moves:
+        return check
     rows = [row for part in sample(scores, min(replays, len(scores.train_ids)), seed) for row in part]
     expected = [(scores.train_ids[row], value) for row, value in zip(rows, scores.mean()[rows].tolist(), strict=True)]
-    if expected != list(zip(check.table.index, check.table["score"], strict=True)):
+    moved = 0 if check.ceiling is None else check.ceiling.moves
+    if expected != list(zip(check.table.index, check.table["score"], strict=True)) or moves not in (None, moved):
         raise InputError(
             f"{file} is of other scores or other replays: give --again to replace it.", code="check-in-the-way"
         )
