@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from leaveout.run.recorder import Recorder
     from leaveout.run.train import train
     from leaveout.scores import Scores
+    from leaveout.study import Study
     from leaveout.sweep.transports import Subspace
     from leaveout.task.task import Task
 
@@ -76,6 +77,7 @@ _HOMES = {
     "run.recorder": ("Recorder",),
     "run.train": ("train",),
     "scores": ("Scores",),
+    "study": ("Study",),
     "sweep.transports": ("Subspace",),
     "task.task": ("Task",),
 }
