@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn, score
     from leaveout.estimators.timeline import Timeline, timeline
     from leaveout.evaluate import metrics
-    from leaveout.evaluate.cleanse import Curve, cleanse
+    from leaveout.evaluate.cleanse import cleanse
+    from leaveout.evaluate.curve import Curve
     from leaveout.evaluate.labels import Labels, labels
     from leaveout.evaluate.plan import plan
     from leaveout.evaluate.precision import Rounding, rounding
@@ -66,7 +67,8 @@ _HOMES = {
     ),
     "estimators.timeline": ("Timeline", "timeline"),
     "evaluate": ("metrics",),
-    "evaluate.cleanse": ("Curve", "cleanse"),
+    "evaluate.cleanse": ("cleanse",),
+    "evaluate.curve": ("Curve",),
     "evaluate.labels": ("Labels", "labels"),
     "evaluate.plan": ("plan",),
     "evaluate.precision": ("Rounding", "rounding"),

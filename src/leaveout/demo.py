@@ -8,7 +8,8 @@ from pathlib import Path
 from leaveout.builtin.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart, run_config
 from leaveout.compute.resources import Resources
 from leaveout.estimators import ACC, SGDIE
-from leaveout.evaluate.cleanse import Curve, cleanse
+from leaveout.evaluate.cleanse import cleanse
+from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.verify import Check, verify
 from leaveout.reporting import report
 from leaveout.reporting.show import built_in

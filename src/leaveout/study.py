@@ -14,7 +14,8 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators import ACC, Estimator, Replay
 from leaveout.estimators.timeline import Timeline, timeline
-from leaveout.evaluate.cleanse import Curve, cleanse
+from leaveout.evaluate.cleanse import cleanse
+from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.labels import Labels, labels
 from leaveout.evaluate.plan import plan
 from leaveout.evaluate.refine import refine

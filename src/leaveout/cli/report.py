@@ -14,7 +14,7 @@ from leaveout.cli.subject import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
-from leaveout.evaluate.cleanse import Curve
+from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.verify import Check
 from leaveout.reporting import Show
 from leaveout.reporting import report as lo_report

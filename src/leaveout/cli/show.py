@@ -14,7 +14,7 @@ from rich.text import Text
 from leaveout.cli.app import AsJson, ResultsOption, complaints, console, opened, print_json
 from leaveout.cli.commands import app
 from leaveout.errors import LeaveoutError
-from leaveout.evaluate.cleanse import Curve
+from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.verify import Check
 from leaveout.run.manifest import INITIAL, MANIFEST
 from leaveout.run.paths import RunPaths

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from leaveout._util.files import check_writable, free, save_text
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
-from leaveout.evaluate.cleanse import Curve
+from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.verify import Check
 from leaveout.reporting.cleansing import cleansing
 from leaveout.reporting.gather import gather

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from leaveout.errors import InputError
-from leaveout.evaluate.cleanse import NOTHING, RANDOM, Curve
+from leaveout.evaluate.curve import NOTHING, RANDOM, Curve
 from leaveout.reporting.content import Cleansing, Line, digits, rounded
 
 
