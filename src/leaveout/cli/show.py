@@ -75,7 +75,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "steps": len(run),
         "epochs": last.epoch + 1,
         "batch_size": len(first.ids),
-        "train_size": manifest.train_size,
+        "train_size": manifest.train_size or len({i for step in range(len(run)) for i in run.record(step).ids}),
         "states_kept": len(run.kept),
         "disk": sum(file.stat().st_size for file in files),
     }
