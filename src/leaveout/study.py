@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pandas as pd
 from torch.utils.data import Dataset
 
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError
+from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators import ACC, Estimator, Replay
 from leaveout.estimators.timeline import Timeline, timeline
 from leaveout.evaluate.cleanse import cleanse
@@ -20,7 +21,7 @@ from leaveout.evaluate.labels import Labels, labels
 from leaveout.evaluate.plan import plan
 from leaveout.evaluate.refine import refine
 from leaveout.evaluate.verify import Check, verify
-from leaveout.reporting import Show, report
+from leaveout.reporting import Page, Show, report
 from leaveout.reporting.show import show_of
 from leaveout.run.reader import Run
 from leaveout.scores import SELF, Scores
@@ -148,15 +149,20 @@ class Study:
         *,
         show: Show | Callable[[Any], Any] | None = None,
         overwrite: bool = False,
-    ) -> Path:
-        """Write the page about everything that was asked; scores are computed if nobody has asked for them."""
-        scores = self._known(None)
+    ) -> Page:
+        """Write the page about everything that was asked; scores and labels are computed if nobody asked before."""
+        first = self._known(None)
+        rest = [one for one in self.scores.values() if one is not first and same_rows(one, first)]
+        if self.issues is None and _of_all(first, self.task):
+            with suppress(UnsupportedError):  # not a classifier
+                self.labels()
         return report(
             path,
             self.run,
-            scores,
-            self.checks.get(scores.method),
+            [first, *rest],
+            [self.checks[one.method] for one in (first, *rest) if one.method in self.checks],
             self.curve,
+            labels=self.issues,
             task=self.task,
             query=self.query,
             show=self.show if show is None else show_of(show),
@@ -223,3 +229,8 @@ def most_trusted(scores: Sequence[Scores], checks: dict[str, Check]) -> Scores |
 
 def _of_all(scores: Scores, task: Task) -> bool:
     return scores.train_ids == tuple(range(task.size)) and scores.queries != SELF
+
+
+def same_rows(scores: Scores, first: Scores) -> bool:
+    """Say whether two methods' scores can be shown side by side."""
+    return scores.train_ids == first.train_ids and (scores.queries == SELF) == (first.queries == SELF)

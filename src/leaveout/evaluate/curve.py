@@ -226,7 +226,7 @@ def _words(row: pd.Series, measure: str) -> str:
 
 
 def _signed(value: float, low: float, high: float, measure: str) -> str:
-    """A change with its interval: "−1.3 points (−2.4 to −0.2)".
+    """Write a change with its interval.
 
     >>> _signed(-0.013, -0.024, 0.002, "error")
     '-1.3 points (-2.4 to +0.2)'

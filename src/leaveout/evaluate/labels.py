@@ -85,16 +85,21 @@ class Labels(Comparable):
         """Return the k most suspicious rows, whether or not they count as issues; all by default."""
         return self.table.sort_values("label_score", kind="stable")[:k]
 
+    def changes(self, k: int | None = None) -> list[str]:
+        """List the most frequent changes among the issues, as in "6 → 9: 4", most frequent first."""
+        issues = self.issues
+        pairs = Counter(f"{a} → {b}" for a, b in zip(issues["given_label"], issues["predicted_label"], strict=True))
+        return [f"{change}: {times}" for change, times in pairs.most_common(k)] + (
+            ["..."] if k and len(pairs) > k else []
+        )
+
     @property
     def sentence(self) -> str:
-        """The answer in a sentence."""
+        """Say the answer in a sentence."""
         count = len(self)
         answer = f"{count} of {len(self.table)} labels {'looks' if count == 1 else 'look'} wrong"
-        issues = self.issues
-        changes = Counter(f"{a} → {b}" for a, b in zip(issues["given_label"], issues["predicted_label"], strict=True))
-        if changes:
-            most = [f"{change}: {times}" for change, times in changes.most_common(3)]
-            answer += f" ({', '.join(most)}{', ...' if len(changes) > 3 else ''})"
+        if count:
+            answer += f" ({', '.join(self.changes(3))})"
         return f"{answer}.{f' {self.advice}' if self.advice else ''}"
 
     @property
