@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from torch.utils.data import Dataset
 
+from leaveout._util import notebook
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators import ACC, Estimator, Replay
@@ -178,6 +179,20 @@ class Study:
     def __repr__(self) -> str:
         parts = [*self.scores, *(["labels"] if self.issues else []), *(["curve"] if self.curve else [])]
         return f"Study({self.run}, {self.task.size} training examples; {', '.join(parts) or 'nothing asked yet'})"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, str]] = []
+        if self.issues is not None:
+            rows.append(("labels", self.issues.sentence))
+        for method, scores in self.scores.items():
+            check = self.checks.get(method)
+            verdict = "exact" if scores.all_exact else "not verified" if check is None else check.verdict.value
+            rows.append((method, f"{scores.harmful_count} of {len(scores.train_ids)} did harm; {verdict}"))
+        if self.curve is not None:
+            rows += [("cleansing", line.strip()) for line in str(self.curve).splitlines()]
+        words = "" if rows else "Nothing was asked yet: try .labels() and .score()."
+        title = f"Study of {self.run.path}, {self.task.size} training examples"
+        return notebook.card(title, [words], ("", ""), rows)
 
     def _scored(self, estimator: Estimator | None, budget: float, options: dict[str, Any]) -> Scores:
         if estimator is None:

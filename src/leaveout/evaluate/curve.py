@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from leaveout._util import notebook
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, or_null, read_json, save_json
 from leaveout.compute.cost import Cost
@@ -137,6 +138,27 @@ class Curve(Comparable):
             shown = "; ".join(f"{row['removed']} removed: {_words(row, measure)}" for _, row in part.iterrows())
             lines.append(f"  change by {choice}, in pairs: {shown}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        measure, rows = self.measure, []
+        for _, row in self.changes().iterrows():
+            rows.append((row["choice"], row["removed"], _words(row, measure)))
+        heads = ("removed by", "examples", f"change of the test {measure}, in pairs")
+        return notebook.card(str(self).splitlines()[0], (), heads, rows)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the test error, or loss, over how many were removed; needs matplotlib. Returns the axes."""
+        ax, frame, measure = notebook.axes(ax), self.to_frame(), self.measure
+        base = float(frame[frame["choice"] == NOTHING][measure].iloc[0])
+        ax.axhline(base, color="grey", linestyle="--", linewidth=1, label="nothing removed")
+        for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
+            part = part.sort_values("removed")
+            line = ax.plot(part["removed"], part[measure], marker="o", label=str(choice))[0]
+            ends = (part[f"{measure}_low"], part[f"{measure}_high"])
+            ax.fill_between(part["removed"], *ends, color=line.get_color(), alpha=0.15)
+        ax.set(xlabel="examples removed", ylabel=f"test {measure}")
+        ax.legend()
+        return ax
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the curve to one JSON file, whole or not at all."""

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from leaveout._util import notebook
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_json, save_json, save_text
 from leaveout._util.trees import PARAM, each
@@ -117,6 +118,22 @@ class Labels(Comparable):
 
     def __str__(self) -> str:
         return self.sentence
+
+    def _repr_html_(self) -> str:
+        columns = ["given_label", "predicted_label", "label_score", "why"]
+        rows = [(number, *row) for number, *row in self.issues[:10][columns].itertuples()]
+        return notebook.card(f"{len(self)} labels look wrong", [self.sentence], ("train", *columns), rows)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw how often each given label looks like each other one; needs matplotlib. Returns the axes."""
+        issues = self.issues
+        counts = pd.crosstab(issues["given_label"].astype(str), issues["predicted_label"].astype(str))
+        ax = notebook.axes(ax)
+        ax.imshow(counts.to_numpy(), cmap="Oranges")
+        ax.set_xticks(range(counts.shape[1]), counts.columns)
+        ax.set_yticks(range(counts.shape[0]), counts.index)
+        ax.set(xlabel="suggested label", ylabel="given label", title=f"{len(self)} labels look wrong")
+        return ax
 
     def to_frame(self) -> pd.DataFrame:
         """Copy the table, a row for every training example in order."""
