@@ -201,6 +201,22 @@ def test_changes_are_compared_in_pairs(case):
     assert (row["loss_low"], row["loss_high"]) == pytest.approx((low, high))
 
 
+def test_labels_that_look_wrong_are_removed(tmp_path):
+    digits = lo.data.load("digits", n_train=80, n_val=20)
+    noisy = lo.data.flip(digits.train, 0.1, seed=1).examples
+    torch.manual_seed(0)
+    task = lo.Task(nn.Linear(64, 10), nn.CrossEntropyLoss(), noisy)
+    run = lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.5), 4, 20, 0, tmp_path / "run")
+    labels = lo.labels(run, task)
+    ranking = labels.to_scores()
+    assert ranking.harmful(len(labels)) == labels.ids
+    assert ranking.harmful_count == len(labels)
+    curve = lo.cleanse(labels, run, task, digits.test, [3], random=0)
+    without = lo.Replay().score(run, task, digits.test, groups=[labels.ids[:3]])
+    assert curve.choices == ["labels"]
+    assert curve.changes()["loss"].iloc[0] == pytest.approx(float(without.values[0, 0]), abs=1e-6)
+
+
 def test_a_change_in_words():
     rows = {"choice": ["nothing", "ACC"], "removed": [0, 5], "order": [0, 0], "draw": [0, 0]}
     rows |= {"loss": [0.5, 0.4], "loss_se": [0.1, 0.1], "error": [0.3, 0.1], "error_se": [0.05, 0.05]}

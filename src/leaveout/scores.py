@@ -24,6 +24,8 @@ SIGN = "positive: the query loss would rise without this example; it helped"
 UNIT = "change of the query loss"
 MEAN, SELF = "mean", "self"
 """The single columns of scores for the queries' mean loss, and for each example's own loss."""
+LABELS = "labels"
+"""What removing the labels that look wrong is called in a cleansing curve."""
 
 
 @dataclass(frozen=True, eq=False)

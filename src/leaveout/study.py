@@ -28,7 +28,7 @@ from leaveout.run.reader import Run
 from leaveout.scores import SELF, Scores
 from leaveout.task.task import Task
 
-_BY_IDENTITY = (Scores, Check, Dataset)
+_BY_IDENTITY = (Scores, Check, Labels, Dataset)
 
 REMOVED = (0.02, 0.05, 0.1)
 """What ``cleanse`` removes by default, as shares of the training examples."""
@@ -113,7 +113,7 @@ class Study:
 
     def cleanse(
         self,
-        scores: Scores | Sequence[Scores] | None = None,
+        scores: Scores | Labels | Sequence[Scores | Labels] | None = None,
         test_set: Dataset | None = None,
         remove: Sequence[int] | None = None,
         **options: Any,
@@ -124,7 +124,8 @@ class Study:
                 "cleanse measures on examples that neither training nor the scores have seen: give test_set=.",
                 code="test-set-missing",
             )
-        methods = [self._known(one) for one in ([scores] if scores is None or isinstance(scores, Scores) else scores)]
+        given = [scores] if scores is None or isinstance(scores, Scores | Labels) else list(scores)
+        methods = [one if isinstance(one, Labels) else self._known(one) for one in given]
         amounts = remove or sorted({max(1, round(share * self.task.size)) for share in REMOVED})
 
         def measured() -> Curve:

@@ -21,6 +21,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutWarning, check_seed
 from leaveout.estimators.readout import Query
 from leaveout.evaluate.curve import COLUMNS, MEASURED, NOTHING, RANDOM, Curve
+from leaveout.evaluate.labels import Labels
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget
@@ -35,7 +36,7 @@ Choice: TypeAlias = tuple[dict[str, Any], tuple[int, ...]]
 
 
 def cleanse(
-    scores: Scores | Sequence[Scores],
+    scores: Scores | Labels | Sequence[Scores | Labels],
     run: Run,
     task: Task,
     test_set: Dataset,
@@ -53,7 +54,7 @@ def cleanse(
     control, as many are removed at random.
 
     Args:
-        scores: of single examples, by one method or several.
+        scores: of single examples, by one method or several; or what ``labels`` says, to remove those that look wrong.
         run: the run that was scored.
         task: what was trained.
         test_set: examples that neither training nor the scores have seen.
@@ -63,7 +64,8 @@ def cleanse(
         seed: of the random choices and the fresh orders.
         resources: memory budget, progress, engine, and where finished trainings are kept.
     """
-    methods = [scores] if isinstance(scores, Scores) else list(scores)
+    rankings = [scores] if isinstance(scores, Scores | Labels) else list(scores)
+    methods = [one.to_scores() if isinstance(one, Labels) else one for one in rankings]
     amounts = _checked(methods, run, task, remove, random, shuffles)
     check_seed(seed, 0, 2**32 - 1)
     ranked = _ranked(methods, amounts[-1])

@@ -25,7 +25,7 @@ from leaveout.evaluate.dynamics import STATES, Dynamics, dynamics
 from leaveout.evaluate.reasons import reasons
 from leaveout.evaluate.verify import Check
 from leaveout.run.reader import Run
-from leaveout.scores import Scores
+from leaveout.scores import LABELS, MEAN, Scores
 from leaveout.task.classes import class_names
 from leaveout.task.task import Task
 
@@ -134,6 +134,16 @@ class Labels(Comparable):
         ax.set_yticks(range(counts.shape[0]), counts.index)
         ax.set(xlabel="suggested label", ylabel="given label", title=f"{len(self)} labels look wrong")
         return ax
+
+    def to_scores(self) -> Scores:
+        """Return the order of the labels as scores, so that ``cleanse`` can remove those that look wrong.
+
+        They are negative for the issues alone, and lowest for the most suspicious.
+        """
+        values = self.table["label_score"].to_numpy(dtype=float) - 1.000001 * self.table["is_label_issue"].to_numpy()
+        ids = tuple(int(i) for i in self.table.index)
+        column = torch.from_numpy(values)[:, None]
+        return Scores(column, ids, (MEAN,), LABELS, unit="label score", run_fingerprint=self.run_fingerprint)
 
     def to_frame(self) -> pd.DataFrame:
         """Copy the table, a row for every training example in order."""

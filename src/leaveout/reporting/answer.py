@@ -5,6 +5,7 @@ from __future__ import annotations
 from leaveout.evaluate.curve import RANDOM, Curve
 from leaveout.evaluate.labels import Labels
 from leaveout.reporting.content import Answer, Trust
+from leaveout.scores import LABELS
 
 
 def answers(
@@ -30,10 +31,23 @@ def amount(curve: Curve, method: str, wanted: int | None) -> int:
     return min(amounts, key=lambda removed: (abs(removed - wanted), removed))
 
 
+def chosen(method: str, removed: int) -> str:
+    """Say what was removed.
+
+    >>> chosen("labels", 20), chosen("ACC", 20)
+    ('the 20 labels that look most wrong', 'the 20 most harmful examples by ACC')
+    """
+    return (
+        f"the {removed:,} labels that look most wrong"
+        if method == LABELS
+        else (f"the {removed:,} most harmful examples by {method}")
+    )
+
+
 def removal(curve: Curve, method: str, removed: int) -> str:
     """What removing this many brought, beside as many at random."""
     size = f"{curve.test_size:,} test examples"
-    words = f"Retrained without the {removed:,} most harmful examples by {method}, the test {curve.measure} on {size} "
+    words = f"Retrained without {chosen(method, removed)}, the test {curve.measure} on {size} "
     words += f"{curve.change(method, removed)}."
     control = curve.table[(curve.table["choice"] == RANDOM) & (curve.table["removed"] == removed)]
     if len(control):
@@ -52,22 +66,28 @@ def _labels(labels: Labels) -> Answer:
 
 
 def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted: int | None, *, groups: bool) -> Answer:
-    what = "groups" if groups else "examples"
-    did = f"{harmful:,} of {total:,} {what} did harm by {method}."
-    if curve is None or method not in curve.choices:
-        words = f"{did} What removing them brings was not measured"
+    what = "group" if groups else "example"
+    if not harmful:
+        return Answer(
+            "removal", "good", f"No {what} did harm", f"By {method}, without any of {total:,} the loss would rise."
+        )
+    measured = [] if curve is None else [name for name in (LABELS, method) if name in curve.choices]
+    if curve is None or not measured:
+        words = f"{harmful:,} of {total:,} {what}s did harm by {method}. What removing them brings was not measured"
         words += "." if groups else ": lo.cleanse, or leaveout cleanse, retrains without them."
-        return Answer("removal", "unchecked", f"{harmful:,} {what} did harm", words)
-    removed = amount(curve, method, wanted)
+        return Answer("removal", "unchecked", f"{harmful:,} {what}{'' if harmful == 1 else 's'} did harm", words)
     rows = curve.changes()
-    row = rows[(rows["choice"] == method) & (rows["removed"] == removed)].iloc[0]
+    numbers = [amount(curve, name, wanted) for name in measured]
+    row = rows[(rows["choice"] == measured[0]) & (rows["removed"] == numbers[0])].iloc[0]
     change = float(row[curve.measure])
+    start = f"Removing {numbers[0]:,}"
     if not row["measurable"]:
-        headline, level = f"Removing {removed:,}: no measurable change", "unchecked"
+        headline, level = f"{start}: no measurable change", "unchecked"
     else:
         by = f"{abs(change) * 100:.1f} points" if curve.measure == "error" else f"{abs(change):.3g}"
-        headline = f"Removing {removed:,}: test {curve.measure} {'falls' if change < 0 else 'rises'} by {by}"
+        headline = f"{start}: test {curve.measure} {'falls' if change < 0 else 'rises'} by {by}"
         level = "good" if change < 0 else "none"
-    tried = len(rows[rows["choice"] == method])
-    more = f" {tried} numbers were tried; all are below." if tried > 1 else ""
-    return Answer("removal", level, headline, removal(curve, method, removed) + more)
+    sentences = [removal(curve, name, number) for name, number in zip(measured, numbers, strict=True)]
+    tried = len(rows[rows["choice"] == measured[0]])
+    more = [f"{tried} numbers were tried; all are below."] if tried > 1 else []
+    return Answer("removal", level, headline, " ".join([*sentences, *more]))

@@ -8,6 +8,7 @@ from leaveout.errors import InputError
 from leaveout.evaluate.curve import NOTHING, RANDOM, Curve
 from leaveout.reporting.answer import amount, removal
 from leaveout.reporting.content import Cleansing, Line, digits, rounded
+from leaveout.scores import LABELS
 
 
 def cleansing(curve: Curve, method: str, wanted: int | None) -> Cleansing:
@@ -34,8 +35,9 @@ def cleansing(curve: Curve, method: str, wanted: int | None) -> Cleansing:
         (_name(str(row["choice"])), int(row["removed"]), curve.change(str(row["choice"]), int(row["removed"])))
         for _, row in curve.changes().iterrows()
     ]
-    if method in curve.choices:
-        sentence = removal(curve, method, amount(curve, method, wanted))
+    measured = [name for name in (LABELS, method) if name in curve.choices]
+    if measured:
+        sentence = " ".join(removal(curve, name, amount(curve, name, wanted)) for name in measured)
     else:
         names = " and ".join(curve.choices)
         sentence = f"Removed by {names}; nothing was removed by {method}, whose scores are shown above."
@@ -43,4 +45,5 @@ def cleansing(curve: Curve, method: str, wanted: int | None) -> Cleansing:
 
 
 def _name(choice: str) -> str:
-    return "at random" if choice == RANDOM else f"most harmful by {choice}"
+    names = {RANDOM: "at random", LABELS: "labels that look wrong"}
+    return names.get(choice, f"most harmful by {choice}")
