@@ -200,13 +200,14 @@ class Study:
             estimator = Replay() if self._replay_seconds() <= budget else ACC()
         return self._remember(estimator.score(self.run, self.task, self.query, resources=self.resources, **options))
 
-    def _replay_seconds(self, rows: int = 8, steps: int = 8) -> float:
-        """Predict what replaying every example takes, from a few examples over the first steps."""
+    def _replay_seconds(self, rows: int = 64, steps: int = 8) -> float:
+        """Predict what replaying every example takes, from some examples over the first steps, measured when warm."""
         few, part = min(rows, self.task.size), self.run.head(min(steps, len(self.run)))
-        began = time.perf_counter()
-        Replay(tuple(range(few))).score(part, self.task, self.query, resources=Resources(progress=False))
-        each = (time.perf_counter() - began) / (few + 1) / len(part)
-        return each * (self.task.size + 1) * len(self.run)
+        for _ in range(2):
+            began = time.perf_counter()
+            Replay(tuple(range(few))).score(part, self.task, self.query, resources=Resources(progress=False))
+            taken = time.perf_counter() - began
+        return taken / (few + 1) / len(part) * (self.task.size + 1) * len(self.run)
 
     def _remember(self, scores: Scores) -> Scores:
         self.scores.pop(scores.method, None)  # the newest comes last
