@@ -236,6 +236,7 @@ def test_the_matrix_filters(visit, reports):
     page, report = visit(), reports("pictures")
     issues = lo.labels(report.run, report.task, classes=CLASSES).issues
     pairs = issues.groupby(["given_label", "predicted_label"]).size()
+    page.locator("#filter summary").click()
     buttons = page.locator("#matrix button")
     assert sum(int(text) for text in buttons.all_inner_texts()) == len(issues)
     (given, suggested), count = pairs.idxmax(), pairs.max()

@@ -106,8 +106,7 @@ class Curve(Comparable):
 
     def change(self, choice: str, removed: int) -> str:
         """Say in a phrase what removing this many by one choice changed: "falls by 1.3 points (0.2 to 2.4)"."""
-        rows = self.changes()
-        row = rows[(rows["choice"] == choice) & (rows["removed"] == removed)].iloc[0]
+        row = self._change(choice, removed)
         value, low, high = (float(row[f"{self.measure}{end}"]) for end in ("", "_low", "_high"))
         size = {"loss": "{:.3g}", "error": "{:.1f} points"}[self.measure]
         scale = {"loss": 1.0, "error": 100.0}[self.measure]
@@ -116,6 +115,15 @@ class Curve(Comparable):
         ends = sorted((abs(low), abs(high)))
         words = f"{size.format(scale * ends[0]).removesuffix(' points')} to {size.format(scale * ends[1])}"
         return f"{'falls' if value < 0 else 'rises'} by {size.format(scale * abs(value))} ({words})"
+
+    def interval(self, choice: str, removed: int) -> str:
+        """Write what removing this many by one choice changed, as a number: "-1.3 points (-2.4 to -0.2)"."""
+        row = self._change(choice, removed)
+        return _signed(row[self.measure], row[f"{self.measure}_low"], row[f"{self.measure}_high"], self.measure)
+
+    def _change(self, choice: str, removed: int) -> pd.Series:
+        rows = self.changes()
+        return rows[(rows["choice"] == choice) & (rows["removed"] == removed)].iloc[0]
 
     def __str__(self) -> str:
         frame, measure = self.to_frame(), self.measure

@@ -60,8 +60,8 @@ def _labels(labels: Labels) -> Answer:
     words = f"Of {total:,} training labels"
     if not count:
         return Answer("labels", "good", "No label looks wrong", f"{words}. {labels.advice}".rstrip())
-    changes = ", ".join(labels.changes(3)).removesuffix("...") + ("and others" if len(labels.changes()) > 3 else "")
-    more = f"{words}; given → suggested {changes}. {labels.advice}".rstrip()
+    changes = ", ".join(labels.changes(3)).removesuffix(", ...")
+    more = f"{words}. Most often, given → suggested: {changes}. {labels.advice}".rstrip()
     return Answer("labels", "hint", f"{count:,} {'label looks' if count == 1 else 'labels look'} wrong", more)
 
 
@@ -87,7 +87,11 @@ def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted:
         by = f"{abs(change) * 100:.1f} points" if curve.measure == "error" else f"{abs(change):.3g}"
         headline = f"{start}: test {curve.measure} {'falls' if change < 0 else 'rises'} by {by}"
         level = "good" if change < 0 else "none"
-    sentences = [removal(curve, name, number) for name, number in zip(measured, numbers, strict=True)]
+    size = f"{curve.test_size:,} test examples"
+    sentences = [
+        f"Retrained without {chosen(name, number)}: {curve.interval(name, number)} on {size}."
+        for name, number in zip(measured, numbers, strict=True)
+    ]
     tried = len(rows[rows["choice"] == measured[0]])
     more = [f"{tried} numbers were tried; all are below."] if tried > 1 else []
     return Answer("removal", level, headline, " ".join([*sentences, *more]))
