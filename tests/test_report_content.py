@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from leaveout.reporting.answer import answers
 from leaveout.reporting.cleansing import cleansing
 from leaveout.reporting.content import Trust
 from leaveout.reporting.opinions import opinions
-from leaveout.reporting.show import present
+from leaveout.reporting.show import built_in, present
 from problems import recorded
 from reports import EVIL, FEATURES, pictures, table, texts, trained
 
@@ -234,6 +235,35 @@ def test_one_methods_replays_serve_the_others(rowed, tmp_path):
         with pytest.raises(lo.InputError) as refused:
             lo.report(tmp_path / "other.html", rowed.run, wrong)
         assert refused.value.code == code
+
+
+def test_raw_rows_and_texts_stand_for_what_the_model_saw():
+    adult = [
+        {"age": 39, "workclass": "Private", "hours-per-week": 40},
+        {"age": 50, "workclass": "?", "hours-per-week": 13},
+    ]
+    show = lo.Show(train=adult)
+    assert show.shown(adult[1], 1).row == (("age", "50"), ("workclass", "?"), ("hours-per-week", "13"))
+    assert show.shown({"text": "hello", "label": 1}).text == "hello", "an example with its target is shown by its text"
+    assert lo.Show().shown("  ").text == "(empty)"
+
+
+@pytest.mark.skipif("LEAVEOUT_DATA" not in os.environ, reason="the files are where LEAVEOUT_DATA says")
+def test_built_in_tables_and_texts_keep_their_raw_rows():
+    adult = lo.data.load("adult", 20, 20)
+    flipped = lo.data.flip(adult.train, 0.5).examples
+    shown = built_in(adult)
+    for i in range(20):
+        row = dict(shown.shown(shown.train[i], i).row)
+        assert list(row)[:3] == ["age", "workclass", "fnlwgt"]
+        assert row == {name: str(value) for name, value in flipped.raw[i].items()}
+        # The age that the model sees is that age, standardised.
+    ages = torch.tensor([float(raw["age"]) for raw in adult.train.raw])
+    seen = adult.train.x[:, adult.features.index("age")]
+    torch.testing.assert_close((ages - ages.mean()) / ages.std(correction=0), seen, rtol=1e-4, atol=1e-4)
+    news = lo.data.load("20news", 20, 20)
+    words = [word for word, value in zip(news.features, news.train.x[0], strict=True) if value > 0]
+    assert all(word in news.train.raw[0].lower() for word in words)
 
 
 def test_texts_rows_and_names_of_ones_own(rowed, tmp_path):

@@ -64,12 +64,18 @@ class Show:
 
     def shown(self, example: Any, number: int | None = None) -> Shown:
         """Show one example; ``number`` is that of a training example."""
-        plain = present(self.example(example) if self.example else input_of(example), self.features)
+        plain = present(self.example(example) if self.example else _readable(example), self.features)
         text, row = _part(self.text, example, number), _part(self.row, example, number)
         if text is None and row is None:
             return plain
         cells = Shown() if row is None else present(row)
         return Shown(plain.picture, "" if text is None else present(str(text)).text, cells.row, cells.more)
+
+
+def _readable(example: Any) -> Any:
+    """A row of names and values as it is, unless it holds a target, as a data set's examples do; else the input."""
+    row = isinstance(example, Mapping) and not any(key in TARGET_KEYS for key in example)
+    return example if row else input_of(example)
 
 
 def _part(source: Any, example: Any, number: int | None) -> Any:
@@ -118,6 +124,8 @@ def present(thing: Any, features: Sequence[str] = ()) -> Shown:
         cells = [(str(name), _cell(value)) for name, value in thing.items()]
         return Shown(row=tuple(cells[: 2 * CELLS]), more=max(0, len(cells) - 2 * CELLS))
     if isinstance(thing, str):
+        if not thing.strip():
+            return Shown(text="(empty)")
         return Shown(text=thing if len(thing) <= TEXT else thing[:TEXT].rstrip() + " …")
     if isinstance(thing, bool | int | float) or thing is None:
         return Shown(text="" if thing is None else _cell(thing))
