@@ -163,6 +163,20 @@ def test_cleanse_twice_answers_from_disk(trained):
         assert (refused.code, "give --again to replace it" in refused.refusal) == (1, True), other
 
 
+def test_cleanse_removes_labels_that_look_wrong(trained):
+    trained("score", "runs/x", "--method", "sgd-ie")
+    asked = ("cleanse", "runs/x", "--labels", "--remove", "3", "--random", "0")
+    refused = trained(*asked)
+    assert (refused.code, "run leaveout labels runs/x first" in refused.refusal) == (1, True)
+    trained("labels", "runs/x")
+    first = trained(*asked)
+    assert first.code == 0, first.err
+    assert lo.Curve.load("runs/x/cleanse.json").choices == ["labels", "SGD-IE"]
+    assert trained(*asked).out == first.out
+    assert trained("report", "runs/x").code == 0
+    assert "labels that look most wrong" in Path("runs/x/report.html").read_text()
+
+
 def test_refusals_speak_of_options(trained):
     trained("score", "runs/x", "--method", "sgd-ie")
     assert "--remove [900] must be numbers" in trained("cleanse", "runs/x", "--remove", "900").refusal

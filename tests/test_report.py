@@ -358,6 +358,10 @@ def test_rows_and_groups(visit, reports):
         assert cell.inner_text() == f"{value:.4g}".replace("-", "−")
     assert f"source {EVIL}" in page.locator("#sums [data-tip]").first.get_attribute("data-tip")
     assert "target" in card.inner_text()
+    for name in ("groups", "table"):
+        bars = visit(name).locator("#cards .spark")
+        assert bars.count()
+        assert all("by SGD-IE" in words for words in bars.all_inner_texts()), "bars of another method than the scores'"
     for control in ("#label", "#disputed", "#labels"):
         assert page.locator(control).count() == 0, "a number has no other class to be mistaken for"
 

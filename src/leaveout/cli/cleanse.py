@@ -27,6 +27,7 @@ from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
 from leaveout.evaluate.cleanse import cleanse as lo_cleanse
 from leaveout.evaluate.curve import NOTHING, RANDOM, Curve
+from leaveout.evaluate.labels import Labels
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import MEAN, Scores
@@ -43,6 +44,9 @@ def cleanse(
         typer.Option(help="How many of the most harmful to remove; may be repeated. 2, 5 and 10 % by default."),
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only by these scores; may be repeated.")] = None,
+    labels: Annotated[
+        bool, typer.Option("--labels", help="Also remove the labels that look wrong, by leaveout labels.")
+    ] = False,
     task: TaskOption = None,
     random: Annotated[int, typer.Option(help="Random choices to compare with, for each number.")] = 5,
     shuffles: Annotated[int, typer.Option(help="0: the recorded batches; k: k fresh orders of the examples.")] = 0,
@@ -58,6 +62,8 @@ def cleanse(
 
     [dim]$[/dim] leaveout cleanse runs/digits
 
+    [dim]$[/dim] leaveout cleanse runs/digits --labels
+
     [dim]$[/dim] leaveout cleanse runs/digits --method acc --remove 10 --remove 50 --shuffles 3
 
     [dim]$[/dim] leaveout cleanse runs/mine --task mypackage.mymodule:make_task
@@ -70,10 +76,12 @@ def cleanse(
     scores = [Scores.load(file) for file in files]
     if method is None:
         scores = _rankings(scores, run)
+    if labels:
+        scores.insert(0, _labels(paths, recorded))
     subject = subject_of(run, task)
     amounts = remove or sorted({max(1, round(share * subject.task.size)) for share in SHARES})
     options = {"random": random, "shuffles": shuffles, "seed": seed}
-    question = ("cleanse", files, amounts, random, shuffles, seed)
+    question = ("cleanse", files, labels, amounts, random, shuffles, seed)
     curve = _answering(out, recorded, scores, amounts, options) if out.exists() and not again else None
     if curve is None:
         with working(recorded, question, [out], memory, processes, ray) as resources:
@@ -85,6 +93,15 @@ def cleanse(
     else:
         console.print(str(curve), highlight=False, markup=False)
         console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _labels(paths: RunPaths, run: Run) -> Scores:
+    """Read the order of the labels that look wrong."""
+    if not paths.labels.exists():
+        raise InputError(f"{run.path} has no labels yet: run leaveout labels {run.path} first.", code="labels-missing")
+    ranking = Labels.load(paths.labels).to_scores()
+    ranking.check_same_run(run)
+    return ranking
 
 
 def _answering(out: Path, run: Run, scores: list[Scores], amounts: list[int], options: dict[str, int]) -> Curve:
