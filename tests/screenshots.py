@@ -28,7 +28,7 @@ SHOTS = {
 }
 
 
-DEMO = ("trust", "query")
+DEMO = ("retraining", "trust", "query")
 README = Path(__file__).parent.parent / "README.md"
 
 

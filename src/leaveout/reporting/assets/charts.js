@@ -100,12 +100,19 @@ function curves(id, lines, names, rows) {
     const height = Math.min(340, Math.max(230, width * 0.55));
     const all = [...lines.flatMap((line) => [...line.y, ...line.low, ...line.high]), ...(names.base === undefined ? [] : [names.base])];
     const xs = lines.flatMap((line) => line.x);
-    const axes = frame(width, height, [Math.min(...xs), Math.max(...xs)], padded(names.zero ? [0, ...all] : all), names);
+    const single = Math.min(...xs) === Math.max(...xs);
+    const span = single ? [xs[0] - 1, xs[0] + 1] : [Math.min(...xs), Math.max(...xs)];
+    const own = single && !names.x_ticks ? { x_ticks: [xs[0]], x_tick: (tick) => String(tick) } : {};
+    const axes = frame(width, height, span, padded(names.zero ? [0, ...all] : all), { ...names, ...own });
     const { root, x, y } = axes;
     if (names.zero) root.append(segment(axes.left, y(0), axes.right, y(0), "axis"));
     if (names.base !== undefined) root.append(segment(axes.left, y(names.base), axes.right, y(names.base), "ideal"));
     lines.forEach((line, i) => {
-      if (line.low.length) {
+      const beside = (i - (lines.length - 1) / 2) * 16;  // a single number: the lines are points side by side, with bars
+      if (line.low.length && single) {
+        const at = x(line.x[0]) + beside;
+        root.append(svg("line", { x1: at, x2: at, y1: y(line.low[0]), y2: y(line.high[0]), class: "line", stroke: lineStyle(i).stroke }));
+      } else if (line.low.length) {
         const band = [...line.x.map((v, k) => [x(v), y(line.high[k])]), ...line.x.map((v, k) => [x(v), y(line.low[k])]).reverse()];
         root.append(svg("path", { d: path(band) + "Z", class: "band", fill: lineStyle(i).stroke }));
       }
@@ -113,8 +120,9 @@ function curves(id, lines, names, rows) {
     lines.forEach((line, i) => {
       root.append(svg("path", { d: path(line.x.map((v, k) => [x(v), y(line.y[k])])), class: "line", ...lineStyle(i) }));
       line.x.forEach((v, k) => {
-        root.append(svg("circle", { cx: x(v), cy: y(line.y[k]), r: names.dots ? 3 : 1.5, fill: lineStyle(i).stroke }));
-        root.append(svg("circle", { cx: x(v), cy: y(line.y[k]), r: 9, fill: "transparent", "data-tip": `${line.name}\n${names.tip(v, line, k)}: ${(names.percent ? (w) => Number((w * 100).toPrecision(3)) + "%" : (w) => minus(short(w)))(line.y[k])}` }));
+        const at = x(v) + (single ? (i - (lines.length - 1) / 2) * 16 : 0);
+        root.append(svg("circle", { cx: at, cy: y(line.y[k]), r: single ? 5 : names.dots ? 3 : 1.5, fill: lineStyle(i).stroke }));
+        root.append(svg("circle", { cx: at, cy: y(line.y[k]), r: 9, fill: "transparent", "data-tip": `${line.name}\n${names.tip(v, line, k)}: ${(names.percent ? (w) => Number((w * 100).toPrecision(3)) + "%" : (w) => minus(short(w)))(line.y[k])}` }));
       });
     });
     return root;
