@@ -27,8 +27,8 @@ from leaveout.run.live_model import check_modules, check_trained, state_of
 from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.moving_buffers import MovingBuffers
-from leaveout.run.pending import Pending
 from leaveout.run.overwrite import clear
+from leaveout.run.pending import Pending
 from leaveout.run.reader import Record, Run, open_run
 from leaveout.run.resume import Past, restore
 from leaveout.run.watched_loader import IndexedLoader, Watched, unwatched
