@@ -117,13 +117,9 @@ class Run:
 
     def _repr_html_(self) -> str:
         first, last = self.record(0), self.record(len(self) - 1)
-        rows = [
-            ("steps", len(self)),
-            ("epochs", last.epoch + 1),
-            ("optimizer", self.rule.kind),
-            ("batches", f"of {len(first.ids)}"),
-            ("states kept", f"{len(self.kept)} of {len(self) + 1}"),
-        ]
+        kept, batches = f"{len(self.kept)} of {len(self) + 1}", f"of {len(first.ids)}"
+        rows = [("steps", len(self)), ("epochs", last.epoch + 1), ("optimizer", self.rule.kind), ("batches", batches)]
+        rows.append(("states kept", kept))
         return notebook.card(f"Run {self.path}", (), ("", ""), rows)
 
     def __repr__(self) -> str:
