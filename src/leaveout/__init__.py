@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from leaveout.evaluate import metrics
     from leaveout.evaluate.average import average
     from leaveout.evaluate.choose import Chosen, choose
-    from leaveout.evaluate.cleanse import Curve, cleanse
+    from leaveout.evaluate.cleanse import cleanse
+    from leaveout.evaluate.curve import Curve
     from leaveout.evaluate.labels import Labels, labels
     from leaveout.evaluate.plan import plan
     from leaveout.evaluate.precision import Rounding, rounding
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from leaveout.run.recorder import Recorder
     from leaveout.run.train import train
     from leaveout.scores import Scores
+    from leaveout.study import Study
     from leaveout.sweep.transports import Subspace
     from leaveout.task.task import Task
 
@@ -70,7 +72,8 @@ _HOMES = {
     "evaluate": ("metrics",),
     "evaluate.average": ("average",),
     "evaluate.choose": ("Chosen", "choose"),
-    "evaluate.cleanse": ("Curve", "cleanse"),
+    "evaluate.cleanse": ("cleanse",),
+    "evaluate.curve": ("Curve",),
     "evaluate.labels": ("Labels", "labels"),
     "evaluate.plan": ("plan",),
     "evaluate.precision": ("Rounding", "rounding"),
@@ -82,6 +85,7 @@ _HOMES = {
     "run.recorder": ("Recorder",),
     "run.train": ("train",),
     "scores": ("Scores",),
+    "study": ("Study",),
     "sweep.transports": ("Subspace",),
     "task.task": ("Task",),
 }

@@ -33,6 +33,7 @@ from leaveout.errors import InputError
 from leaveout.estimators import Estimator
 from leaveout.estimators.question import Question
 from leaveout.estimators.several import one_by_one
+from leaveout.evaluate.verify import MINIMUM
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
@@ -83,7 +84,7 @@ def score(
     recorded = opened(run)
     subject = subject_of(run, task)
     variant = ("each" if queries == "each" else "") + (f" by {groups.stem}" if groups else "")
-    entries, paths = [], RunPaths(run, results)
+    entries, answers, paths = [], [], RunPaths(run, results)
     targets = [paths.scores(estimator.resolved(recorded).name, variant) for estimator in estimators]
     if AUTO in names:
         targets += auto.targets(paths, variant)
@@ -98,12 +99,23 @@ def score(
                     auto.show(choice)
         for scores, file, new in _scored(recorded, paths, subject, estimators, queries, by, variant, resources, again):
             entries.append(_facts(scores, file, top, new))
+            answers.append(scores)
             if not as_json:
                 _show(scores, file, top, new, subject.flipped)
     if as_json:
         print_json({"run": str(run), "scores": entries})
     else:
-        print_next("verify" if estimators else "report", run, task, results)
+        step = ("report", run) if not estimators else _next(answers, run, groups)
+        print_next(*step, task, results)
+
+
+def _next(answers: list[Scores], run: Path, groups: Path | None) -> tuple[str, Path]:
+    """What to do with the scores: exact ones need no check, and a few rows cannot be ranked."""
+    if all(scores.all_exact for scores in answers):
+        return "report", run
+    if all(len(scores.train_ids) < 2 * MINIMUM for scores in answers):
+        return f"score --method replay{f' --groups {groups}' if groups else ''}", run
+    return "verify", run
 
 
 def _scored(
@@ -142,7 +154,12 @@ def _read_groups(file: Path) -> Groups:
         if not isinstance(raw, dict):
             raise ValueError("no object")
         return raw
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise InputError(
+            f'{file} cannot be read ({error.strerror}): give a JSON file like {{"ann": [0, 3], "bob": [1, 2]}}.',
+            code="groups-file-unreadable",
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f'{file} does not hold groups ({error}): write JSON like {{"ann": [0, 3], "bob": [1, 2]}}.',
             code="groups-file-unreadable",

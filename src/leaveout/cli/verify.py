@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from leaveout.cli.app import (
     AsJson,
@@ -27,12 +29,13 @@ from leaveout.cli.methods import parse
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.estimators.replay import JITTER
+from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import MINIMUM, Check
 from leaveout.evaluate.verify import chosen as sample
 from leaveout.evaluate.verify import verify as lo_verify
 from leaveout.run.paths import RunPaths, slug
 from leaveout.run.reader import Run
-from leaveout.scores import Scores
+from leaveout.scores import UNIT, Scores
 
 
 @app.command()
@@ -71,7 +74,7 @@ def verify(
     recorded, paths = opened(run), RunPaths(run, results)
     files = chosen(recorded, paths, method)
     subject = subject_of(run, task)
-    entries, few = [], []
+    entries, few, checks = [], [], []
     targets = [paths.check(file) for file in files]
     question = ("verify", files, replays, seed, moves, jitter)
     with working(recorded, question, targets, memory, processes, ray) as resources:
@@ -87,15 +90,58 @@ def verify(
                 check = ask(scores, recorded, subject.task, subject.query)
                 check.save(out, overwrite=again)
             entries.append({"file": str(out), **json.loads(out.read_text())})
-            if not as_json:
-                console.print(f"\n{check}", highlight=False, markup=False)
-                console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
+            checks.append((check, scores))
     if as_json:
         print_json({"run": str(run), "checks": entries, "too_few": few})
-    else:
-        for one in few:
-            console.print(f"\n{_too_few(one, run)}", highlight=False, markup=False, soft_wrap=True)
-        print_next("report", run, task, results)
+        return
+    if checks:
+        console.print(_table([check for check, _ in checks]))
+        for check, _ in checks:
+            if check.diagnosis:
+                console.print(f"{check.method}: {check.diagnosis}", highlight=False, markup=False)
+        for one in entries:
+            console.print(f"  {one['file']}", highlight=False, markup=False, soft_wrap=True)
+    for one in few:
+        console.print(f"\n{_too_few(one, run)}", highlight=False, markup=False, soft_wrap=True)
+    advice, command = _advice(checks)
+    if advice:
+        console.print(f"\n{advice}", highlight=False, markup=False)
+    print_next(command, run, task, results)
+
+
+def _table(checks: list[Check]) -> Table:
+    """Make a table with a row per method: the verdict, and rank correlation and error in both samples."""
+    table = Table("method", "verdict", title=f"Compared with {len(checks[0].table)} exact replays")
+    for heading in ("tau, most extreme", "tau, at random", "typical error"):
+        table.add_column(heading, justify="right")
+    for check in checks:
+        parts = {"extreme": check.extreme, "random": check.random}
+        errors = [
+            f"{part.rmse.value / check.spread[name]:.0%}" for name, part in parts.items() if check.spread[name] > 0
+        ]
+        taus = [str(part.kendall) for part in parts.values()]
+        table.add_row(Text(check.method), check.verdict.value, *taus, ", ".join(errors) or "-")
+    table.caption = (
+        "tau: rank correlation with the truth (95% interval); typical error: as a share of the scores' spread"
+    )
+    return table
+
+
+def _advice(checks: list[tuple[Check, Scores]]) -> tuple[str, str]:
+    """Say what to do next: with scores that can be trusted, the page; with weak ones, something truer."""
+    if not checks or any(scores.all_exact for _, scores in checks):
+        return "", "report"
+    verdict = min((check.verdict for check, _ in checks), key=list(Verdict).index)
+    if verdict in (Verdict.GOOD, Verdict.COARSE):
+        return "", "report"
+    comparable = [check for check, scores in checks if scores.unit == UNIT]
+    if not comparable:
+        return f"By these scores {verdict.value}: score with a method that gives changes of the loss.", "score"
+    return (
+        f"By these scores {verdict.value}: refine replaces the most extreme ones by exact replays; or replay every "
+        "example (score --method replay), if leaveout plan says that you can afford it.",
+        "refine",
+    )
 
 
 def _too_few(scores: dict[str, Any], run: Path) -> str:

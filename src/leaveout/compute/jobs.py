@@ -7,7 +7,7 @@ aside and renamed, with a checksum; one that was damaged is done again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +16,7 @@ import pooch
 from torch import Tensor
 
 from leaveout._util.files import read_sealed, save_sealed
+from leaveout.compute import progress
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
@@ -52,8 +53,8 @@ def completed(
     missing = [place for place in range(len(items)) if place not in shards]
     checkpoints = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
     todo = [(items[place], checkpoints[place]) for place in missing]
-    # In this process, a shard shows a bar of its own.
-    results = resources.map(function, todo, what) if resources.elsewhere else enumerate(map(function, todo))
+    # In this process, a shard shows a bar of its own, which counts the others in.
+    results = resources.map(function, todo, what) if resources.elsewhere else _in_turn(function, todo)
     for number, shard in results:
         place = missing[number]
         shards[place] = shard
@@ -62,6 +63,13 @@ def completed(
         if checkpoint := checkpoints[place]:
             checkpoint.unlink(missing_ok=True)
     return [shards[place] for place in range(len(items))]
+
+
+def _in_turn(function: Callable[[T], Shard], items: Sequence[T]) -> Iterator[tuple[int, Shard]]:
+    for number, item in enumerate(items):
+        with progress.part(number, len(items)):
+            shard = function(item)
+        yield number, shard
 
 
 def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from torch.utils.data import Dataset
 
+from leaveout._util import notebook
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, or_null, read_json, save_json
 from leaveout.compute.cost import Cost
@@ -76,6 +77,26 @@ class Check(Comparable):
 
     def __str__(self) -> str:
         return self.sentence
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (name, part.count, Verdict.of(part.kendall).value, str(part.kendall), str(part.spearman), str(part.rmse))
+            for name, part in (("most extreme", self.extreme), ("at random", self.random))
+        ]
+        heads = ("sample", "replays", "verdict", "Kendall's tau", "Spearman's rho", "RMSE")
+        title = f"{self.method}, compared with {len(self.table)} exact replays: {self.verdict.value}"
+        return notebook.card(title, (), heads, rows)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw every estimate against its truth; needs matplotlib. Returns the axes."""
+        ax = notebook.axes(ax)
+        for name, part in self.table.groupby("sample"):
+            marker, colour = ("o", notebook.HARM) if name == "extreme" else ("s", notebook.HELP)
+            ax.scatter(part["score"], part["truth"], marker=marker, color=colour, label=str(name), s=18)
+        ax.axline((0, 0), slope=1, color="grey", linestyle="--", linewidth=1)
+        ax.set(xlabel="estimate", ylabel="truth", title=f"{self.method}: {self.verdict.value}")
+        ax.legend()
+        return ax
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the check to one JSON file, whole or not at all."""

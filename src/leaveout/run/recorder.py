@@ -27,6 +27,7 @@ from leaveout.run.live_model import check_modules, check_trained, state_of
 from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.moving_buffers import MovingBuffers
+from leaveout.run.overwrite import clear
 from leaveout.run.pending import Pending
 from leaveout.run.reader import Record, Run, open_run
 from leaveout.run.resume import Past, restore
@@ -53,6 +54,7 @@ class Recorder:
         disk: the budget of ``"auto"``, and of kept batches.
         keep_batches: keep what the loader yields with the run, compressed. By default that is done where the data set
             of a watched loader does not give the same examples twice (augmentation, random masking).
+        overwrite: replace a run in the directory, with its scores, checks and page; a notebook's cell runs twice.
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
             the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
@@ -75,6 +77,7 @@ class Recorder:
         disk: str | int = "2GB",
         keep_batches: bool | None = None,
         resume: bool = False,
+        overwrite: bool = False,
         on_full: str = "stop",
     ) -> None:
         if on_full not in ("stop", "continue"):
@@ -95,6 +98,8 @@ class Recorder:
         self._optimizer = optimizer
         self._params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name in rule.groups}
         self._stop_when_full = on_full == "stop"
+        if overwrite:
+            clear(path)
         self._writer = Writer(path, resume=resume)
         self._hypers: list[Hyper] = []
         self._start: State | None = None

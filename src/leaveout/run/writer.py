@@ -189,7 +189,8 @@ def check_free(path: Path, *, resume: bool) -> None:
         if resume:
             return
         raise RunError(
-            f"{path} already holds a run: choose another directory, delete it first, or continue it with resume=True.",
+            f"{path} already holds a run: choose another directory, replace it with overwrite=True, or continue it "
+            "with resume=True.",
             code="run-exists",
         )
     if not path.exists():

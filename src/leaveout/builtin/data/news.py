@@ -68,4 +68,5 @@ def table() -> Table:
         features=tuple(vectoriser.get_feature_names_out()),
         classes=_GROUPS,
         standardise=True,
+        raw=[body.strip() for body in bodies],
     )
