@@ -54,6 +54,7 @@ class Record:
     training: tuple[str, ...] | None = None
     after: RandomState | None = None
     batches: tuple[Any, ...] = ()
+    autocast: str | None = None
 
     @property
     def parts(self) -> tuple[Micro, ...]:
@@ -179,6 +180,7 @@ class Run:
             [(a, b) for a, b in shard["fingerprints"][offset].tolist() if a >= 0],
             micro_of(shard, offset),
             self.manifest.modes[int(shard[MODES][offset])] if MODES in shard else None,
+            autocast=self.manifest.autocast,
         )
 
     def state(self, index: int) -> State:
