@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from leaveout.task.draws import RandomState, random_state
+from leaveout.task.forward import bare
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Forwards:
     """
 
     def __init__(self, model: nn.Module, drawn: Callable[[], int], first: Callable[[], None]) -> None:
-        self._named = list(model.named_modules())
+        self._named = list(bare(model).named_modules())
         self._drawn, self._first = drawn, first
         self._kind = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}

@@ -34,6 +34,7 @@ from leaveout.run.resume import Past, restore
 from leaveout.run.watched_loader import IndexedLoader, Watched, unwatched
 from leaveout.run.writer import Writer, never_finished
 from leaveout.task import batches
+from leaveout.task.forward import bare
 
 _RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -45,7 +46,7 @@ class Recorder:
 
     Args:
         path: a new directory for the run.
-        model: any ``nn.Module``.
+        model: any ``nn.Module``, also one from ``torch.compile``: the one that the loop calls.
         optimizer: an optimizer of ``torch.optim`` over its parameters, one of ``leaveout.optim.optimizers()``; also
             inside a wrapper that holds it as ``.optimizer``.
         keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them while they
@@ -88,32 +89,31 @@ class Recorder:
                 "This optimizer is being recorded already: call finish() on its recorder first.",
                 code="already-recording",
             )
+        called, model = model, bare(model)
         rule = rule_of(optimizer, model)
         self._keep = Keep(keep, parse_bytes(disk, "disk"))
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
-        check_modules(model)
+        check_modules(called)
         self._rule = rule
         self._model = model
         self._optimizer = optimizer
-        self._params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name in rule.groups}
+        self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
         self._stop_when_full = on_full == "stop"
         if overwrite:
             clear(path)
         self._writer = Writer(path, resume=resume)
         self._hypers: list[Hyper] = []
         self._start: State | None = None
-        self._steps = 0
-        self._cut = False
-        self._full = False
-        self._epoch = -1
+        self._steps, self._epoch = 0, -1
+        self._cut = self._full = False
         self._train_size: int | None = None
         self._loaders: dict[int, IndexedLoader] = {}
         self._past = Past(self._writer.before)
         before = self._writer.before
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
         self._go_on()
-        self._pending = Pending(model, self._moving.begin)
+        self._pending = Pending(called, self._moving.begin)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
         _RECORDED.add(optimizer)

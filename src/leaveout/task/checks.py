@@ -19,6 +19,9 @@ from leaveout.task.preparing import TRIAL
 if TYPE_CHECKING:
     from leaveout.task.task import Task
 
+MODAL = ("batchnorm", "dropout", "instancenorm", "rnn", "activation", "transformer")
+"""Modules of ``torch.nn`` in which there are some that compute something else in training mode."""
+
 
 def module_problems(model: nn.Module) -> list[str]:
     """Modules that no record of the training could follow, those of one kind in one line.
@@ -186,3 +189,13 @@ def refuse(problems: list[str]) -> None:
             "This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems),
             code="task-not-supported",
         )
+
+
+def mode_matters(module: nn.Module) -> bool:
+    """Say whether a module may compute something else in training mode: any but PyTorch's own that do not.
+
+    >>> mode_matters(nn.Linear(1, 1)), mode_matters(nn.Dropout())
+    (False, True)
+    """
+    home = type(module).__module__
+    return not home.startswith("torch.nn.modules.") or home.rsplit(".", 1)[1] in MODAL

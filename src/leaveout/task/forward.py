@@ -22,6 +22,17 @@ Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model inside ``torch.compile`` and ``DistributedDataParallel``, whose names have no prefix."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
 class Called(nn.Module):
     """A model with its forward rule, so that ``functional_call`` swaps parameters under any user's rule."""
 

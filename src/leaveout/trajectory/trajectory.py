@@ -17,6 +17,7 @@ from leaveout.run.model_match import check_model
 from leaveout.run.reader import Record, Run
 from leaveout.task import batches
 from leaveout.task.batches import Batch
+from leaveout.task.checks import mode_matters
 from leaveout.task.derivatives import gradient
 from leaveout.task.preparing import MicroBatch, prepared
 from leaveout.task.task import Task
@@ -39,7 +40,7 @@ class Trajectory:
         _check_size(run, task)
         self.run = run
         cast = None if run.manifest.autocast is None else getattr(torch, run.manifest.autocast)
-        self._whole = task.as_recorded(_training(run), tuple(run.manifest.buffers), cast)
+        self._whole = task.as_recorded(_training(run, task), tuple(run.manifest.buffers), cast)
         self._rule = run.rule.following(task.clip, self._whole.buffers)
         self._known = [*run.kept, *([] if run.kept[-1] == len(run) else [len(run)])]
         self.trained = self._whole.restricted(layers)
@@ -212,11 +213,12 @@ class Trajectory:
         return {slot: {name: params[name] for name in names if name in params} for slot, params in state.items()}
 
 
-def _training(run: Run) -> frozenset[str] | None:
+def _training(run: Run, task: Task) -> frozenset[str] | None:
     """The modules that were in training mode; None for runs that do not say so."""
     if len(run.manifest.modes) > 1:
-        first = run.record(0).training
-        step = next((i for i in range(len(run)) if run.record(i).training != first), None)
+        matters = {name for name, module in task.called.named if mode_matters(module)}
+        modes = [matters.intersection(run.record(i).training or ()) for i in range(len(run))]
+        step = next((i for i, mode in enumerate(modes) if mode != modes[0]), None)
         if step is not None:
             raise UnsupportedError(
                 f"At step {step} of this run modules were switched between training and evaluation mode: score "
