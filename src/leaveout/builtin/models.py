@@ -125,10 +125,10 @@ class GPT(nn.Module):
 
 
 def gpt(words: int = 500, width: int = 32, layers: int = 2, heads: int = 4, positions: int = 32) -> nn.Module:
-    """A GPT of 58,464 parameters, if nothing else is asked for.
+    """A GPT of 58,496 parameters, if nothing else is asked for.
 
     >>> gpt()(torch.zeros(5, 32, dtype=torch.int64)).shape, sum(p.numel() for p in gpt().parameters())
-    (torch.Size([5, 500, 32]), 58464)
+    (torch.Size([5, 500, 32]), 58496)
     """
     return GPT(words, width, layers, heads, positions)
 

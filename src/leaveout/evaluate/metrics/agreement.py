@@ -169,8 +169,8 @@ def compare(
 def repeatability(repeats: Sequence[Values], *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Interval:
     """Mean τ_b over all pairs of repeats of one measurement, with its bootstrap interval over the examples.
 
-    >>> repeatability([[1.0, 2.0, 3.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0]]).value  # (1/3 + 1 + 1/3) / 3
-    0.5555555555555555
+    >>> round(repeatability([[1.0, 2.0, 3.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0]]).value, 6)  # (1/3 + 1 + 1/3) / 3
+    0.555556
     """
     pairs = [_pair(one, other) for one, other in combinations(repeats, 2)]
     if not pairs:

@@ -86,7 +86,7 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 SETTING = """MNIST: 784-16-16-10, 6,000 images scaled to mean 0 and variance 1, one epoch of 64, 200 left out, 500
-queries. Small GPT: 58,464 parameters, 500 words, the first 33 words of 1,000 messages of 20News, batch 32, 100 left
+queries. Small GPT: 58,496 parameters, 500 words, the first 33 words of 1,000 messages of 20News, batch 32, 100 left
 out, 50 queries. AdamW with betas 0.9, 0.95 and weight decay 0.01. One example at a time is left out of the recorded
 trajectory. ACC reads the jump, which shares SGD-IE's sweep: their seconds are those of both. Mean (standard deviation)
 over seeds."""
