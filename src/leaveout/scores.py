@@ -19,9 +19,12 @@ from leaveout._util.files import free, read_sealed, save_sealed
 from leaveout.compute.cost import Cost
 from leaveout.errors import InputError, LeaveoutWarning, RunError
 from leaveout.run.reader import Run
+from leaveout.task.measures import OWN, UNITS
 
 SIGN = "positive: the query loss would rise without this example; it helped"
 UNIT = "change of the query loss"
+EFFECTS = (UNIT, OWN, *UNITS.values())
+"""Units in which replays are counted as well: changes of the loss, or of another measure."""
 MEAN, SELF = "mean", "self"
 """The single columns of scores for the queries' mean loss, and for each example's own loss."""
 LABELS = "labels"
@@ -57,6 +60,11 @@ class Scores(Comparable):
     groups: dict[str, list[int]] | None = None
     run_fingerprint: int | None = None
     spread: Float[Tensor, "train query"] | None = None
+
+    @property
+    def is_effect(self) -> bool:
+        """Say whether values are changes of what the query is asked, which replays measure too."""
+        return self.unit in EFFECTS
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.train_ids), len(self.query_ids)):

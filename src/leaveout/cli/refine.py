@@ -25,7 +25,7 @@ from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
 from leaveout.evaluate.refine import refine as lo_refine
 from leaveout.run.paths import RunPaths
-from leaveout.scores import UNIT, Scores
+from leaveout.scores import Scores
 
 REPLAY = " + Replay"
 
@@ -79,7 +79,7 @@ def _plain(files: list[Path], run: Path) -> Scores:
     estimates = [
         scores
         for file in sorted(files, key=lambda one: one.stat().st_mtime)
-        if (scores := Scores.load(file)).unit == UNIT and not scores.all_exact and not scores.method.endswith(REPLAY)
+        if (scores := Scores.load(file)).is_effect and not scores.all_exact and not scores.method.endswith(REPLAY)
     ]
     if not estimates:
         raise InputError(

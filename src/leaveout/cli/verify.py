@@ -35,7 +35,7 @@ from leaveout.evaluate.verify import chosen as sample
 from leaveout.evaluate.verify import verify as lo_verify
 from leaveout.run.paths import RunPaths, slug
 from leaveout.run.reader import Run
-from leaveout.scores import UNIT, Scores
+from leaveout.scores import Scores
 
 
 @app.command()
@@ -134,7 +134,7 @@ def _advice(checks: list[tuple[Check, Scores]]) -> tuple[str, str]:
     verdict = min((check.verdict for check, _ in checks), key=list(Verdict).index)
     if verdict in (Verdict.GOOD, Verdict.COARSE):
         return "", "report"
-    comparable = [check for check, scores in checks if scores.unit == UNIT]
+    comparable = [check for check, scores in checks if scores.is_effect]
     if not comparable:
         return f"By these scores {verdict.value}: score with a method that gives changes of the loss.", "score"
     return (

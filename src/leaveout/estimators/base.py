@@ -28,6 +28,7 @@ from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
 from leaveout.sweep import budget
+from leaveout.task.measures import unit_of
 from leaveout.task.task import Task
 from leaveout.trajectory.identity import identity
 from leaveout.trajectory.left_out import Groups, LeftOut, leave_out
@@ -141,6 +142,7 @@ class Request:
             self.cost,
             moved,
             query_fingerprint=fingerprint,
+            unit=unit_of(self.query.task.measure) or UNIT,
             groups=self.left_out.named(),
             run_fingerprint=self.trajectory.run.fingerprint,
         )
@@ -201,7 +203,9 @@ class Estimator(ABC):
         request = chosen.request(question)
         with request.cost.metered(), kept_memory():
             values, moved = chosen._values(request)
-        return replace(request.scores(chosen.name, values, moved), unit=self.unit, exact=chosen._exact(values))
+        scores = request.scores(chosen.name, values, moved)
+        unit = scores.unit if self.unit == UNIT else self.unit
+        return replace(scores, unit=unit, exact=chosen._exact(values))
 
     def self_influence(
         self,

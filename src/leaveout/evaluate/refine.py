@@ -28,7 +28,7 @@ def refine(
 
     Half of them are the most harmful, half the most helpful; ``scores.exact`` says which.
     """
-    if scores.unit != UNIT:
+    if not scores.is_effect:
         raise InputError(
             f"{scores.method} is counted in {scores.unit}, and a replay in {UNIT}: refine scores of another method.",
             code="unit-not-comparable",

@@ -22,7 +22,7 @@ from leaveout.evaluate.ceiling import MOVE, Ceiling, ceiling_of, moved_truths
 from leaveout.evaluate.metrics import Agreement, Interval, compare
 from leaveout.evaluate.verdict import Verdict
 from leaveout.run.reader import Run
-from leaveout.scores import UNIT, Scores
+from leaveout.scores import Scores
 from leaveout.task.task import Task
 
 MINIMUM = 4
@@ -236,7 +236,7 @@ def verify(
     samples = dict(iter(table.groupby("sample")))
     agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
     # Scores that are no changes of the loss are compared by their order alone.
-    comparable = scores.unit == UNIT
+    comparable = scores.is_effect
     spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
     check = Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost, run.fingerprint)
     doubtful = check.verdict in (Verdict.HINT, Verdict.NONE) and not scores.all_exact

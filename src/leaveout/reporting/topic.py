@@ -111,7 +111,7 @@ class Topic:
         """The exact changes of the mean query loss, for every row that somebody replayed."""
         values: dict[int | str, float] = {}
         for scores in self.methods:
-            if scores.exact is not None and scores.unit == UNIT:
+            if scores.exact is not None and scores.is_effect:
                 exact = zip(scores.train_ids, scores.mean().tolist(), scores.exact.tolist(), strict=True)
                 values |= {name: value for name, value, sure in exact if sure}
             check = self.checks.get(scores.method)
@@ -126,7 +126,7 @@ class Topic:
         """
         mean = scores.mean().detach().double().cpu().clone()
         exact = torch.zeros(len(mean), dtype=torch.bool) if scores.exact is None else scores.exact.cpu().clone()
-        if scores.unit == UNIT:
+        if scores.is_effect:
             for row, name in enumerate(scores.train_ids):
                 if name in self.truths and not exact[row]:
                     mean[row], exact[row] = self.truths[name], True

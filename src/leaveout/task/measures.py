@@ -1,8 +1,13 @@
-"""What a query asks, if not the training loss: a number per query example, from outputs and targets."""
+"""What a query asks, if not the training loss: a number per query example, from outputs and targets.
+
+Scores are positive where an example helped. For the loss, and for a function of your own, that is by how much it rises
+without the example; for measures of which more is better, by how much they fall.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -44,12 +49,27 @@ def correct(outputs: Tensor, targets: Tensor) -> Tensor:
 
 MEASURES: dict[str, Callable[[Any, Any], Tensor]] = {"margin": margin, "log_prob": log_prob, "correct": correct}
 
+UNITS = {"margin": "fall of the query margin", "log_prob": "fall of the query log-probability",
+         "correct": "fall of the share of queries that are right"}  # fmt: skip
+OWN = "change of the query measure"
+
 FLAT = ("correct",)
 """Measures without a derivative."""
 
 
+def unit_of(measure: Measure) -> str | None:
+    """Return what scores of a measure are counted in; None for the loss."""
+    if measure == "loss":
+        return None
+    return UNITS[measure] if isinstance(measure, str) else OWN
+
+
+def _negated(function: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:
+    return -function(outputs, targets)
+
+
 def measure_of(given: Measure) -> Callable[[Any, Any], Tensor] | None:
-    """Return the function of a measure; None for the loss."""
+    """Return the function that rises where a query does worse; None for the loss."""
     if given == "loss":
         return None
     if isinstance(given, str):
@@ -60,7 +80,7 @@ def measure_of(given: Measure) -> Callable[[Any, Any], Tensor] | None:
                 "example.",
                 code="measure-unknown",
             )
-        return MEASURES[given]
+        return partial(_negated, MEASURES[given])
     if not callable(given):
         raise InputError(
             f"measure={given!r} is not a function (outputs, targets) -> one number per example.", code="measure-unknown"

@@ -1,0 +1,101 @@
+"""Queries that ask something else than their loss: replays measure it, estimates predict it, signs are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import leaveout as lo
+from leaveout.task.measures import correct, log_prob, margin
+
+MEASURES = {"margin": margin, "log_prob": log_prob, "correct": correct}
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory):
+    order = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 4, dtype=torch.float64, generator=order)
+    y = (x @ torch.randn(4, 3, dtype=torch.float64, generator=order)).argmax(1)
+    data = torch.utils.data.TensorDataset(x[:30], y[:30])
+    query = torch.utils.data.TensorDataset(x[30:], y[30:])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    run = lo.train(task, torch.optim.SGD(model.parameters(), 0.3), 3, 6, 0, tmp_path_factory.mktemp("m") / "run")
+    return run, task, query
+
+
+def retrained(run, task, query, function, out, weight=0.0):
+    """The mean of a function of outputs and targets after plain training with one example's weight changed."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    model.load_state_dict(run.state(0)["param"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    x, y = task.train_set.tensors
+    for index in range(len(run)):
+        ids = run.record(index).ids
+        weights = 1 + (weight - 1) * (ids == (-1 if out is None else out)).double()
+        optimizer.zero_grad()
+        (weights * nn.functional.cross_entropy(model(x[ids]), y[ids], reduction="none")).mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(function(model(query.tensors[0]), query.tensors[1]).mean())
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_replays_measure_by_how_much_it_falls(problem, name) -> None:
+    run, task, query = problem
+    scores = lo.Replay().score(run, task.measuring(name), query, ids=[0, 5])
+    base = retrained(run, task, query, MEASURES[name], None)
+    truth = [base - retrained(run, task, query, MEASURES[name], k) for k in (0, 5)]
+    assert scores.values.flatten().tolist() == pytest.approx(truth, abs=1e-10)
+    assert scores.unit.startswith("fall of")
+
+
+@pytest.mark.parametrize("name", ["margin", "log_prob"])
+def test_sgdie_is_its_derivative(problem, name) -> None:
+    run, task, query = problem
+    scores = lo.SGDIE().score(run, task.measuring(name), query)
+    h = 1e-5
+    for k in (0, 5):
+        up, down = (retrained(run, task, query, MEASURES[name], k, 1 + s) for s in (h, -h))
+        assert float(scores.values[k, 0]) == pytest.approx((up - down) / (2 * h), rel=1e-5, abs=1e-9)
+
+
+def test_log_probability_is_the_loss_turned_round(problem) -> None:
+    run, task, query = problem
+    for method in (lo.SGDIE(), lo.ACC(), lo.ACC(readout="outputs"), lo.SGDIE(direction="forward"), lo.TracIn()):
+        own, loss = (method.score(run, t, query) for t in (task.measuring("log_prob"), task))
+        assert torch.allclose(own.values, loss.values, rtol=1e-9)
+        assert own.harmful(3) == loss.harmful(3)
+        assert own.unit != loss.unit
+
+
+def test_a_function_of_your_own(problem, tmp_path) -> None:
+    run, task, query = problem
+    own = lo.Task(task.model, task.loss, task.train_set, measure=lambda out, y: out.square().sum(1) + 0 * y)
+    scores = lo.SGDIE().score(run, own, query)
+    shared = lo.score([lo.SGDIE(), lo.ACC()], run, own, query)
+    assert {one.unit for one in shared} == {scores.unit}
+    check = lo.verify(scores, run, own, query, replays=10)
+    assert check.extreme.rmse.value == check.extreme.rmse.value, "the error is in the same unit"
+    assert scores.unit == "change of the query measure"
+    scores.save(tmp_path / "s.safetensors")
+    assert lo.Scores.load(tmp_path / "s.safetensors").unit == scores.unit
+
+
+def test_what_has_no_derivative_or_no_name_is_refused(problem) -> None:
+    run, task, query = problem
+    with pytest.raises(lo.LeaveoutError) as error:
+        lo.SGDIE().score(run, task.measuring("correct"), query)
+    assert error.value.code == "measure-without-derivative"
+    with pytest.raises(lo.LeaveoutError) as error:
+        task.measuring("accuracy")
+    assert error.value.code == "measure-unknown"
+
+
+def test_one_logit_for_two_classes() -> None:
+    outputs, targets = torch.tensor([[2.0], [-1.0]]), torch.tensor([[1.0], [1.0]])
+    assert margin(outputs, targets).tolist() == [2.0, -1.0]
+    assert correct(outputs, targets).tolist() == [1.0, 0.0]
+    assert log_prob(outputs, targets).exp().tolist() == pytest.approx(outputs.sigmoid().flatten().tolist())
