@@ -223,3 +223,35 @@ def test_exact_acc_is_the_counterfactual_step_linearised(name: str) -> None:
     base = query_loss(case, task, case.train(steps=1))
     truth = [query_loss(case, task, case.train(k, steps=1)) - base for k in ids]
     assert scores.tolist() == pytest.approx(truth, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["BatchNorm", "everything"])
+def test_everything_else_works_on_such_runs(name: str, tmp_path) -> None:
+    run, task, case = recorded(name)
+    asked = query(case)
+    study = lo.Study(run, task, asked, resources=lo.Resources(progress=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scores = study.score(lo.ACC())
+        assert scores.method == "ACC(jump)"
+        each = lo.ACC().score(run, task, asked, queries="each").mean()
+        assert torch.allclose(each, scores.values.flatten(), rtol=1e-9, atol=1e-12)
+        groups = lo.ACC().score(run, task, asked, groups=[[0, 3], [11]])
+        assert groups.values.shape == (2, 1)
+        study.verify(scores, replays=10)
+        assert study.refine(scores, top=3).exact.sum() >= 3
+        study.labels()
+        study.cleanse(test_set=asked, remove=[2], random=1)
+        assert torch.allclose(
+            study.timeline().values.sum(1), lo.SGDIE().score(run, task, asked).values.flatten(), rtol=1e-9, atol=1e-12
+        )
+        study.report(tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("method", [lo.ACC("free"), lo.DVEmb(), lo.InfluenceFunction()], ids=lambda m: m.name)
+def test_methods_that_need_single_examples_say_so(method: lo.Estimator) -> None:
+    run, task, case = recorded("BatchNorm")
+    with pytest.raises(lo.UnsupportedError) as error:
+        method.score(run, task, query(case))
+    assert error.value.code in ("examples-coupled", "curvature-not-symmetric", "derivative-not-available")

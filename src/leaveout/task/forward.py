@@ -41,6 +41,7 @@ class Called(nn.Module):
         self.model = model
         self.rule = rule
         self.named = list(model.named_modules())
+        self.buffer_names = frozenset(name for name, _ in model.named_buffers())
         self.recurrent = any(isinstance(module, nn.RNNBase) for _, module in self.named)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Any]:

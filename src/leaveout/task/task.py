@@ -241,9 +241,9 @@ class Task:
         if isinstance(batch, TrainingBatch):
             return self._trained(params, batch)[0]
         # A running statistic has a derivative only where BatchNorm is written out.
-        held = {name: params[name] for name in self.buffers}
+        held = {name: value for name, value in params.items() if name in self.called.buffer_names}
         with weighted_batch_norm(None, held) if held else nullcontext():
-            return self.called.pure({**params, **held}, batch, frozenset())[0]
+            return self.called.pure(params, batch, frozenset())[0]
 
     def _trained(
         self, params: Params, batch: TrainingBatch, weights: Tensor | None = None
@@ -358,7 +358,7 @@ class Task:
                 held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
             return tensor
 
-        tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+        tracked = {n: t.detach().requires_grad_(n in self.names) for n, t in params.items()}
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             self.losses(tracked, batch)
         return sum(held.values())
