@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import VECTORS, Resources
 from leaveout.errors import InputError, MismatchError
-from leaveout.estimators.readout import Projected, Query
+from leaveout.estimators.readout import Collected, Projected, Query
 from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
@@ -32,6 +32,9 @@ from leaveout.trajectory.left_out import Groups, LeftOut, leave_out
 from leaveout.trajectory.trajectory import Trajectory
 
 T = TypeVar("T")
+
+COPIES = 4
+"""How many columns with a number for each row are held for a query vector: plain and corrected sums, and copies."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,16 @@ class Request:
 
     def shards(
         self, function: Callable[[Request, T], dict[str, Tensor]], items: Sequence[T], words: Sequence[str], what: str
-    ) -> list[dict[str, Tensor]]:
-        """Call ``function(request, item)`` for every item, where the engine does it; ``words`` tell the items apart."""
+    ) -> Iterator[dict[str, Tensor]]:
+        """``function(request, item)`` for every item, wherever the engine does it; ``words`` tell the items apart."""
         keys = [f"{self._identity} {what} {word}" for word in words] if self.resources.work is not None else []
         inside = replace(self, resources=self.resources.inside())
         work = _alone if self.resources.elsewhere else _here
-        shards = completed(self.resources, partial(work, inside, function), items, keys, what)
-        for shard in shards:
+        for shard in completed(self.resources, partial(work, inside, function), items, keys, what):
             self.cost.hvps += shard.cost.hvps
             self.cost.gradients += shard.cost.gradients
             self.cost.peak_memory = max(self.cost.peak_memory, shard.cost.peak_memory)
-        return [shard.tensors for shard in shards]
+            yield shard.tensors
 
     @cached_property
     def _identity(self) -> str:
@@ -73,9 +75,9 @@ class Request:
         """Return scores and displacements of all rows, by shards; ``function`` has those of a request's rows."""
         budget.check(self.resources, self.trajectory, bytes_each, "one row")
         parts = list(self.left_out.chunks(self.resources.shard_size(2 * bytes_each, len(self.left_out))))
-        shards = self.shards(partial(_rows, function), parts, [part.identity() for part in parts], what)
-        values = torch.cat([one["values"] for one in shards])
-        return values, _moved(shards) if self.displacements else None
+        done = list(self.shards(partial(_rows, function), parts, [part.identity() for part in parts], what))
+        values = torch.cat([one["values"] for one in done])
+        return values, _moved(done) if self.displacements else None
 
     def columns(
         self,
@@ -85,20 +87,28 @@ class Request:
         alone: bool = False,
         vector_bytes: int | None = None,
     ) -> dict[str, Tensor]:
-        """Return what ``function`` gives for a readout's query vectors, a column each, by shards of them.
+        """Scores from the inner products with a readout's query vectors that ``function`` gives, by shards of them.
 
-        As many vectors are made and carried at a time as the budget holds. ``alone`` says that each has a sweep of its
-        own, and gets a shard of its own; ``vector_bytes`` says how many bytes a vector needs, if not those of a sweep.
+        As many vectors are made and carried at a time as the budget holds, and their products are read at once.
+        ``alone`` says that each has a sweep of its own, and gets a shard of its own; ``held`` how many bytes a vector
+        needs, if not those of a sweep.
         """
-        bytes_each, count = vector_bytes or budget.backward_bytes(self.trajectory), readout.count(self.query)
+        column = len(self.left_out) * next(iter(self.query.params.values())).element_size()
+        bytes_each = (held or budget.backward_bytes(self.trajectory)) + COPIES * column
         budget.check(self.resources, self.trajectory, bytes_each, "one query vector")
-        size = self.resources.shard_size(2 * bytes_each, count, VECTORS)
+        size = self.resources.shard_size(2 * bytes_each, readout.count(self.query), VECTORS)
         if alone and not self.resources.whole:
             size = 1
-        parts = [(start, min(start + size, count)) for start in range(0, count, size)]
-        words = [f"{self.left_out.identity()} vectors {number} of {size}" for number in range(len(parts))]
-        shards = self.shards(partial(_columns, function, readout), parts, words, "sweeping")
-        return {name: torch.cat([one.pop(name) for one in shards], dim=1) for name in list(shards[0])}
+        parts = readout.spans(self.query, size)
+        if size < (width := readout.width(self.query)):
+            budget.check(self.resources, self.trajectory, bytes_each + COPIES * width * column, "one query's outputs")
+        words = [f"{self.left_out.identity()} vectors {start} to {stop}" for start, stop in parts]
+        done = self.shards(partial(_columns, function, readout), parts, words, "sweeping")
+        collected: dict[str, Collected] = {}
+        for (start, _), tensors in zip(parts, done, strict=True):
+            for name in list(tensors):
+                collected.setdefault(name, Collected(readout, self.query)).add(start, tensors.pop(name))
+        return {name: scores.values for name, scores in collected.items()}
 
     def scores(self, method: str, values: Float[Tensor, "rows queries"], moved: Params | None = None) -> Scores:
         """Return the values with everything that they need to be understood."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jaxtyping import Float
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params
@@ -81,14 +80,10 @@ class Choice:
         self.schedule.check(request.trajectory.run)
         if self.transport in (None, "exact"):
             return self._swept(request)
-        return self.read(request, self.products(request).corrected), None
+        return self.scores(request).corrected, None
 
-    def read(self, request: Request, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
-        """Compute scores from inner products."""
-        return self._projected(request).of_products(request.query, products)
-
-    def products(self, request: Request) -> Products:
-        """Compute the plain and the corrected inner products by one cheap sweep, in the cheaper order."""
+    def scores(self, request: Request) -> Products:
+        """The plain and the corrected scores from one cheap sweep, in the cheaper order."""
         readout = self._projected(request)
         if self.transport == "jump":
             if self.direction == "forward":
@@ -134,8 +129,7 @@ class Choice:
         # Backward takes a vector per query, forward one per row; the corrected step has one per row either way.
         if self.direction == "auto" and (corrected or readout.count(request.query) > len(request.left_out)):
             return _forward(request, readout, sweep)
-        products = request.columns(partial(_pulled, sweep), readout)["products"]
-        return readout.of_products(request.query, products), None
+        return request.columns(partial(_pulled, sweep), readout)["products"], None
 
     def _path(self, request: Request) -> Callable[[Params], Params] | None:
         """Return the map g ↦ ΦᵀΦg: whatever depends on gradients then depends on their projections Φg alone."""

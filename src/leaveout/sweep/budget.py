@@ -50,6 +50,11 @@ def pair_bytes(trajectory: Trajectory) -> int:
     return 3 * nbytes(trajectory.initial()) + own
 
 
+def directions_bytes(trajectory: Trajectory, width: int, samples: int) -> int:
+    """The search for ``width`` directions: the sampled states, the directions, their products and a factorisation."""
+    return (samples + 4 * width) * param_bytes(trajectory)
+
+
 def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
     """Return how many of ``count`` vectors go through a product at a time."""
     return resources.chunk(2 * product_bytes(trajectory), count)

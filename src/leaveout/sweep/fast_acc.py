@@ -14,13 +14,14 @@ all of them. The products H(z)·δ_r do not depend on the query.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from leaveout._util.allocator import returned
 from leaveout._util.trees import PARAM, Params, each, embed, expand, height, split
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
@@ -145,14 +146,30 @@ class Correction:
 
         A vector per step is kept for each: in memory, or in a temporary file where that saves sweeps.
         """
+        basis = None if subspace is None else self._basis(queries, subspace)
+        if basis is not None:  # the rest of the budget is for all else
+            rest = self.resources.without(basis.numel() * basis.element_size())
+            budget.check(rest, self.trajectory, budget.backward_bytes(self.trajectory), "one query vector and a basis")
+            return replace(self, resources=rest)._by_chunks(queries, basis)
+        return self._by_chunks(queries, None)
+
+    def _basis(self, queries: Params, subspace: Subspace) -> Float[Tensor, "rank width"]:
+        layout = Layout(self.trajectory.rule, each(lambda t: t[0], queries))
+        rank = min(subspace.rank, layout.width)
+        basis = top_directions(self.trajectory, layout, self.kind, rank, self.resources, self.cost)
+        if self.resources.memory != "auto":  # the search needs more than what comes after it
+            returned()
+        return basis
+
+    def _by_chunks(self, queries: Params, basis: Float[Tensor, "rank width"] | None) -> Products:
         count, width = height(queries), budget.param_bytes(self.trajectory) * len(self.trajectory)
         carried = self.resources.divided(2).chunk(2 * budget.backward_bytes(self.trajectory), count)
-        stored = self.resources.divided(2).chunk(2 * width, count)
-        disk = stored * 4 < carried or self.resources.divided(2).bytes < 2 * width
-        chunk = min(carried, max(1, FILE_BYTES // width) if disk else stored)
-        return _side_by_side([self._corrected_gradient(part, subspace, disk) for part in split(queries, chunk)])
+        kept = self.resources.divided(2).chunk(2 * width, count)
+        disk = kept * 4 < carried or self.resources.divided(2).bytes < 2 * width
+        chunk = min(carried, max(1, FILE_BYTES // width) if disk else kept)
+        return _side_by_side([self._corrected_gradient(part, basis, disk) for part in split(queries, chunk)])
 
-    def _corrected_gradient(self, queries: Params, subspace: Subspace | None, disk: bool) -> Products:
+    def _corrected_gradient(self, queries: Params, basis: Float[Tensor, "rank width"] | None, disk: bool) -> Products:
         sweep = Sweep(self.trajectory, self.resources.divided(2), self.cost, self.kind)
         layout = Layout(self.trajectory.rule, each(lambda t: t[0], queries))
         like = next(iter(queries.values()))
@@ -163,8 +180,9 @@ class Correction:
             row, position = self.left_out.pairs(recorded.record.ids)
             plain.index_add_(0, row, pulled.weights[:, position].T, alpha=-1)
             reached[torch.tensor([recorded.record.index])] = layout.flatten(pulled.gradient)[None]
+            del pulled
         extra = torch.zeros_like(plain)
-        transport, stop = self._transport(layout, subspace, like), self._stop()
+        transport, stop = self._transport(layout, basis, like), self._stop()
         for recorded in self.resources.track(self.trajectory.forward(), len(self.trajectory), "forward"):
             if recorded.record.index >= stop:
                 break
@@ -176,18 +194,14 @@ class Correction:
             self.cost.gradients += 1
             self.cost.hvps += transport.products(keep)
             along = reached[torch.tensor([recorded.record.index])][0].T
-            size = self._pairs if subspace is None else max(1, self._pairs // 3)
+            size = self._pairs if basis is None else max(1, self._pairs // 3)
             for part, curved in transport.step(recorded, row, position, size, keep):
                 extra.index_add_(0, part, curved @ along, alpha=-1 / len(recorded.record.ids))
         return Products(plain, plain + extra)
 
-    def _transport(self, layout: Layout, subspace: Subspace | None, like: Tensor) -> Transport:
+    def _transport(self, layout: Layout, basis: Float[Tensor, "rank width"] | None, like: Tensor) -> Transport:
         free = Free(self.trajectory, layout, self.kind, len(self.left_out), self.resources, like)
-        if subspace is None:
-            return free
-        rank = min(subspace.rank, layout.width)
-        basis = top_directions(self.trajectory, layout, self.kind, rank, self.resources, self.cost)
-        return SubspaceTransport(self.trajectory, layout, free, basis)
+        return free if basis is None else SubspaceTransport(self.trajectory, layout, free, basis)
 
     def _stop(self) -> int:
         """Return the step after the last one that is corrected."""

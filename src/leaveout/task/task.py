@@ -26,7 +26,7 @@ from leaveout.task.checks import TRIAL, module_problems, trial_problems
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Abilities
 from leaveout.task.guard.compare import compared
-from leaveout.task.rewriting import Batched, Unstopped, WrittenOut, plain_attention
+from leaveout.task.rewriting import Batched, Unstopped, WrittenOut, plain_attention, quiet_loops
 from leaveout.task.trace.tracer import Tracer
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
@@ -213,18 +213,17 @@ class Task:
 
     def footprint(self, params: Params, batch: Batch) -> int:
         """Bytes that one forward pass keeps for its backward pass, beside parameters and inputs."""
-        held: dict[int, int] = {}
+        held: dict[int, Tensor] = {}
         shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}
 
-        def note(tensor: Tensor) -> Tensor:
+        def note(tensor: Tensor) -> None:  # handed back, a result would be part of its own history, and never freed
             if tensor.data_ptr() not in shared:
-                held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-            return tensor
+                held[tensor.data_ptr()] = tensor.detach()
 
         tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: None):
             self.losses(tracked, batch)
-        return sum(held.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
     def unstopped(self) -> AbstractContextManager:
         """Within it, derivatives are those of the values: stop-gradients, which training keeps to, stop nothing."""
@@ -321,7 +320,7 @@ def side_by_side(function: Callable, in_dims: Any = 0) -> Callable:
     """``vmap``, with operations written out that it has no rule for."""
 
     def call(*args: Any) -> Any:
-        with WrittenOut():
+        with WrittenOut(), quiet_loops():
             return vmap(function, in_dims)(*args)
 
     return call
