@@ -168,11 +168,11 @@ class _Stop(torch.autograd.Function):
 @contextmanager
 def quiet_loops() -> Iterator[None]:
     """Keeps ``vmap`` from warning of operations that it does one by one: they are right, and no user can change it."""
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
 
 
 @contextmanager
