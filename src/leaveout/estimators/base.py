@@ -90,11 +90,11 @@ class Request:
         """Scores from the inner products with a readout's query vectors that ``function`` gives, by shards of them.
 
         As many vectors are made and carried at a time as the budget holds, and their products are read at once.
-        ``alone`` says that each has a sweep of its own, and gets a shard of its own; ``held`` how many bytes a vector
-        needs, if not those of a sweep.
+        ``alone`` says that each has a sweep of its own, and gets a shard of its own; ``vector_bytes`` how many bytes a
+        vector needs, if not those of a sweep.
         """
         column = len(self.left_out) * next(iter(self.query.params.values())).element_size()
-        bytes_each = (held or budget.backward_bytes(self.trajectory)) + COPIES * column
+        bytes_each = (vector_bytes or budget.backward_bytes(self.trajectory)) + COPIES * column
         budget.check(self.resources, self.trajectory, bytes_each, "one query vector")
         size = self.resources.shard_size(2 * bytes_each, readout.count(self.query), VECTORS)
         if alone and not self.resources.whole:

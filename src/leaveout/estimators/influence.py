@@ -90,7 +90,7 @@ class InfluenceFunction(Estimator):
                 5 * width**2 // like.element_size(), "the whole Hessian, its factor and one product"
             )
         if isinstance(readout, Projected) and not request.displacements:
-            return request.columns(partial(_solved, self), readout, held=HELD * width)["products"], None
+            return request.columns(partial(_solved, self), readout, vector_bytes=HELD * width)["products"], None
         return request.rows(partial(_moved, self), HELD * width, "solving")
 
 

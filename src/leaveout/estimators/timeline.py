@@ -84,13 +84,13 @@ def timeline(
     budget.check(resources, trajectory, budget.backward_bytes(trajectory), "one query vector")
     left_out = leave_out(task.size, ids, groups)
     names, column = spans([run.record(i).epoch for i in range(len(run))])
-    vectors = Linear().vectors(mean_query)
+    vectors = Linear().vectors(asked)
     values = next(iter(vectors.values())).new_zeros((len(left_out), len(names)))
     with kept_memory():
         for recorded, pulled in Sweep(trajectory, resources, Cost()).pulled(vectors):
             row, position = left_out.pairs(recorded.record.ids)
             values[:, column[recorded.record.index]].index_add_(0, row, pulled.weights[0, position], alpha=-1)
-    return Timeline(values.cpu(), left_out.names, names, mean_query.fingerprint())
+    return Timeline(values.cpu(), left_out.names, names, asked.fingerprint())
 
 
 def spans(epochs: Sequence[int], most: int = MOST) -> tuple[tuple[str, ...], list[int]]:

@@ -285,12 +285,12 @@ def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cos
     resources.check(2 * budget.replay_bytes(again.trajectory), "one training beside that with every example")
     left_out = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
     parts = list(left_out.chunks(resources.shard_size(budget.replay_bytes(again.trajectory), len(left_out))))
-    known = "" if resources.work is None else again.identity()
-    keys = [] if resources.work is None else [f"{known} {part.identity()}" for part in parts]
-    done = list(completed(resources, again, parts, keys, "training again"))
-    cost.gradients += sum(shard.cost.gradients for shard in done)
-    measured = torch.cat([shard.tensors["measured"][:-1] for shard in done] + [done[0].tensors["measured"][-1:]])
-    named = [*(name for name, _ in chosen), {"choice": NOTHING, "removed": 0, "draw": 0}]
+    prefix = "" if resources.work is None else again.identity()
+    keys = [] if resources.work is None else [f"{prefix} {part.identity()}" for part in parts]
+    shards = list(completed(resources, again, parts, keys, "training again"))
+    cost.gradients += sum(shard.cost.gradients for shard in shards)
+    measured = torch.cat([shard.tensors["measured"][:-1] for shard in shards] + [shards[0].tensors["measured"][-1:]])
+    names = [*(name for name, _ in chosen), {"choice": NOTHING, "removed": 0, "draw": 0}]
     rows = [
         {**name, **dict(zip(MEASURED, row, strict=True))} for name, row in zip(names, measured.tolist(), strict=True)
     ]
