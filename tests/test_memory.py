@@ -61,7 +61,6 @@ cases += [("sgd", one, kind) for one in outputs for kind in ("mean", "each")]
 cases += [("adam", one, "each") for one in (lo.SGDIE(readout="outputs"), lo.ACC("jump", readout="outputs"))]
 cases += [(place, "timeline", "mean") for place in runs]
 cases += [("rows", one, "mean") for one in (lo.SGDIE(readout="outputs"), lo.TracIn(readout="outputs"))]
-cases += [("rows", lo.SGDIE(readout="outputs", direction="forward"), "rows")]
 cases += [("sgd", one, "groups") for one in (lo.SGDIE(), lo.ACC("free"), lo.ACC("exact"), lo.Replay())]
 for place, one, kind in cases:
     run, task = runs[place]
@@ -71,8 +70,6 @@ for place, one, kind in cases:
     def ask(count, resources):
         if one == "timeline":
             return lo.timeline(run, task, queries(count, place), resources=resources)
-        if kind == "rows":
-            return one.score(run, task, queries(count, place), ids=range(2000), resources=resources)
         if kind == "self":
             return one.self_influence(run, task, ids=range(min(count, 100)), resources=resources)
         groups = [list(range(i, i + 40)) for i in range(60)] if kind == "groups" else None
@@ -100,7 +97,7 @@ def test_the_peak_keeps_to_the_budget(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     measured = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(measured) == 15 * 2 + 4 + 6 * 2 + 4 + 8 * 2 + 2 + 3 + 3
+    assert len(measured) == 15 * 2 + 4 + 6 * 2 + 4 + 8 * 2 + 2 + 3 + 2
     assert [case for case in measured if case[-1] > BUDGET + BESIDE] == []
 
 
