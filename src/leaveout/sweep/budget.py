@@ -50,6 +50,11 @@ def pair_bytes(trajectory: Trajectory) -> int:
     return 3 * nbytes(trajectory.initial()) + own
 
 
+def directions_bytes(trajectory: Trajectory, width: int, samples: int) -> int:
+    """Count the bytes of a search for ``width`` directions: sampled states, directions, products, a factorisation."""
+    return (samples + 4 * width) * param_bytes(trajectory)
+
+
 def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
     """Return how many of ``count`` vectors go through a product at a time."""
     return resources.chunk(2 * product_bytes(trajectory), count)
