@@ -11,17 +11,18 @@ demo: $(READY)  ## the main job, offline, in seconds once it is set up
 	$(BIN)/leaveout demo
 
 test: $(TOOLS) lint  ## lint, types, doctests and tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-all: test test-rest  ## the same and everything that is long by nature
 
-# Arrays and types are checked at run time here; that takes longer than the tests of the ordinary run have.
+# Arrays and types are checked at run time here, which takes longer than the ordinary run has.
 TYPED = --jaxtyping-packages=leaveout,beartype.beartype
 CHECKED = tests/test_optimizers.py tests/test_ids.py tests/test_timeline.py tests/test_jump.py tests/test_curvature.py tests/test_engine.py tests/test_cleanse.py
 
 test-rest: $(TOOLS)  ## what test-all adds to test
-	$(BIN)/pytest -n 2 -m full $(TYPED)
-	$(BIN)/pytest -n 2 -m 'not full' $(TYPED) $(CHECKED)
+	$(BIN)/pytest -n 2 --dist loadfile -m full $(TYPED)
+	$(BIN)/pytest -n 2 --dist loadfile -m 'hypothesis and not full' --hypothesis-profile=full
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not full and not hypothesis' $(TYPED) $(CHECKED)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

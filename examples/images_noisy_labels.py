@@ -49,15 +49,16 @@ def main(folder: Path, examples: int = 500, epochs: int = 30) -> dict[str, float
     print(check)
 
     # 3. The wrong labels are among the most harmful.
-    suspects = scores.harmful(len(wrong))
+    suspects = scores.harmful(min(len(wrong), scores.harmful_count))
     found = len(wrong & set(suspects)) / len(wrong)
     share = len(wrong) / examples
-    print(f"{found:.0%} of the wrong labels are among the {len(wrong)} most harmful images ({share:.0%} by chance)")
+    print(f"{found:.0%} of the wrong labels are among the {len(suspects)} most harmful images ({share:.0%} by chance)")
     for i in suspects[:5]:
         print(f"  image {i}: labelled {int(train_set.y[i])}, really {int(data.train.y[i])}")
 
     # 4. Retrain without the suspects; as a control, without as many images drawn at random.
-    curve = lo.cleanse(scores, run, task, data.test, remove=[len(wrong) // 4, len(wrong) // 2, len(wrong)])
+    count = len(suspects)
+    curve = lo.cleanse(scores, run, task, data.test, remove=[count // 4, count // 2, count])
     print(curve)
 
     # 5. Write the report: open it in a browser.
@@ -66,7 +67,7 @@ def main(folder: Path, examples: int = 500, epochs: int = 30) -> dict[str, float
     page = lo.report(folder / "report.html", run, scores, check, curve, task=task, query=data.val, show=show)
     print(f"the report: {page}")
     table = curve.to_frame().set_index(["choice", "removed"])["error"]
-    removed = max(table[scores.method].index)  # no more than are harmful
+    removed = max(table[scores.method].index)
     return {
         "found": found,
         "before": table["nothing", 0],

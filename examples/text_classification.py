@@ -86,8 +86,9 @@ def main(folder: Path, examples: int = 400, epochs: int = 30) -> dict[str, float
     print(check)
 
     wrong = set(noisy.touched.nonzero().flatten().tolist())
-    found = len(wrong & set(scores.harmful(len(wrong)))) / len(wrong)
-    print(f"{found:.0%} of the wrong labels are among the {len(wrong)} most harmful messages")
+    suspects = scores.harmful(min(len(wrong), scores.harmful_count))
+    found = len(wrong & set(suspects)) / len(wrong)
+    print(f"{found:.0%} of the wrong labels are among the {len(suspects)} most harmful messages")
 
     with torch.no_grad():
         losses = task.query_losses(task.parameters(), [val.x, val.y])

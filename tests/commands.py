@@ -94,7 +94,10 @@ class Shell:
         return Done(code, *self._capture.readouterr())
 
 
-def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
+def started(*args: str, cwd: Path, shard_steps: int | None = None) -> subprocess.Popen[str]:
+    """A command in a process of its own; with ``shard_steps`` the recorder writes to disk this often."""
+    often = "" if shard_steps is None else f"from leaveout.run import writer; writer.SHARD_STEPS = {shard_steps}; "
+    program = [sys.executable, "-c", often + PROGRAM[-1]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def listening() -> None:
@@ -102,7 +105,7 @@ def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     return subprocess.Popen(
-        [*PROGRAM, *args],
+        [*program, *args],
         cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,

@@ -8,7 +8,8 @@ import torch
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the commands that tests start: see _one_thread
-settings.register_profile("leaveout", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("leaveout", deadline=None, max_examples=8, derandomize=True)
+settings.register_profile("full", deadline=None, max_examples=30, derandomize=True)  # `make test-rest` chooses it
 settings.load_profile("leaveout")
 
 
@@ -28,8 +29,8 @@ def untyped():
 
 
 def pytest_configure(config):
-    """Leaveout's own warnings are words to its user; those of others that arise in it are errors."""
-    config.addinivalue_line("filterwarnings", "default::leaveout.LeaveoutWarning")
+    """Make leaveout's own warnings errors; not in pyproject.toml, which would import it before types are hooked in."""
+    config.addinivalue_line("filterwarnings", "error::leaveout.LeaveoutWarning")
 
 
 def pytest_report_header():

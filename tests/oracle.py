@@ -31,6 +31,15 @@ def remembered(method):
     return remember
 
 
+def jacobian(function, at: Tensor) -> Tensor:
+    """The dense Jacobian, row by row in one backward pass."""
+    return torch.autograd.functional.jacobian(function, at, vectorize=True)
+
+
+def hessian(function, at: Tensor) -> Tensor:
+    return torch.autograd.functional.hessian(function, at, vectorize=True)
+
+
 class Oracle:
     """A recorded run with its steps as functions of one flat state vector and the weights of all training examples."""
 
@@ -90,7 +99,7 @@ class Oracle:
         return torch.cat([moved, m, v])
 
     def jacobian(self, i: int, state: Tensor, weights: Tensor) -> Tensor:
-        return torch.autograd.functional.jacobian(lambda s: self.step(i, s, weights), state)
+        return jacobian(lambda s: self.step(i, s, weights), state)
 
     @remembered
     def displacements(self, method: str, rows: list[list[int]]) -> Tensor:
@@ -99,7 +108,7 @@ class Oracle:
         moved = [torch.zeros(self.p * len(self.run.rule.slots), dtype=torch.float64) for _ in rows]
         for i in range(len(self.run)):
             state = self.flat(self.run.state(i)).requires_grad_()
-            in_weights = torch.autograd.functional.jacobian(lambda w, s=state, i=i: self.step(i, s, w), ones)
+            in_weights = jacobian(lambda w, s=state, i=i: self.step(i, s, w), ones)
             whole = self.jacobian(i, state, ones)
             after = self.step(i, state, ones).detach()
             for r, row in enumerate(rows):
@@ -122,7 +131,7 @@ class Oracle:
     def curvature(self, kind: str, theta: Tensor, k: int) -> Tensor:
         """One example's Hessian, Gauss-Newton matrix or gradient outer product, dense."""
         if kind == "hessian":
-            return torch.autograd.functional.hessian(lambda t: self.example_loss(t, k), theta)
+            return hessian(lambda t: self.example_loss(t, k), theta)
 
         def outputs(t: Tensor) -> Tensor:
             return functional_call(self.model, self.named(t), (self.inputs[k : k + 1],))
@@ -130,19 +139,17 @@ class Oracle:
         def loss(z: Tensor) -> Tensor:
             return self.loss(z, self.targets[k : k + 1])
 
-        jacobian = torch.autograd.functional.jacobian
         ridge = self.l2 * torch.eye(self.p, dtype=torch.float64)
         if kind == "fisher":
             g = jacobian(lambda t: loss(outputs(t)), theta)
             return torch.outer(g, g) + ridge
         J = jacobian(outputs, theta).reshape(-1, self.p)
-        A = torch.autograd.functional.hessian(loss, outputs(theta)).reshape(len(J), len(J))
+        A = hessian(loss, outputs(theta)).reshape(len(J), len(J))
         return J.T @ A @ J + ridge
 
     @remembered
     def family(self, rows: list[list[int]], kind: str = "hessian", where=None, path: Tensor | None = None) -> Tensor:
         """δ_N of every row, any curvature; corrected ``where``; ``path`` maps what enters the gradient."""
-        jacobian = torch.autograd.functional.jacobian
         ones = torch.ones(len(self.inputs), dtype=torch.float64)
         P = torch.eye(self.p, dtype=torch.float64) if path is None else path
         moved = [torch.zeros(self.p * len(self.run.rule.slots), dtype=torch.float64) for _ in rows]
@@ -154,6 +161,12 @@ class Oracle:
             bends = {k: self.curvature(kind, theta, k) for k in set(ids)}
             slopes = {k: jacobian(lambda t, k=k: self.example_loss(t, k), theta) for k in set(ids)}
             mean = sum(bends[k] for k in ids) / len(ids)
+
+            def derivatives(g, state=state, i=i):
+                """Of the update, in the state and in the gradient."""
+                return jacobian(lambda s: self.update(i, s, g), state), jacobian(lambda h: self.update(i, state, h), g)
+
+            plain = derivatives(whole)
             for r, row in enumerate(rows):
                 out = [k for k in ids if k in row]
                 gone = P @ sum((slopes[k] for k in out), torch.zeros(self.p).double()) / len(ids)
@@ -162,8 +175,7 @@ class Oracle:
                 if corrected:
                     change = change - P @ sum(bends[k] for k in out) @ moved[r][: self.p] / len(ids)
                 at = whole - gone if corrected else whole
-                carry = jacobian(lambda s, g=at, i=i: self.update(i, s, g), state)
-                enter = jacobian(lambda g, s=state, i=i: self.update(i, s, g), at)
+                carry, enter = derivatives(at) if corrected else plain
                 jump = self.update(i, state, at) - self.update(i, state, whole) if corrected else -enter @ gone
                 moved[r] = carry @ moved[r] + enter @ change + jump
         return torch.stack(moved)[:, : self.p].detach()
@@ -175,7 +187,6 @@ class Oracle:
         size = self.p * len(self.run.rule.slots)
         moved = torch.zeros(len(rows), size, dtype=torch.float64)
         free = torch.zeros(len(rows), size, dtype=torch.float64)
-        jacobian = torch.autograd.functional.jacobian
         for i in range(len(self.run)):
             ids = self.run.record(i).ids.tolist()
             state = self.flat(self.run.state(i))
@@ -191,7 +202,7 @@ class Oracle:
                 for k in ids:
                     if k in row:
                         gk = jacobian(lambda t, k=k: self.example_loss(t, k), theta)
-                        hk = torch.autograd.functional.hessian(lambda t, k=k: self.example_loss(t, k), theta)
+                        hk = hessian(lambda t, k=k: self.example_loss(t, k), theta)
                         plain = plain + gk
                         read = read + gk + (hk @ free[r, : self.p] if where(i, row) else 0)
                 moved[r] = whole @ moved[r] - enter @ read / len(ids)
@@ -207,7 +218,7 @@ class Oracle:
         for i in reversed(range(len(self.run))):
             state = self.flat(self.run.state(i)).requires_grad_()
             after = self.step(i, state, ones).detach()
-            in_weights = torch.autograd.functional.jacobian(lambda w, s=state, i=i: self.step(i, s, w), ones)
+            in_weights = jacobian(lambda w, s=state, i=i: self.step(i, s, w), ones)
             for r, row in enumerate(rows):
                 if not set(row) & set(self.run.record(i).ids.tolist()):
                     continue

@@ -146,11 +146,12 @@ def _shared(model_name, optimizer, n, batches, epochs, seed) -> Problem:
     plan = None if batches is None else list(map(list, batches))
     with torch.random.fork_rng():
         problem = recorded(folder / "run", model_name, optimizer, n=n, batches=plan, epochs=epochs, seed=seed)
-        return replace(problem, task=_task(model_name, n, seed))
+        return replace(problem, task=shared_task(model_name, n, seed))
 
 
 @functools.cache
-def _task(model_name: str, n: int, seed: int) -> lo.Task:
+def shared_task(model_name: str, n: int, seed: int = 0) -> lo.Task:
+    """One task per process for a model and its data."""
     make, loss, l2 = MODELS[model_name]
     return lo.Task(make(), loss, data_for(model_name, n, seed), l2=l2, check=CHECK)
 

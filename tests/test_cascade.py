@@ -12,7 +12,7 @@ from test_estimators import BATCHES, close
 @pytest.mark.parametrize("readout", mostly_full(["linear", "outputs"], "linear"))
 def test_methods_that_share_a_sweep_score_as_they_do_alone(tmp_path, readout, transport):
     optimizer = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5)  # noqa: E731
-    problem = shared("conv", optimizer, batches=BATCHES)
+    problem = shared("mlp", optimizer, batches=BATCHES)
     args = (problem.run, problem.task, problem.query)
     estimators = [lo.TracIn(), lo.SGDIE(readout), lo.ACC(transport, readout), lo.ACC("exact"), lo.Replay()]
     together = lo.score(estimators, *args, queries="each")

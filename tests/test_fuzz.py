@@ -46,7 +46,7 @@ def examples(case: dict, n: int) -> TensorDataset:
     return TensorDataset(x, y.to(case["targets"] or case["model"]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=2 * settings().max_examples)
 @given(cases())
 def test_every_input_works_or_is_refused(case: dict) -> None:
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def sentences(words: list[list[int]], classes: list[int]) -> TensorDataset:
 numbers = st.integers(-1, 7)
 
 
-@settings(max_examples=60)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=3),
     st.lists(st.tuples(st.tuples(numbers, numbers), st.integers(0, 3)), min_size=1, max_size=3),

@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout._util.trees import norm
 from leaveout.evaluate.precision import Doubled
 from leaveout.run.model_match import constants_of
+from problems import mostly_full, shared
 
 
 def digits_like(n: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
@@ -29,7 +31,7 @@ def trained(path: Path, *, keep: str | int = "all") -> tuple[lo.Run, lo.Task]:
 METHODS = (lo.SGDIE(), lo.ACC("free"), lo.ACC("exact"), lo.TracIn(), lo.Replay())
 
 
-@pytest.mark.parametrize("keep", ["all", 5])
+@pytest.mark.parametrize("keep", mostly_full(["all", 5], 5))
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_rounding_is_the_distance_to_a_run_in_float64(method: lo.Estimator, keep: str | int, tmp_path: Path) -> None:
     run, task = trained(tmp_path / "run", keep=keep)
@@ -140,6 +142,20 @@ def test_a_short_or_mild_stretch_is_not_said(tmp_path: Path) -> None:
         lo.SGDIE().score(run, task, query())
         for method in (lo.SGDIE(), lo.SGDIE(direction="forward"), lo.ACC("exact"), lo.ACC("free")):
             method.score(whole, own, digits_like(6))
+
+
+def test_the_first_steps_of_adam_are_not_taken_for_growth(tmp_path: Path) -> None:
+    """After lr·g/|g| a displacement is next to nothing, and after the second step of ordinary size."""
+    problem = shared("mlp", "adam")
+    assert problem.run.rule.slots[1:], "the optimizer has state"
+    args = (problem.task, problem.query)
+    first, second = (
+        lo.SGDIE(direction="forward").score(problem.run.head(steps), *args, displacements=True).displacements
+        for steps in (1, 2)
+    )
+    assert norm(second) > 1e3 * norm(first), "nothing grows here"
+    for method in (lo.SGDIE(direction="forward"), lo.SGDIE(), lo.ACC("exact")):
+        method.score(problem.run, *args)  # a warning would be an error
 
 
 # Derivatives that break

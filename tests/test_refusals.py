@@ -1,8 +1,11 @@
-"""What cannot be done exactly is refused: the right exception, culprit and remedy in its words, nothing written."""
+"""What cannot be done exactly is refused: the right exception, code and culprit, and nothing is written.
+
+The wording itself is held by ``test_every_layer_that_mixes_or_draws_is_listed_at_once`` and by those tests where one
+code covers several causes.
+"""
 
 import inspect
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,13 +70,17 @@ def contents(path: Path) -> dict[str, bytes | None]:
 
 
 @contextmanager
-def refused(kind: type[Exception], *words: str, unchanged: Path | None = None) -> Iterator[None]:
-    """The block raises exactly this exception with all these words, and leaves the directory as it was."""
+def refused(kind: type[Exception], code: str, *named: str, unchanged: Path | None = None) -> Iterator[None]:
+    """The block raises exactly this exception with this code, names all these, and leaves the directory as it was.
+
+    Where a code covers several causes, what is named is the words for the cause.
+    """
     before = contents(unchanged) if unchanged else {}
     with pytest.raises(lo.LeaveoutError) as caught:
         yield
     assert type(caught.value) is kind, f"{type(caught.value).__name__}: {caught.value}"
-    missing = [word for word in words if word not in str(caught.value)]
+    assert caught.value.code == code, f"{caught.value.code}: {caught.value}"
+    missing = [word for word in named if word not in str(caught.value)]
     assert not missing, f"{missing} not in: {caught.value}"
     if unchanged:
         assert contents(unchanged) == before, "the refusal wrote something"
@@ -117,7 +124,7 @@ def test_the_same_layers_in_evaluation_mode_are_fine(tmp_path: Path) -> None:
 
 def test_batchnorm_without_running_statistics_mixes_in_any_mode(tmp_path: Path) -> None:
     model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)).eval()
-    with refused(lo.UnsupportedError, "'0' is BatchNorm1d", unchanged=tmp_path):
+    with refused(lo.UnsupportedError, "model-not-supported", "'0' is BatchNorm1d", unchanged=tmp_path):
         lo.Recorder(tmp_path / "run", model, sgd(model))
 
 
@@ -151,13 +158,20 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("dropout", ["draws random numbers in evaluation mode", "function of its inputs"]),
-        ("noise", ["draws random numbers"]),
-        ("random", ["depends on the other examples"]),
-        ("count", ["changes the buffer 'calls' in evaluation mode"]),
-        ("assign", ["changes the buffer 'calls' in evaluation mode"]),
-        ("centre", ["depends on the other examples in its batch", "within single examples"]),
-        ("crash", ["fails on the first training examples", "ZeroDivisionError: a bug of the user's own"]),
+        ("dropout", ["task-not-supported", "draws random numbers in evaluation mode", "function of its inputs"]),
+        ("noise", ["task-not-supported", "draws random numbers"]),
+        ("random", ["task-not-supported", "depends on the other examples"]),
+        ("count", ["task-not-supported", "changes the buffer 'calls' in evaluation mode"]),
+        ("assign", ["task-not-supported", "changes the buffer 'calls' in evaluation mode"]),
+        ("centre", ["task-not-supported", "depends on the other examples in its batch", "within single examples"]),
+        (
+            "crash",
+            [
+                "task-not-supported",
+                "fails on the first training examples",
+                "ZeroDivisionError: a bug of the user's own",
+            ],
+        ),
     ],
 )
 def test_what_only_a_trial_shows(what: str, words: list[str]) -> None:
@@ -174,17 +188,25 @@ def test_randomness_that_was_on_only_while_training(method: lo.Estimator, tmp_pa
     data = examples()
     run, model = recorded(tmp_path / "run", data, model=Odd("dropout"))
     model.what = ""
-    with refused(lo.MismatchError, "does not follow from its batch and this task", "randomness", unchanged=tmp_path):
+    with refused(
+        lo.MismatchError,
+        "step-does-not-follow",
+        "does not follow from its batch and this task",
+        "randomness",
+        unchanged=tmp_path,
+    ):
         method.score(run, task_of(model, data), data)
 
 
 def test_a_model_without_trained_parameters() -> None:
-    with refused(lo.UnsupportedError, "no parameter of the model is trained", "requires_grad=True"):
+    with refused(
+        lo.UnsupportedError, "task-not-supported", "no parameter of the model is trained", "requires_grad=True"
+    ):
         task_of(network().requires_grad_(False), examples())
 
 
 def test_a_model_without_any_parameters() -> None:
-    with refused(lo.UnsupportedError, "no parameter of the model is trained"):
+    with refused(lo.UnsupportedError, "task-not-supported", "no parameter of the model is trained"):
         task_of(nn.Flatten(), examples())
 
 
@@ -200,13 +222,19 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (nn.functional.cross_entropy, ["3 examples has shape [] instead of [3]", "reduction='none'"]),
-        (Wrapped(), ["3 examples has shape [] instead of [3]", "reduction='none'"]),
-        (lambda outputs, targets: outputs - targets[:, None], ["has shape [3, 3] instead of [3]"]),
-        (nn.L1Loss(), ["the model or the loss fails", "size of tensor"]),
+        (
+            nn.functional.cross_entropy,
+            ["task-not-supported", "3 examples has shape [] instead of [3]", "reduction='none'"],
+        ),
+        (Wrapped(), ["task-not-supported", "3 examples has shape [] instead of [3]", "reduction='none'"]),
+        (
+            lambda outputs, targets: outputs - targets[:, None],
+            ["task-not-supported", "has shape [3, 3] instead of [3]"],
+        ),
+        (nn.L1Loss(), ["task-not-supported", "the model or the loss fails", "size of tensor"]),
         (
             lambda outputs, targets: nn.functional.cross_entropy(outputs - outputs.mean(0), targets, reduction="none"),
-            ["depends on the other examples in its batch"],
+            ["task-not-supported", "depends on the other examples in its batch"],
         ),
     ],
 )
@@ -221,7 +249,12 @@ def test_losses_that_are_not_a_mean_over_examples(loss: Any, words: list[str]) -
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_outputs_and_targets_that_broadcast() -> None:
     data = TensorDataset(torch.randn(SIZE, 4), torch.randn(SIZE))
-    with refused(lo.UnsupportedError, "depends on the other examples", "outputs and targets have the same shape"):
+    with refused(
+        lo.UnsupportedError,
+        "task-not-supported",
+        "depends on the other examples",
+        "outputs and targets have the same shape",
+    ):
         lo.Task(nn.Linear(4, 1), nn.MSELoss(), data)
 
 
@@ -230,9 +263,9 @@ def test_another_loss_or_l2_than_the_one_trained_with(method: lo.Estimator, tmp_
     data = examples()
     run, model = recorded(tmp_path / "run", data)
     words = ("does not follow from its batch and this task", "Give the Task the loss, l2 and model")
-    with refused(lo.MismatchError, *words, unchanged=tmp_path):
+    with refused(lo.MismatchError, "step-does-not-follow", *words, unchanged=tmp_path):
         method.score(run, task_of(model, data, l2=0.1), data)
-    with refused(lo.MismatchError, *words):
+    with refused(lo.MismatchError, "step-does-not-follow", *words):
         method.score(run, lo.Task(model, nn.CrossEntropyLoss(label_smoothing=0.1), data), data)
 
 
@@ -241,7 +274,7 @@ def test_the_l2_that_was_trained_with_left_out(tmp_path: Path) -> None:
     task = task_of(model, data, l2=0.1)
     run = lo.train(task, sgd(model), 1, 6, seed=0, out=tmp_path / "run")
     assert lo.ACC(transport="exact").score(run, task, data).values.abs().max() > 0
-    with refused(lo.MismatchError, "does not follow", "l2"):
+    with refused(lo.MismatchError, "step-does-not-follow", "does not follow", "l2"):
         lo.ACC(transport="exact").score(run, task_of(model, data), data)
 
 
@@ -271,7 +304,7 @@ def test_random_augmentation_that_shows_later(method: lo.Estimator, tmp_path: Pa
     run, model = recorded(tmp_path / "run", data)
     task = task_of(model, data)
     data.random = True
-    with refused(lo.MismatchError, "The batch of step", *AGAIN, unchanged=tmp_path):
+    with refused(lo.MismatchError, "batch-differs", "The batch of step", *AGAIN, unchanged=tmp_path):
         method.score(run, task, examples())
 
 
@@ -280,7 +313,9 @@ def test_augmentation_that_was_on_only_while_training(method: lo.Estimator, tmp_
     data = Augmented(random=True)
     run, model = recorded(tmp_path / "run", data)
     data.random = False
-    with refused(lo.MismatchError, "The batch of step", "tensor 0 (now float32 [6, 4])", "other values"):
+    with refused(
+        lo.MismatchError, "batch-differs", "The batch of step", "tensor 0 (now float32 [6, 4])", "other values"
+    ):
         method.score(run, task_of(model, data), data)
 
 
@@ -305,7 +340,7 @@ def test_a_data_file_that_changed(method: lo.Estimator, tmp_path: Path) -> None:
     x[7, 2] = np.nextafter(x[7, 2], np.float32(np.inf))  # the last bit of one value of one example
     np.save(tmp_path / "x.npy", x)
     words = ("The batch of step", "tensor 0", "other values", "give the data set that was trained on")
-    with refused(lo.MismatchError, *words, unchanged=tmp_path):
+    with refused(lo.MismatchError, "batch-differs", *words, unchanged=tmp_path):
         method.score(run, task, examples())
 
 
@@ -315,9 +350,9 @@ def test_data_in_another_order(method: lo.Estimator, tmp_path: Path) -> None:
     whole, model = recorded(tmp_path / "whole", data, batch_size=SIZE)
     run, other = recorded(tmp_path / "run", data)
     turned = Subset(data, list(reversed(range(SIZE))))
-    with refused(lo.MismatchError, "The batch of step", "in another order", "order it was trained on"):
+    with refused(lo.MismatchError, "batch-differs", "The batch of step", "in another order", "order it was trained on"):
         method.score(whole, task_of(model, turned), data)
-    with refused(lo.MismatchError, "The batch of step", "give the data set that was trained on"):
+    with refused(lo.MismatchError, "batch-differs", "The batch of step", "give the data set that was trained on"):
         method.score(run, task_of(other, turned), data)
 
 
@@ -325,7 +360,7 @@ def test_labels_that_were_corrected_since(tmp_path: Path) -> None:
     data = examples()
     run, model = recorded(tmp_path / "run", data)
     x, y = data.tensors
-    with refused(lo.MismatchError, "The batch of step", "tensor 1 (now int64 [6])"):
+    with refused(lo.MismatchError, "batch-differs", "The batch of step", "tensor 1 (now int64 [6])"):
         lo.ACC(transport="exact").score(run, task_of(model, TensorDataset(x, (y + 1) % 3)), data)
 
 
@@ -335,10 +370,10 @@ def test_data_of_another_type_or_with_more_parts(tmp_path: Path) -> None:
     x, y = data.tensors
     narrow = TensorDataset(x, y.int())
     task = lo.Task(model, lambda o, t: nn.functional.cross_entropy(o, t.long(), reduction="none"), narrow)
-    with refused(lo.MismatchError, "The batch of step", "tensor 1 (now int32 [6])", "another type"):
+    with refused(lo.MismatchError, "batch-differs", "The batch of step", "tensor 1 (now int32 [6])", "another type"):
         lo.ACC(transport="exact").score(run, task, narrow)
     third = TensorDataset(x, y, torch.zeros(SIZE))
-    with refused(lo.MismatchError, "held 2 tensors when it was trained on and holds 3 now"):
+    with refused(lo.MismatchError, "batch-differs", "held 2 tensors when it was trained on and holds 3 now"):
         lo.ACC(transport="exact").score(run, task_of(model, third, forward=lambda m, b: (m(b[0]), b[1])), third)
 
 
@@ -346,7 +381,9 @@ def test_data_of_another_type_or_with_more_parts(tmp_path: Path) -> None:
 def test_a_data_set_of_another_length(size: int, tmp_path: Path) -> None:
     data = examples()
     run, model = recorded(tmp_path / "run", data)
-    with refused(lo.MismatchError, f"trained on {SIZE} examples", f"has {size}", "that was trained on"):
+    with refused(
+        lo.MismatchError, "train-size-differs", f"trained on {SIZE} examples", f"has {size}", "that was trained on"
+    ):
         lo.ACC(transport="exact").score(run, task_of(model, examples(size=size)), data)
 
 
@@ -359,7 +396,7 @@ def test_a_shorter_data_set_when_only_ids_were_told(method: lo.Estimator, tmp_pa
     recorder.step([2, 17])
     optimizer.step()
     run = recorder.finish()
-    with refused(lo.MismatchError, "Step 0 used example 17", "has only 10", "that was trained on"):
+    with refused(lo.MismatchError, "train-size-differs", "Step 0", "example 17"):
         method.score(run, task_of(model, Subset(data, range(10))), data)
 
 
@@ -377,27 +414,29 @@ class CountedStream(Stream):
 def test_data_without_numbers(kind: type[Stream], tmp_path: Path) -> None:
     model = network()
     recorder = lo.Recorder(tmp_path / "run", model, sgd(model))
-    with refused(lo.UnsupportedError, "IterableDataset", "map-style Dataset", "recorder.step(ids)", unchanged=tmp_path):
+    with refused(
+        lo.UnsupportedError, "examples-without-numbers", "IterableDataset", "recorder.step(ids)", unchanged=tmp_path
+    ):
         next(iter(recorder.watch(DataLoader(kind(), batch_size=6))))
-    with refused(lo.InputError, kind.__name__, "map-style Dataset"):
+    with refused(lo.InputError, "examples-without-numbers", kind.__name__, "map-style Dataset"):
         task_of(model, kind())
 
 
 def test_loaders_that_are_none(tmp_path: Path) -> None:
     model = network()
     recorder = lo.Recorder(tmp_path / "run", model, sgd(model))
-    with refused(lo.UnsupportedError, "out of order", "in_order=True"):
+    with refused(lo.UnsupportedError, "loader-out-of-order", "in_order=True"):
         next(iter(recorder.watch(DataLoader(examples(), num_workers=1, in_order=False))))
 
 
 def test_an_empty_training_set() -> None:
-    with refused(lo.InputError, "training set is empty", "at least one example"):
+    with refused(lo.InputError, "train-set-empty"):
         task_of(network(), Subset(examples(), []))
 
 
 @pytest.mark.parametrize("l2", [-0.1, float("nan"), float("inf")])
 def test_a_strength_that_is_none(l2: Any) -> None:
-    with refused(lo.InputError, f"l2={l2!r}", "finite number, 0 or more"):
+    with refused(lo.InputError, "l2-out-of-range", f"l2={l2!r}", "finite number, 0 or more"):
         task_of(network(), examples(), l2=l2)
 
 
@@ -415,22 +454,24 @@ class Listed(Dataset):
 def test_examples_that_cannot_be_joined_or_read() -> None:
     fine = (torch.zeros(4), torch.tensor(1))
     for odd in ((torch.zeros(3), torch.tensor(1)), (torch.zeros(4), None), (torch.zeros(4),), {"x": torch.zeros(4)}):
-        with refused(lo.InputError, "Examples [0, 1]", "cannot be joined into a batch", "collate="):
+        with refused(lo.InputError, "examples-do-not-join", "[0, 1]", "collate="):
             task_of(network(), Listed([fine, odd]))
         late = task_of(network(), Listed([fine] * 3 + [odd]))
-        with refused(lo.InputError, "Examples [2, 3]", "cannot be joined into a batch", "collate="):
+        with refused(lo.InputError, "examples-do-not-join", "[2, 3]", "collate="):
             late.read([2, 3])
 
     def broken(rows: list) -> Any:
         raise KeyError("labels")
 
-    with refused(lo.UnsupportedError, "first training examples cannot be read: KeyError: 'labels'"):
+    with refused(
+        lo.UnsupportedError, "task-not-supported", "first training examples cannot be read: KeyError: 'labels'"
+    ):
         task_of(network(), examples(), collate=broken)
 
 
 def test_batches_that_the_task_cannot_take_apart() -> None:
     x, y = examples().tensors
-    with refused(lo.InputError, "(inputs..., targets)", "labels", "forward=lambda"):
+    with refused(lo.InputError, "batch-not-understood", "forward=lambda"):
         task_of(network(), TensorDataset(x))
 
     class Texts(Dataset):
@@ -440,13 +481,15 @@ def test_batches_that_the_task_cannot_take_apart() -> None:
         def __getitem__(self, i: int) -> tuple[Tensor, Tensor, str]:
             return x[i], y[i], f"text {i}"
 
-    with refused(lo.UnsupportedError, "item 2 of a batch is a str", "collate="):
+    with refused(lo.UnsupportedError, "task-not-supported", "item 2 of a batch is a str", "collate="):
         task_of(network(), Texts())
 
     def packed(rows: list) -> tuple[Tensor, Tensor]:
         return torch.cat([row[0] for row in rows]), torch.stack([row[1] for row in rows])
 
-    with refused(lo.UnsupportedError, "tensor 0 of a batch of 3 examples has shape [12]", "collate="):
+    with refused(
+        lo.UnsupportedError, "task-not-supported", "tensor 0 of a batch of 3 examples has shape [12]", "collate="
+    ):
         task_of(network(), examples(), collate=packed)
 
 
@@ -467,7 +510,7 @@ def test_a_collate_function_that_drops_examples(tmp_path: Path) -> None:
             optimizer.step()
         lo.ACC(transport="exact").score(recorder.finish(), task_of(model, data, collate=collate), data)
 
-    with refused(lo.MismatchError, "6 examples", "collate"):
+    with refused(lo.MismatchError, "rows-differ", "6 examples"):
         loop()
 
 
@@ -484,7 +527,14 @@ def test_clipped_gradients(method: lo.Estimator, tmp_path: Path) -> None:
 
     run, model = recorded(tmp_path / "run", data, spoil=clip)
     where = "Step 1" if isinstance(method, lo.Replay) else "Step "
-    with refused(lo.MismatchError, where, "does not follow", "without gradient clipping", unchanged=tmp_path):
+    with refused(
+        lo.MismatchError,
+        "step-does-not-follow",
+        where,
+        "does not follow",
+        "without gradient clipping",
+        unchanged=tmp_path,
+    ):
         method.score(run, task_of(model, data), data)
 
 
@@ -497,7 +547,7 @@ def test_weights_changed_behind_the_optimizers_back(method: lo.Estimator, tmp_pa
             model[0].weight.data.clamp_(-0.1, 0.1)
 
     run, model = recorded(tmp_path / "run", data, spoil=clamp)
-    with refused(lo.MismatchError, "Step ", "does not follow from its batch"):
+    with refused(lo.MismatchError, "step-does-not-follow", "Step ", "does not follow from its batch"):
         method.score(run, task_of(model, data), data)
 
 
@@ -524,14 +574,14 @@ class Loop:
 def test_two_steps_for_one_batch(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.good()
-    with refused(lo.RunError, "At step 1, it is not known which batch", "recorder.watch(loader)", "recorder.step(ids)"):
+    with refused(lo.RunError, "batch-missing", "step 1", "recorder.watch(loader)", "recorder.step(ids)"):
         loop.optimizer.step()
 
 
 def test_a_step_without_any_batch(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     backward(loop.model, loop.optimizer, examples()[:3])
-    with refused(lo.RunError, "At step 0, it is not known which batch", "recorder.watch(loader)", unchanged=tmp_path):
+    with refused(lo.RunError, "batch-missing", "step 0", "recorder.watch(loader)", unchanged=tmp_path):
         loop.optimizer.step()
 
 
@@ -542,10 +592,10 @@ def untyped(function: Callable) -> Callable:
 
 def test_a_run_of_no_steps(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    with refused(lo.RunError, "Nothing was recorded", "optimizer.step() was never called"):
+    with refused(lo.RunError, "nothing-recorded", "optimizer.step()"):
         loop.recorder.finish()
     assert contents(tmp_path) == {str(tmp_path / "run"): None}  # the lock is let go of
-    with refused(lo.RunError, "does not hold a run"):
+    with refused(lo.RunError, "run-not-found"):
         lo.open_run(tmp_path / "run", partial=True)
 
 
@@ -560,7 +610,7 @@ def test_a_parameter_without_a_gradient(tmp_path: Path) -> None:
 
     loop = Loop(tmp_path, Unused())
     loop.backward()
-    with refused(lo.UnsupportedError, "At step 0", "'idle.weight' has no gradient", "freeze it", unchanged=tmp_path):
+    with refused(lo.UnsupportedError, "gradient-missing", "step 0", "'idle.weight'", unchanged=tmp_path):
         loop.optimizer.step()
 
 
@@ -570,7 +620,7 @@ def test_a_sparse_embedding(tmp_path: Path) -> None:
     recorder = lo.Recorder(tmp_path / "run", model, optimizer)
     recorder.step([0, 1])
     nn.functional.cross_entropy(model(torch.tensor([[0, 1], [2, 3]])), torch.tensor([0, 1])).backward()
-    with refused(lo.UnsupportedError, "At step 0", "'0.weight' is sparse", "sparse=False", unchanged=tmp_path):
+    with refused(lo.UnsupportedError, "gradient-sparse", "step 0", "'0.weight'", "sparse=False", unchanged=tmp_path):
         optimizer.step()
 
 
@@ -581,9 +631,9 @@ def test_training_that_diverges_keeps_the_steps_before(tmp_path: Path) -> None:
     weights = loop.model[0].weight.detach().clone()
     loop.backward()
     loop.model[0].weight.grad[0, 0] = float("nan")
-    with refused(lo.RunError, "Step 3 made parameter '0.weight' NaN", "lower the learning rate", "are kept"):
+    with refused(lo.RunError, "step-not-finite", "Step 3", "'0.weight'", "NaN"):
         loop.optimizer.step()
-    with refused(lo.RunError, "cut short after step 2", "partial=True", unchanged=tmp_path):
+    with refused(lo.RunError, "run-cut-short", "step 2", "partial=True", unchanged=tmp_path):
         lo.open_run(tmp_path / "run")
     run = lo.open_run(tmp_path / "run", partial=True)
     assert [run.record(i).ids.tolist() for i in range(len(run))] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
@@ -596,16 +646,16 @@ def test_a_run_that_diverged_cannot_be_finished(tmp_path: Path) -> None:
     loop.good(3)
     loop.backward()
     loop.model[0].weight.grad[0, 0] = float("inf")
-    with refused(lo.RunError, "Step 3 made parameter '0.weight' NaN or infinite"):
+    with refused(lo.RunError, "step-not-finite", "Step 3", "'0.weight'", "NaN"):
         loop.optimizer.step()
-    with refused(lo.RunError, "cut short", "partial=True", unchanged=tmp_path):
+    with refused(lo.RunError, "run-cut-short", "partial=True", unchanged=tmp_path):
         loop.recorder.finish()
 
 
 def test_training_that_diverges_on_its_own(tmp_path: Path) -> None:
     data, model = TensorDataset(1e15 * torch.randn(SIZE, 4), torch.randn(SIZE, 1)), nn.Linear(4, 1)
     task = lo.Task(model, nn.MSELoss(), data)
-    with refused(lo.RunError, "Step ", "NaN or infinite", "learning rate"):
+    with refused(lo.RunError, "step-not-finite", "NaN"):
         lo.train(task, sgd(model, lr=1.0), 5, 6, seed=0, out=tmp_path / "run")
     assert len(lo.open_run(tmp_path / "run", partial=True)) >= 1
 
@@ -613,18 +663,18 @@ def test_training_that_diverges_on_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        ([], ["shape [0]", "list of example numbers"]),
-        ([0, -3], ["Example number -3 is negative", "count from 0"]),
-        (torch.zeros(2, 2, dtype=torch.int64), ["shape [2, 2]"]),
-        (torch.tensor(3), ["shape []"]),
-        (torch.tensor([True, False, True]), ["bool", "example numbers"]),
-        (torch.tensor([0.5, 1.5]), ["float32", "example numbers"]),
-        (torch.tensor([1 + 0j]), ["complex64", "example numbers"]),
-        (["a", "b"], ["do not name a batch", "example numbers"]),
-        ([[0], [1, 2]], ["do not name a batch", "example numbers"]),
-        ({0, 1}, ["do not name a batch", "example numbers"]),
-        (None, ["do not name a batch", "example numbers"]),
-        ([2**63], ["do not name a batch", "example numbers"]),
+        ([], ["ids-not-a-batch", "[0]"]),
+        ([0, -3], ["id-negative", "Example number -3"]),
+        (torch.zeros(2, 2, dtype=torch.int64), ["ids-not-a-batch", "[2, 2]"]),
+        (torch.tensor(3), ["ids-not-a-batch", "[]"]),
+        (torch.tensor([True, False, True]), ["ids-not-a-batch", "bool"]),
+        (torch.tensor([0.5, 1.5]), ["ids-not-a-batch", "float32"]),
+        (torch.tensor([1 + 0j]), ["ids-not-a-batch", "complex64"]),
+        (["a", "b"], ["ids-not-a-batch"]),
+        ([[0], [1, 2]], ["ids-not-a-batch"]),
+        ({0, 1}, ["ids-not-a-batch"]),
+        (None, ["ids-not-a-batch"]),
+        ([2**63], ["ids-not-a-batch"]),
     ],
 )
 def test_ids_that_name_no_batch(ids: Any, words: list[str], tmp_path: Path) -> None:
@@ -646,7 +696,7 @@ def test_tensors_cut_out_of_others_have_the_fingerprints_of_their_values(cut: Ca
 @pytest.mark.parametrize("epoch", [0.33, None, "first", -1, 2**63, [0]], ids=str)
 def test_epochs_that_count_nothing(epoch: Any, tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    with refused(lo.InputError, f"epoch={epoch!r}", "whole number from 0 on", unchanged=tmp_path):
+    with refused(lo.InputError, "epoch-not-a-count", f"epoch={epoch!r}", "whole number from 0 on", unchanged=tmp_path):
         untyped(lo.Recorder.step)(loop.recorder, [0], epoch=epoch)
 
 
@@ -657,7 +707,7 @@ def test_samplers_that_draw_no_example_numbers(sampler: list, single: bool, tmp_
     if single:
         loader = DataLoader(examples(), batch_size=None, sampler=sampler[0] or [[]])
     recorder = Loop(tmp_path).recorder
-    with refused(lo.InputError, "ids count from 0" if -1 in sampler[0] else "example numbers", unchanged=tmp_path):
+    with refused(lo.InputError, "id-negative" if -1 in sampler[0] else "ids-not-a-batch", unchanged=tmp_path):
         list(recorder.watch(loader))
 
 
@@ -665,10 +715,16 @@ def test_a_loop_of_no_epochs(tmp_path: Path) -> None:
     model = network()
     task = task_of(model, examples())
     for seed in (2**64, -(2**63) - 1):
-        with refused(lo.InputError, f"seed={seed!r}", "whole number from", unchanged=tmp_path):
+        with refused(lo.InputError, "seed-not-a-number", f"seed={seed!r}", "whole number from", unchanged=tmp_path):
             lo.train(task, sgd(model), 1, 6, seed=seed, out=tmp_path / "run")
     for epochs, size in ((0, 6), (2, 0), (-1, 6), (True, 6)):
-        with refused(lo.InputError, f"epochs={epochs} and batch_size={size}", "at least 1", unchanged=tmp_path):
+        with refused(
+            lo.InputError,
+            "epochs-not-a-count",
+            f"epochs={epochs} and batch_size={size}",
+            "at least 1",
+            unchanged=tmp_path,
+        ):
             lo.train(task, sgd(model), epochs, size, seed=0, out=tmp_path / "run")
 
 
@@ -706,10 +762,10 @@ for words, ask in asked.items():
 """
 
 
-def test_numbers_of_another_type(tmp_path: Path) -> None:
-    """In a process of its own: the type checks of these tests would refuse them before the library does."""
-    done = subprocess.run([sys.executable, "-c", TYPES, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.usefixtures("untyped")
+def test_numbers_of_another_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["types", str(tmp_path)])
+    exec(TYPES, {})  # noqa: S102 - the text above
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -722,7 +778,7 @@ def test_a_second_data_set_in_the_same_run(tmp_path: Path) -> None:
         for batch in recorder.watch(DataLoader(examples(), batch_size=6)):
             backward(model, optimizer, batch)
             optimizer.step()
-    with refused(lo.UnsupportedError, "another data set", "12 examples", "ConcatDataset", unchanged=tmp_path):
+    with refused(lo.UnsupportedError, "loaders-differ", "12 examples", "ConcatDataset", unchanged=tmp_path):
         next(iter(recorder.watch(DataLoader(examples(1, 12), batch_size=6))))
 
 
@@ -737,7 +793,7 @@ def test_a_group_added_while_training(tmp_path: Path) -> None:
     model[2].requires_grad_(True)
     optimizer.add_param_group({"params": model[2].parameters()})
     backward(model, optimizer, next(batches))
-    with refused(lo.UnsupportedError, "At step 1", "'2.bias'", "unchanged while it is recorded", unchanged=tmp_path):
+    with refused(lo.UnsupportedError, "trained-set-changed", "step 1", "'2.bias'", unchanged=tmp_path):
         optimizer.step()
 
 
@@ -754,24 +810,27 @@ class Own(torch.optim.SGD):
     [
         (
             lambda m: torch.optim.Rprop(m.parameters()),
-            ["Rprop", "train with torch.optim.Adafactor", "or SGD"],
+            ["optimizer-not-supported", "Rprop", "torch.optim.Adafactor"],
         ),
         (
             lambda m: torch.optim.LBFGS(m.parameters()),
-            ["LBFGS", "train with torch.optim.Adafactor", "or SGD"],
+            ["optimizer-not-supported", "LBFGS", "torch.optim.Adafactor"],
         ),
-        (lambda m: Own(m.parameters(), lr=0.1), ["Own", "because it overrides the step of SGD", "RMSprop or SGD"]),
-        (lambda m: sgd(m, differentiable=True), ["differentiable=True", "set differentiable=False"]),
+        (
+            lambda m: Own(m.parameters(), lr=0.1),
+            ["optimizer-not-supported", "Own", "overrides the step of SGD"],
+        ),
+        (
+            lambda m: sgd(m, differentiable=True),
+            ["optimizer-setting-not-supported", "differentiable=True", "differentiable=False"],
+        ),
         (
             lambda m: sgd(network()),
-            [
-                "group 0 holds 4 tensors that are not parameters of the model (the first has shape (5, 4))",
-                "this model's own parameters",
-            ],
+            ["optimizer-setting-not-supported", "4 tensors"],
         ),
         (
             lambda m: torch.optim.Adam(m[0].parameters(), differentiable=True),
-            ["differentiable=True", "need gradients but are in no group", "'2.bias'", "freeze them"],
+            ["optimizer-setting-not-supported", "differentiable=True", "'2.bias'"],
         ),
     ],
 )
@@ -786,9 +845,9 @@ def test_optimizers_that_cannot_be_replayed(build: Callable, words: list[str], t
 
 def test_flags_turned_on_while_training(tmp_path: Path) -> None:
     for flag, value, words in (
-        ("maximize", True, ["group 0 turned maximize on", "start with it so"]),
-        ("lr", torch.tensor(0.1), ["group 0 made lr a tensor", "start with it so"]),
-        ("momentum", 0.9, ["group 0 turned momentum on", "start with it so"]),
+        ("maximize", True, ["optimizer-changed", "group 0", "maximize"]),
+        ("lr", torch.tensor(0.1), ["optimizer-changed", "group 0", "lr"]),
+        ("momentum", 0.9, ["optimizer-changed", "group 0", "momentum"]),
     ):
         loop = Loop(tmp_path / flag)
         loop.good()
@@ -805,7 +864,7 @@ def test_amsgrad_turned_on_while_training(tmp_path: Path) -> None:
     optimizer.param_groups[0]["amsgrad"] = True
     backward(model, optimizer, next(iter(DataLoader(examples(), batch_size=6))))
     recorder.step(range(6))
-    with refused(lo.UnsupportedError, "group 0 turned amsgrad on", unchanged=tmp_path):
+    with refused(lo.UnsupportedError, "optimizer-changed", "group 0", "amsgrad", unchanged=tmp_path):
         optimizer.step()
 
 
@@ -816,17 +875,17 @@ def test_another_model_than_the_recorded_one(tmp_path: Path) -> None:
     data = examples()
     run, _ = recorded(tmp_path / "run", data)
     wider = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    with refused(lo.MismatchError, "'0.weight' has shape [6, 4]", "[5, 4]", "that was recorded", unchanged=tmp_path):
+    with refused(lo.MismatchError, "shapes-differ", "'0.weight'", "[6, 4]", "[5, 4]", unchanged=tmp_path):
         lo.ACC(transport="exact").score(run, task_of(wider, data), data)
     deeper = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3))
-    with refused(lo.MismatchError, "'4.bias' is trained in the model but not in the run"):
+    with refused(lo.MismatchError, "parameters-differ", "'4.bias'"):
         lo.ACC(transport="exact").score(run, task_of(deeper, data), data)
     frozen = network()
     frozen[0].bias.requires_grad_(False)
-    with refused(lo.MismatchError, "'0.bias' is trained in the run but not in the model"):
+    with refused(lo.MismatchError, "parameters-differ", "'0.bias'"):
         lo.ACC(transport="exact").score(run, task_of(frozen, data), data)
     doubles = examples(dtype=torch.float64)
-    with refused(lo.MismatchError, "'0.weight' is float64", "float32 in the run", "convert the model"):
+    with refused(lo.MismatchError, "dtypes-differ", "'0.weight'", "float64", "float32"):
         lo.ACC(transport="exact").score(run, task_of(network().double(), doubles), doubles)
 
 
@@ -835,7 +894,12 @@ def test_another_activation(method: lo.Estimator, tmp_path: Path) -> None:
     data = examples()
     run, _ = recorded(tmp_path / "run", data)
     other = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-    with refused(lo.MismatchError, "does not follow from its batch and this task", "model that were trained"):
+    with refused(
+        lo.MismatchError,
+        "step-does-not-follow",
+        "does not follow from its batch and this task",
+        "model that were trained",
+    ):
         method.score(run, task_of(other, data), data)
 
 
@@ -856,7 +920,9 @@ def test_frozen_values_that_changed(name: str, tmp_path: Path) -> None:
     assert lo.ACC(transport="exact").score(run, task_of(model, data), data).values.abs().max() > 0
     with torch.no_grad():
         model.state_dict()[name].mul_(1.001)
-    with refused(lo.MismatchError, "Frozen", repr(name), "same frozen values", unchanged=tmp_path):
+    with refused(
+        lo.MismatchError, "frozen-values-differ", "Frozen", repr(name), "same frozen values", unchanged=tmp_path
+    ):
         lo.ACC(transport="exact").score(run, task_of(model, data), data)
 
 
@@ -873,15 +939,24 @@ def scored(tmp_path: Path) -> tuple[lo.Run, lo.Task]:
 def queries() -> dict[str, tuple[Dataset, list[str]]]:
     x, y = examples(3, 5).tensors
     return {
-        "empty": (TensorDataset(x[:0], y[:0]), ["query set is empty", "at least one example"]),
-        "more features": (TensorDataset(torch.randn(5, 6), y), ["float32[4], int64[]", "float32[6]", "the same way"]),
-        "doubles": (TensorDataset(x.double(), y), ["a query example float64[4]", "the same way"]),
-        "another label type": (TensorDataset(x, y.float()), ["a query example float32[4], float32[]"]),
-        "another dimension": (TensorDataset(x[:, None], y), ["a query example float32[1, 4]"]),
-        "one-hot labels": (TensorDataset(x, torch.eye(3)[y]), ["float32[3]", "the same way"]),
-        "no labels": (TensorDataset(x), ["do not fit the model", "a query example float32[4];"]),
-        "an impossible label": (TensorDataset(x, y + 3), ["do not fit the model", "out of bounds"]),
-        "a stream": (Stream(), ["Stream", "map-style Dataset"]),
+        "empty": (TensorDataset(x[:0], y[:0]), ["query-empty", "query"]),
+        "more features": (
+            TensorDataset(torch.randn(5, 6), y),
+            ["query-does-not-fit", "float32[4], int64[]", "float32[6]", "the same way"],
+        ),
+        "doubles": (TensorDataset(x.double(), y), ["query-does-not-fit", "a query example float64[4]", "the same way"]),
+        "another label type": (
+            TensorDataset(x, y.float()),
+            ["query-does-not-fit", "a query example float32[4], float32[]"],
+        ),
+        "another dimension": (TensorDataset(x[:, None], y), ["query-does-not-fit", "a query example float32[1, 4]"]),
+        "one-hot labels": (TensorDataset(x, torch.eye(3)[y]), ["query-does-not-fit", "float32[3]", "the same way"]),
+        "no labels": (TensorDataset(x), ["query-does-not-fit", "do not fit the model", "a query example float32[4];"]),
+        "an impossible label": (
+            TensorDataset(x, y + 3),
+            ["query-does-not-fit", "do not fit the model", "out of bounds"],
+        ),
+        "a stream": (Stream(), ["examples-without-numbers", "Stream"]),
     }
 
 
@@ -898,17 +973,17 @@ def test_query_sets_that_do_not_fit(name: str, scored: tuple[lo.Run, lo.Task]) -
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        ((0, SIZE), [f"Example {SIZE} in ids does not exist", f"0 to {SIZE - 1}"]),
-        ((-1,), ["Example -1 in ids does not exist"]),
-        ((2, 5, 2), ["Example 2 is named twice", "once"]),
-        ((), ["ids is empty", "at least one"]),
-        ((1.7,), ["ids holds 1.7", "example numbers"]),
-        ((True, False), ["ids holds True", "for a mask"]),
-        (("a",), ["ids holds 'a'"]),
-        ("12", ["ids holds '1'"]),
-        (5, ["ids is 5", "give a list"]),
-        (torch.tensor(5), ["ids is 5", "give a list"]),
-        (torch.tensor([[1, 2]]), ["ids holds [1, 2]"]),
+        ((0, SIZE), ["id-out-of-range", f"Example {SIZE}", f"0 to {SIZE - 1}"]),
+        ((-1,), ["id-out-of-range", "Example -1"]),
+        ((2, 5, 2), ["ids-repeated", "Example 2"]),
+        ((), ["ids-empty", "ids"]),
+        ((1.7,), ["id-not-a-number", "1.7"]),
+        ((True, False), ["id-not-a-number", "ids", "True"]),
+        (("a",), ["id-not-a-number", "'a'"]),
+        ("12", ["id-not-a-number", "'1'"]),
+        (5, ["list-expected", "ids", "5"]),
+        (torch.tensor(5), ["list-expected", "ids", "5"]),
+        (torch.tensor([[1, 2]]), ["id-not-a-number", "[1, 2]"]),
     ],
 )
 def test_ids_of_examples_that_are_not_there(
@@ -922,21 +997,21 @@ def test_ids_of_examples_that_are_not_there(
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ({}, ["groups is empty", "at least one group"]),
-        ([], ["groups is empty"]),
-        ({"ann": [0], "bob": []}, ["group 'bob' is empty", "at least one example"]),
-        ([[0], []], ["group '1' is empty"]),
-        ({"ann": [0, SIZE]}, [f"Example {SIZE} in group 'ann' does not exist", f"0 to {SIZE - 1}"]),
-        ({"ann": [-2]}, ["Example -2 in group 'ann' does not exist"]),
-        ({"ann": [True, False, True]}, ["group 'ann'", "True", "example numbers"]),
-        ({"ann": 5}, ["group 'ann' is 5", "give a list"]),
-        ({"ann": ["x"]}, ["group 'ann' holds 'x'"]),
-        ({"ann": "12"}, ["group 'ann' holds '1'"]),
-        ({"ann": [float("nan")]}, ["group 'ann' holds nan"]),
-        ({"ann": [float("inf")]}, ["group 'ann' holds inf"]),
-        ({"ann": [1j]}, ["group 'ann' holds 1j"]),
-        (5, ["groups is 5", "give a list"]),
-        ({1: [0], "1": [1]}, ["Two groups have the name '1'", "a name of its own"]),
+        ({}, ["groups-empty"]),
+        ([], ["groups-empty"]),
+        ({"ann": [0], "bob": []}, ["ids-empty", "'bob'"]),
+        ([[0], []], ["ids-empty", "'1'"]),
+        ({"ann": [0, SIZE]}, ["id-out-of-range", f"Example {SIZE}", "'ann'", f"0 to {SIZE - 1}"]),
+        ({"ann": [-2]}, ["id-out-of-range", "Example -2", "'ann'"]),
+        ({"ann": [True, False, True]}, ["id-not-a-number", "'ann'", "True"]),
+        ({"ann": 5}, ["list-expected", "'ann'", "5"]),
+        ({"ann": ["x"]}, ["id-not-a-number", "'ann'", "'x'"]),
+        ({"ann": "12"}, ["id-not-a-number", "'ann'", "'1'"]),
+        ({"ann": [float("nan")]}, ["id-not-a-number", "'ann'", "nan"]),
+        ({"ann": [float("inf")]}, ["id-not-a-number", "'ann'", "inf"]),
+        ({"ann": [1j]}, ["id-not-a-number", "'ann'", "1j"]),
+        (5, ["list-expected", "groups", "5"]),
+        ({1: [0], "1": [1]}, ["group-names-repeated", "'1'"]),
     ],
 )
 def test_groups_of_examples_that_are_not_there(groups: Any, words: list[str], scored: tuple[lo.Run, lo.Task]) -> None:
@@ -946,40 +1021,49 @@ def test_groups_of_examples_that_are_not_there(groups: Any, words: list[str], sc
 
 
 def test_ids_and_groups_at_once(scored: tuple[lo.Run, lo.Task]) -> None:
-    with refused(lo.InputError, "ids=", "groups=", "give one of them"):
+    with refused(lo.InputError, "ids-given-twice", "ids=", "groups="):
         lo.Replay((0,)).score(*scored, examples(3), groups=[[1]])
 
 
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (lambda run, task, q: lo.ACC(transport="teleport"), ["transport='teleport' is unknown", "'exact'"]),
+        (lambda run, task, q: lo.ACC(transport="teleport"), ["transport-unknown", "transport='teleport'", "'exact'"]),
         (
             lambda run, task, q: lo.ACC(transport="exact", readout="loud").score(run, task, q),
-            ["readout='loud'", "'linear'", "'outputs'"],
+            ["readout-unknown", "readout='loud'", "'linear'", "'outputs'"],
         ),
-        (lambda run, task, q: lo.SGDIE(readout="loud").score(run, task, q), ["readout='loud'", "'exact'"]),
-        (lambda run, task, q: lo.TracIn(readout="loud").score(run, task, q), ["readout='loud'", "'linear'"]),
+        (
+            lambda run, task, q: lo.SGDIE(readout="loud").score(run, task, q),
+            ["readout-unknown", "readout='loud'", "'exact'"],
+        ),
+        (
+            lambda run, task, q: lo.TracIn(readout="loud").score(run, task, q),
+            ["readout-unknown", "readout='loud'", "'linear'"],
+        ),
         (
             lambda run, task, q: lo.ACC(transport="exact", direction="up").score(run, task, q),
-            ["direction='up'", "'forward'"],
+            ["direction-unknown", "direction='up'", "'forward'"],
         ),
-        (lambda run, task, q: lo.SGDIE(direction="up").score(run, task, q), ["direction='up'", "'backward'"]),
+        (
+            lambda run, task, q: lo.SGDIE(direction="up").score(run, task, q),
+            ["direction-unknown", "direction='up'", "'backward'"],
+        ),
         (
             lambda run, task, q: lo.ACC(transport="exact").score(run, task, q, queries="some"),
-            ["queries='some'", "'mean' or 'each'"],
+            ["queries-unknown", "queries='some'", "'mean'", "'each'"],
         ),
         (
             lambda run, task, q: lo.SGDIE("exact", "backward").score(run, task, q),
-            ["exact readout", "go forward", "direction at 'auto'"],
+            ["direction-fixed", "'auto'"],
         ),
         (
             lambda run, task, q: lo.SGDIE(direction="backward").score(run, task, q, displacements=True),
-            ["Displacements", "direction at 'auto'"],
+            ["direction-fixed", "'auto'"],
         ),
-        (lambda run, task, q: lo.Resources(memory="lots"), ["memory='lots'", "'2GB'"]),
-        (lambda run, task, q: lo.Resources(memory="0 GB"), ["memory='0 GB'"]),
-        (lambda run, task, q: lo.Resources(memory=-5), ["memory=-5", "500_000_000"]),
+        (lambda run, task, q: lo.Resources(memory="lots"), ["bytes-unreadable", "memory='lots'", "'2GB'"]),
+        (lambda run, task, q: lo.Resources(memory="0 GB"), ["bytes-unreadable", "memory='0 GB'"]),
+        (lambda run, task, q: lo.Resources(memory=-5), ["bytes-unreadable", "memory=-5"]),
     ],
 )
 def test_words_that_mean_nothing(ask: Callable, words: list[str], scored: tuple[lo.Run, lo.Task]) -> None:
@@ -990,20 +1074,20 @@ def test_words_that_mean_nothing(ask: Callable, words: list[str], scored: tuple[
 def test_verification_of_what_cannot_be_verified(scored: tuple[lo.Run, lo.Task]) -> None:
     query = examples(3, 5)
     grouped = lo.SGDIE().score(*scored, query, groups=[[0, 1], [2]])
-    with refused(lo.InputError, "at least 8 scored examples or groups"):
+    with refused(lo.InputError, "too-few-to-compare"):
         lo.verify(grouped, *scored, query)
     scores = lo.SGDIE().score(*scored, query, queries="each")
-    with refused(lo.InputError, "at least 8"):
+    with refused(lo.InputError, "too-few-to-compare"):
         lo.verify(scores, *scored, query, replays=3)
-    with refused(lo.InputError, f"seed={2**64}"):
+    with refused(lo.InputError, "seed-not-a-number", f"seed={2**64}"):
         lo.verify(scores, *scored, query, replays=8, seed=2**64)
-    with refused(lo.InputError, f"seed={2**44}"):
+    with refused(lo.InputError, "seed-not-a-number", f"seed={2**44}"):
         lo.cleanse(scores, *scored, query, [1], seed=2**44)
-    with refused(lo.InputError, f"seed={2**64}"):
+    with refused(lo.InputError, "seed-not-a-number", f"seed={2**64}"):
         lo.InfluenceFunction("lissa", seed=2**64)
-    with refused(lo.InputError, "seed=-1"):
+    with refused(lo.InputError, "seed-not-a-number", "seed=-1"):
         lo.metrics.bootstrap(lo.metrics.rmse, [0.0, 1.0], [0.0, 1.0], seed=-1)
-    with refused(lo.InputError, "give the query set that was scored", "that was scored"):
+    with refused(lo.InputError, "queries-differ"):
         lo.verify(scores, *scored, Subset(query, range(4)), replays=8)
 
 
@@ -1015,7 +1099,7 @@ def test_a_learning_rate_at_which_the_recurrence_overflows(tmp_path: Path) -> No
     task = lo.Task(model, nn.MSELoss(), TensorDataset(x, x * 0 + 1e-3))
     run = lo.train(task, sgd(model, lr=1e-3), 1, 6, seed=0, out=tmp_path / "fine")
     assert torch.isfinite(lo.ACC(transport="exact").score(run, task, data).values).all()
-    with refused(lo.RunError, "NaN or infinite", "learning rate"):
+    with refused(lo.RunError, "step-not-finite", "NaN"):
         lo.train(task, sgd(model, lr=1e3), 40, 6, seed=0, out=tmp_path / "wild")
 
 

@@ -213,7 +213,7 @@ def test_labels_to_check_download(visit, reports):
         return list(csv.DictReader(io.StringIO(waiting.value.path().read_text(), newline="")))
 
     rows = downloaded()
-    expected = [i for i in report.scores.harmful(160) if mean[i] < 0 and says[i] != labels[i]]
+    expected = [i for i in report.scores.harmful(report.scores.harmful_count) if mean[i] < 0 and says[i] != labels[i]]
     assert [int(row["id"]) for row in rows] == expected
     for row in rows:
         i = int(row["id"])
@@ -221,7 +221,9 @@ def test_labels_to_check_download(visit, reports):
         assert float(row["score"]) == pytest.approx(float(mean[i]), rel=1e-4)
         assert float(row["probability_of_label"]) == pytest.approx(float(p[i]), rel=1e-3)
     page.locator("#suspects").uncheck()
-    assert [int(row["id"]) for row in downloaded()] == [i for i in report.scores.harmful(160) if mean[i] < 0]
+    assert [int(row["id"]) for row in downloaded()] == [
+        i for i in report.scores.harmful(report.scores.harmful_count) if mean[i] < 0
+    ]
 
 
 def test_charts_have_their_numbers_as_tables(visit, reports):

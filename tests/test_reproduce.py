@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import leaveout as lo
+from commands import Shell
 from leaveout.paper.reproduce import SPECS, problems, report, runner
 from leaveout.paper.reproduce.fidelity import METHODS, compute
 from leaveout.paper.reproduce.tables import CONVEX
@@ -114,31 +115,25 @@ def test_damaged_or_foreign_cells_are_named(tmp_path, spec):
         runner.finished(spec, tmp_path / "elsewhere")
 
 
-SLOW = """
-import sys, time
-from pathlib import Path
-from dataclasses import replace
-from leaveout.paper.reproduce import runner
-from test_reproduce import CONVEX, cells, light
+def four_seeds(out: Path, log: Path, nap: float = 0.0) -> None:
+    """Computes four cells and notes each in the log; at the third it may take a nap."""
 
-def noted(settings):
-    with open(sys.argv[2], "a") as log:
-        log.write(f"{settings['seed']}\\n")
-    rows = light(settings)
-    if settings["seed"] == 2 and len(sys.argv) > 3:
-        time.sleep(600)
-    return rows
+    def noted(settings):
+        with log.open("a") as notes:
+            notes.write(f"{settings['seed']}\n")
+        rows = light(settings)
+        if settings["seed"] == 2:
+            time.sleep(nap)
+        return rows
 
-spec = replace(CONVEX, name="small", seeds=4, cells=cells, compute=noted)
-runner.compute(spec, Path(sys.argv[1]))
-"""
+    runner.compute(replace(CONVEX, name="small", seeds=4, cells=cells, compute=noted), out)
 
 
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
     log = tmp_path / "log"
-    command = [sys.executable, "-c", SLOW, str(tmp_path), str(log)]
+    program = f"from test_reproduce import *; four_seeds(Path({str(tmp_path)!r}), Path({str(log)!r}), 600)"
     here = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    process = subprocess.Popen([*command, "wait"], env=here)
+    process = subprocess.Popen([sys.executable, "-c", program], env=here)
     deadline = time.monotonic() + 120
     while not (log.exists() and "2" in log.read_text()):
         assert process.poll() is None
@@ -148,7 +143,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path):
     process.wait()
     done = files(tmp_path / "small")
     assert len(done) == 2
-    subprocess.run(command, env=here, check=True, timeout=120)
+    four_seeds(tmp_path, log)
     assert done.items() <= files(tmp_path / "small").items()
     assert log.read_text().split() == ["0", "1", "2", "2", "3"]
 
@@ -211,43 +206,43 @@ def test_every_cell_has_its_own_file():
             assert {cell["seed"] for cell in settings} <= set(range(2))
 
 
-def leaveout(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from leaveout.cli import entry; entry()", *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+@pytest.fixture
+def shell(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    return Shell(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.full
 @REAL
-def test_the_command_computes_and_reports(tmp_path):
-    done = leaveout("reproduce", "convex", "--quick", "--seeds", "1", "--out", "results", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "14 cells computed" in done.stdout
+def test_the_command_computes_and_reports(shell, tmp_path):
+    done = shell("reproduce", "convex", "--quick", "--seeds", "1", "--out", "results")
+    assert done.code == 0, done.err
+    assert "14 cells computed" in done.out
     folder = tmp_path / "results" / "convex-quick"
     assert "*paper: SGD-IE*" in (folder / "table.md").read_text()
     frame = pd.read_parquet(folder / "results.parquet")
     assert np.isfinite(frame["rmse"]).all()
-    again = leaveout("reproduce", "convex", "--quick", "--seeds", "1", "--out", "results", cwd=tmp_path)
-    assert "0 cells computed" in again.stdout
+    again = shell("reproduce", "convex", "--quick", "--seeds", "1", "--out", "results")
+    assert "0 cells computed" in again.out
 
 
-def test_the_command_says_what_there_is(tmp_path):
-    listed = leaveout("reproduce", "list", cwd=tmp_path)
-    assert all(name in listed.stdout for name in SPECS)
-    wrong = leaveout("reproduce", "nothing", cwd=tmp_path)
-    assert wrong.returncode == 2
-    assert "no experiment 'nothing'" in wrong.stderr
-    empty = leaveout("reproduce", "convex", "--report-only", cwd=tmp_path)
-    assert empty.returncode == 1
-    assert "no finished cell" in " ".join(empty.stderr.split())
-    assert "Traceback" not in empty.stderr
+def test_the_command_says_what_there_is(shell):
+    listed = shell("reproduce", "list")
+    assert all(name in listed.out for name in SPECS)
+    wrong = shell("reproduce", "nothing")
+    assert wrong.code == 2
+    assert "no experiment 'nothing'" in wrong.err
+    empty = shell("reproduce", "convex", "--report-only")
+    assert empty.code == 1
+    assert "no finished cell" in empty.refusal
 
 
-def test_data_sets_are_listed_and_fetched(tmp_path):
-    listed = leaveout("data", "list", cwd=tmp_path)
-    assert listed.returncode == 0
-    assert re.search(r"digits\s+│\s+1,000\s+│\s+400\s+│\s+found", listed.stdout)
-    fetched = leaveout("data", "fetch", "digits", cwd=tmp_path)
-    assert "digits: 1,000 training, 400 validation, 397 test" in fetched.stdout
-    wrong = leaveout("data", "fetch", "digitz", cwd=tmp_path)
-    assert wrong.returncode == 1
-    assert "there is no data set 'digitz'" in " ".join(wrong.stdout.split())
+def test_data_sets_are_listed_and_fetched(shell):
+    listed = shell("data", "list")
+    assert listed.code == 0
+    assert re.search(r"digits\s+│\s+1,000\s+│\s+400\s+│\s+found", listed.out)
+    fetched = shell("data", "fetch", "digits")
+    assert "digits: 1,000 training, 400 validation, 397 test" in fetched.out
+    wrong = shell("data", "fetch", "digitz")
+    assert wrong.code == 1
+    assert "there is no data set 'digitz'" in wrong.words

@@ -14,7 +14,7 @@ from leaveout.compute.resources import Resources
 from leaveout.trajectory.left_out import leave_out
 from leaveout.trajectory.replay import counterfactuals
 from leaveout.trajectory.trajectory import Trajectory
-from problems import MODELS, OPTIMIZERS, data_for, mostly_full
+from problems import CHECK, MODELS, OPTIMIZERS, data_for, mostly_full, shared_task
 
 METHODS = (lo.SGDIE(), lo.ACC("exact"), lo.TracIn(), lo.Replay())
 
@@ -24,7 +24,7 @@ def kept(path, keep, *, optimizer="nesterov", disk="2GB", epochs=6):
     torch.manual_seed(0)
     model = make()
     train = data_for("mlp", 11, 0)
-    task = lo.Task(model, loss, train, l2=l2)
+    task = lo.Task(model, loss, train, l2=l2, check=CHECK)
     made = OPTIMIZERS[optimizer](model)
     order = torch.Generator().manual_seed(0)
     with lo.Recorder(path, model, made, keep=keep, disk=disk) as recorder:
@@ -34,7 +34,7 @@ def kept(path, keep, *, optimizer="nesterov", disk="2GB", epochs=6):
                 task.losses(task.parameters(), task.read(ids.tolist())).mean().backward()
                 recorder.step(ids, task.read(ids.tolist()), epoch=epoch)
                 made.step()
-        return recorder.finish(), task
+        return recorder.finish(), shared_task("mlp", 11)
 
 
 @pytest.mark.parametrize("optimizer", ["nesterov", "adam"])

@@ -58,7 +58,8 @@ def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Re
         file = result.save(paths.scores(result.method, "each"))
         checks[result.method] = verify(result, run, task, query, replays=replays, resources=resources)
         checks[result.method].save(paths.check(file))
-    curve = cleanse(result, run, task, digits.test, [m for m in REMOVED if m < examples], resources=resources)
+    removed = [m for m in REMOVED if m <= result.harmful_count] or list(REMOVED[:1])
+    curve = cleanse(result, run, task, digits.test, removed, resources=resources)
     curve.save(paths.cleanse)
     page = report(
         paths.report,

@@ -109,8 +109,8 @@ class Remainders:
         return self._layout.flatten(gradients), self._layout.flatten(curved)
 
     def _of_pairs(
-        self, matrix: Float[Tensor, "some width"], position: Int[Tensor, " pairs"], part: slice, size: int
-    ) -> list[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
+        self, matrix: Float[Tensor, "part width"], position: Int[Tensor, " pairs"], part: slice, size: int
+    ) -> list[tuple[Int[Tensor, " some"], Float[Tensor, "some kept"]]]:
         """List the pairs of a part of the batch, at most so many at a time, with their rows of the matrix, projected.
 
         Without a copy where these are all rows in their order.

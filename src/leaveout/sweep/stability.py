@@ -27,6 +27,9 @@ class Growth:
     A linearised step that stretches some direction (learning rate times curvature above 2, or negative curvature)
     makes vectors grow geometrically while it lasts. What is watched is the largest growth from a low point to a later
     high point. ``steady`` divides displacements by the number of steps that have added to them.
+
+    The first step of an optimizer that starts without state is not a low point: Adam's is lr·g/|g|, which hardly
+    depends on g, so that displacements are tiny after it and of ordinary size after the next.
     """
 
     def __init__(self, task: Task, *, steady: bool = False) -> None:
@@ -45,7 +48,8 @@ class Growth:
         if self._steady:
             size /= self._count
         if 0 < size < self._low:
-            self._low, self._low_at = size, index
+            if not _starts(recorded):
+                self._low, self._low_at = size, index
         elif size > self._most * self._low:
             self._most, self._from, self._to = size / self._low, self._low_at, index
 
@@ -99,6 +103,14 @@ def _is_smooth(task: Task, params: Params, example: Batch) -> bool:
     with suppress(RuntimeError, NotImplementedError):  # an operation without forward mode
         parts.append(jvp(gradient, (params,), (ones,))[1])
     return all(bool(torch.isfinite(tensor).all()) for part in parts for tensor in part.values())
+
+
+def _starts(recorded: RecordedStep) -> bool:
+    """Say whether the step is a run's first, of an optimizer whose state was all zero before it."""
+    if recorded.record.index > 0:
+        return False
+    tensors = [tensor for name, slot in recorded.before.items() if name != PARAM for tensor in slot.values()]
+    return bool(tensors) and not any(bool(tensor.any()) for tensor in tensors)
 
 
 def _size(params: Params) -> float:

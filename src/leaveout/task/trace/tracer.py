@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,7 +101,10 @@ def _traced(name: str, function: Callable, args: tuple, anew: bool) -> Callable 
     # Each an object of its own: the same tensor given twice would be one input of the trace.
     inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)]
     try:
-        module = make_fx(functionalize(flat))(*inputs)
+        # make_fx notes the shape of every value as a fake tensor; without a mode for all of them it makes one for each,
+        # which takes as long as the rest.
+        with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+            module = make_fx(functionalize(flat))(*inputs)
     except Exception as error:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
         LOG.info("%s is not traced, and slower for it: %s: %s", name, type(error).__name__, error)
         return None
