@@ -84,10 +84,17 @@ class Request:
         return identity(self.trajectory.run, query.task, query.params, *question)
 
     def rows(
-        self, function: Callable[[Request], tuple[Tensor, Params | None]], bytes_each: int, what: str
+        self,
+        function: Callable[[Request], tuple[Tensor, Params | None]],
+        bytes_each: int,
+        what: str,
+        least: int | None = None,
     ) -> tuple[Tensor, Params | None]:
-        """Return scores and displacements of all rows, by shards; ``function`` has those of a request's rows."""
-        budget.check(self.resources, self.trajectory, bytes_each, "one row")
+        """Return scores and displacements of all rows, by shards; ``function`` has those of a request's rows.
+
+        ``least`` says how many bytes one row needs, if not its own and those of a product.
+        """
+        self.resources.check(least or bytes_each + budget.product_bytes(self.trajectory), "one row")
         parts = list(self.left_out.chunks(self.resources.shard_size(2 * bytes_each, len(self.left_out))))
 
         def work(request: Request, part: LeftOut) -> dict[str, Tensor]:
