@@ -25,6 +25,22 @@ class Reported:
     scores: lo.Scores
     check: lo.Check | None = None
 
+    @property
+    def mean(self) -> torch.Tensor:
+        """The scores as the page shows them: replayed values in place of estimates."""
+        values = self.scores.mean().double().clone()
+        for name, row in self.check.table.iterrows() if self.check else ():
+            values[self.scores.train_ids.index(name)] = row["truth"]
+        return values
+
+    def harmful(self, k: int) -> list[int]:
+        order = self.mean.argsort(stable=True).tolist()
+        return [i for i in order if self.mean[i] < 0][:k]
+
+    def helpful(self, k: int) -> list[int]:
+        order = self.mean.argsort(stable=True, descending=True).tolist()
+        return [i for i in order if self.mean[i] > 0][:k]
+
 
 def trained(folder: Path, model: nn.Module, loss, train, *, lr: float = 0.5, epochs: int = 4, seed: int = 0):
     task = lo.Task(model, loss, train)
@@ -32,7 +48,7 @@ def trained(folder: Path, model: nn.Module, loss, train, *, lr: float = 0.5, epo
     return lo.train(task, optimizer, epochs=epochs, batch_size=20, seed=seed, out=folder / "run"), task
 
 
-def pictures(folder: Path) -> Reported:
+def pictures(folder: Path, *, several: bool = False) -> Reported:
     """Digits with flipped labels, class names that would like to be markup, and a column for each query."""
     digits = lo.data.load("digits", n_train=160, n_val=12)
     noisy = lo.data.flip(digits.train, 0.15, seed=1).examples
@@ -42,7 +58,8 @@ def pictures(folder: Path) -> Reported:
     check = lo.verify(scores, run, task, digits.val, replays=16)
     curve = lo.cleanse(scores, run, task, digits.test, remove=[5, 20, 40], random=2)
     show = lo.Show(example=lambda e: e[0].reshape(8, 8), classes=CLASSES, title=f"Digits {EVIL}", top=10)
-    path = lo.report(folder / "report.html", run, scores, check, curve, task=task, query=digits.val, show=show)
+    every = [scores, lo.TracIn().score(run, task, digits.val)] if several else scores
+    path = lo.report(folder / "report.html", run, every, check, curve, task=task, query=digits.val, show=show)
     return Reported(path, run, task, digits.val, scores, check)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy import stats
@@ -15,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util.files import unsealed, write_json
+from leaveout.evaluate.curve import paired, wilson
 from problems import recorded, shuffled, with_least_memory
 
 
@@ -159,6 +161,74 @@ def test_intervals(case):
     assert frame.loc["random", "trainings"] == 4
     assert "nothing removed" in str(curve)
     assert scores.method in str(curve)
+
+
+def test_wilson_is_scipys_and_stays_within_bounds():
+    for wrong, count in ((0, 20), (3, 20), (20, 20), (7, 397)):
+        ci = stats.binomtest(wrong, count).proportion_ci(method="wilson")
+        assert wilson(wrong / count, count) == pytest.approx((ci.low, ci.high), abs=1e-12)
+
+
+@pytest.mark.parametrize(("only_before", "only_after"), [(0, 0), (5, 1), (2, 9)])
+def test_a_paired_difference_of_errors_is_agresti_and_mins(only_before, only_after):
+    count = 60
+    change = np.zeros(count)
+    change[:only_before], change[only_before : only_before + only_after] = -1, 1
+    b, c, n = only_before + 0.5, only_after + 0.5, count + 2
+    middle, half = (c - b) / n, stats.norm.ppf(0.975) * np.sqrt(b + c - (c - b) ** 2 / n) / n
+    ends = paired(change.mean(), change.std(ddof=1) / np.sqrt(count), count)
+    assert ends == pytest.approx((middle - half, middle + half), abs=1e-12)
+
+
+def test_changes_are_compared_in_pairs(case):
+    problem, *_ = case
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    worst = [int(i) for i in scores.harmful(2)]
+    curve = lo.cleanse(scores, problem.run, problem.task, problem.query, [2], random=0)
+    # The losses of the query examples by models that were replayed, one at a time, without both examples and with all.
+    each = lo.Replay().score(problem.run, problem.task, problem.query, groups=[worst], queries="each").values[0]
+    row = curve.changes().set_index("choice").loc[scores.method]
+    error = float(each.std() / len(each) ** 0.5)
+    assert row["loss"] == pytest.approx(float(each.mean()), abs=1e-10)
+    assert row["loss_high"] - row["loss"] == pytest.approx(1.959964 * error, rel=1e-6)
+    assert row["measurable"] == (row["error_high"] < 0 or row["error_low"] > 0)
+    assert "in pairs" in str(curve)
+    several = lo.cleanse(scores, problem.run, problem.task, problem.query, [2], random=0, shuffles=3)
+    table = several.table.set_index(["choice", "order"])["loss"]
+    pairs = (table[scores.method] - table["nothing"]).to_numpy()
+    low, high = stats.t.interval(0.95, 2, pairs.mean(), stats.sem(pairs))
+    row = several.changes().set_index("choice").loc[scores.method]
+    assert (row["loss_low"], row["loss_high"]) == pytest.approx((low, high))
+
+
+def test_labels_that_look_wrong_are_removed(tmp_path):
+    digits = lo.data.load("digits", n_train=80, n_val=20)
+    noisy = lo.data.flip(digits.train, 0.1, seed=1).examples
+    torch.manual_seed(0)
+    task = lo.Task(nn.Linear(64, 10), nn.CrossEntropyLoss(), noisy)
+    run = lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.5), 4, 20, 0, tmp_path / "run")
+    labels = lo.labels(run, task)
+    ranking = labels.to_scores()
+    assert ranking.harmful(len(labels)) == labels.ids
+    assert ranking.harmful_count == len(labels)
+    curve = lo.cleanse(labels, run, task, digits.test, [3], random=0)
+    without = lo.Replay().score(run, task, digits.test, groups=[labels.ids[:3]])
+    assert curve.choices == ["labels"]
+    assert curve.changes()["loss"].iloc[0] == pytest.approx(float(without.values[0, 0]), abs=1e-6)
+
+
+def test_a_change_in_words():
+    rows = {"choice": ["nothing", "ACC"], "removed": [0, 5], "order": [0, 0], "draw": [0, 0]}
+    rows |= {"loss": [0.5, 0.4], "loss_se": [0.1, 0.1], "error": [0.3, 0.1], "error_se": [0.05, 0.05]}
+    rows |= {"loss_change_se": [0.0, 0.02], "error_change_se": [0.0, 0.02]}
+    curve = lo.Curve(pd.DataFrame(rows), "recorded", 400, lo.Cost())
+    assert curve.change("ACC", 5) == "falls by 20.0 points (16.0 to 23.8 points)"
+    same = replace(curve, table=curve.table.assign(error=[0.3, 0.31]))
+    assert same.change("ACC", 5) == "does not change measurably, +1.0 points (-2.9 to +4.9)"
+    assert "5 removed: +1.0 points (-2.9 to +4.9), no measurable change" in str(same)
+    low = replace(curve, table=curve.table.assign(error=[0.0, 0.0], error_se=[0.0, 0.0])).to_frame()
+    assert (low["error_low"] >= 0).all()
+    assert (low["error_high"] > 0).all(), "none wrong of 400 does not mean that none ever is"
 
 
 def test_saved_and_loaded(case, tmp_path):

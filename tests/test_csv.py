@@ -30,7 +30,7 @@ PLAIN = ["cat", "a, b", 'say "hi"', "two\nlines", " space", "1-2", "", "\u00e9"]
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
 def test_no_cell_is_a_formula():
-    script = (files("leaveout.reporting") / "assets" / "page.js").read_text(encoding="utf-8")
+    script = (files("leaveout.reporting") / "assets" / "dom.js").read_text(encoding="utf-8")
     function = re.search(r"^function csvCell.*?^}", script, re.DOTALL | re.MULTILINE)[0]
     asked = f"{function}\nconsole.log(JSON.stringify({json.dumps(FORMULAS + PLAIN)}.map(csvCell)) + csvCell(-0.5))"
     done = subprocess.run(["node", "-e", asked], capture_output=True, text=True, check=True)

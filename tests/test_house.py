@@ -25,6 +25,7 @@ FLOORS = [
     "evaluate",
     "builtin",
     "reporting",
+    "study",
     "paper",
     "demo",
     "cli",

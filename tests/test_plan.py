@@ -1,5 +1,7 @@
 """Predictions hold, within a factor, when the thing is then done."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,17 @@ def test_predictions_come_within_a_factor(tmp_path, planned):
     if planned:
         written = sum(file.stat().st_size for file in run.path.iterdir())
         assert written / 1.5 < plan.loc["training, recorded", "disk"] < written * 1.5
+
+
+@pytest.mark.full
+def test_planning_takes_seconds_however_long_the_run(tmp_path):
+    task, query = problem()
+    run = lo.train(task, optimizer(task.model), 400, 32, 0, tmp_path / "run")
+    start = time.process_time()
+    plan = lo.plan(task, query, run)
+    taken = time.process_time() - start
+    assert taken < 10
+    assert taken < plan["seconds"].sum() / 20
 
 
 def test_nothing_to_plan_is_refused():

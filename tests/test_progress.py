@@ -65,3 +65,12 @@ def test_nothing_is_shown_where_nobody_looks(monkeypatch, capsys):
     assert list(Resources().track(slowly(2), 2, "digging")) == [0, 1]
     assert list(Resources(progress=False).track(slowly(2), 2, "digging")) == [0, 1]
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_time_left_covers_every_shard(terminal, capsys):
+    for number in range(3):
+        with progress.part(number, 3):
+            list(Resources().track(slowly(3), 3, "digging"))
+    shown = capsys.readouterr().err
+    assert "5/9" in shown
+    assert "8/9" in shown

@@ -178,3 +178,34 @@ def test_a_resumed_recording_is_the_undisturbed_one(tmp_path, cut: int) -> None:
     first, second = whole.final(), again.final()
     assert all(torch.equal(first[slot][n], second[slot][n]) for slot in first for n in first[slot])
     assert lo.check_run(tmp_path / "cut") == []
+
+
+def test_a_compiled_model_has_the_names_and_the_record_of_the_plain_one(tmp_path) -> None:
+    def train(model, called, path):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with lo.Recorder(path, called, optimizer) as recorder:
+            torch.manual_seed(5)
+            for x, y in recorder.watch(loader()):
+                optimizer.zero_grad()
+                F.cross_entropy(called(x), y).backward()
+                optimizer.step()
+            return recorder.finish()
+
+    plain, model = net(), net()
+    compiled = torch.compile(model, backend="eager")
+    first, second = train(plain, plain, tmp_path / "plain"), train(model, compiled, tmp_path / "compiled")
+    assert first.manifest.shapes == second.manifest.shapes
+    assert first.manifest.buffers == second.manifest.buffers
+    assert all(torch.equal(first.final()["param"][n], t) for n, t in second.final()["param"].items())
+    scores = [
+        lo.SGDIE().score(run, lo.Task(of, nn.CrossEntropyLoss(), data()), data()).values
+        for run, of in ((first, plain), (second, compiled))
+    ]
+    assert torch.equal(*scores)
+
+
+def test_models_spread_over_devices_are_refused(tmp_path) -> None:
+    model = net()
+    with pytest.raises(lo.UnsupportedError) as error:
+        lo.Recorder(tmp_path / "run", nn.DataParallel(model), torch.optim.SGD(model.parameters(), 0.1))
+    assert error.value.code == "distributed-not-supported"

@@ -308,17 +308,6 @@ def test_random_augmentation_that_shows_later(method: lo.Estimator, tmp_path: Pa
         method.score(run, task, examples())
 
 
-@every_method
-def test_augmentation_that_was_on_only_while_training(method: lo.Estimator, tmp_path: Path) -> None:
-    data = Augmented(random=True)
-    run, model = recorded(tmp_path / "run", data)
-    data.random = False
-    with refused(
-        lo.MismatchError, "batch-differs", "The batch of step", "tensor 0 (now float32 [6, 4])", "other values"
-    ):
-        method.score(run, task_of(model, data), data)
-
-
 class FromFile(Dataset):
     def __init__(self, path: Path) -> None:
         self.path = path

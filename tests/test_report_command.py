@@ -38,19 +38,27 @@ def test_report_of_a_built_in_run(shell):
     assert "runs/x/report.html" in done.words
     assert "not verified: leaveout verify runs/x" in done.words
     first = data(Path("runs/x/report.html"))
-    assert first["trust"]["level"] == "unchecked"
+    assert first["methods"][0]["trust"]["level"] == "unchecked"
     assert len(first["queries"]) == 30
     assert all(shown["picture"] for shown in first["shown"].values()), "pixels are shown as pictures"
     assert shell("score", "runs/x", "--method", "acc").code == 0
     assert shell("verify", "runs/x", "--method", "acc", "--replays", "8").code == 0
     before = Path("runs/x/report.html").read_bytes()
+    assert shell("report", "runs/x").code == 1, "something is new"
     refused = shell("report", "runs/x")
     assert refused.code == 1
     assert "exists already: give --again to replace it" in refused.refusal
     assert Path("runs/x/report.html").read_bytes() == before
     told = shell("report", "runs/x", "--again", "--json").told
     assert told == {"run": "runs/x", "report": "runs/x/report.html", "method": "ACC(free)", "checked": True}
-    assert data(Path("runs/x/report.html"))["check"]["points"]
+    assert data(Path("runs/x/report.html"))["methods"][0]["check"]["points"]
+    made = Path("runs/x/report.html").stat().st_mtime_ns
+    assert shell("report", "runs/x", "--json").told == told, "the same again is answered from disk"
+    assert Path("runs/x/report.html").stat().st_mtime_ns == made
+    assert shell("score", "runs/x", "--method", "replay").code == 0
+    assert shell("report", "runs/x", "--again", "--json").told["method"] == "Replay", "exact scores come first"
+    page = data(Path("runs/x/report.html"))
+    assert [one["name"] for one in page["methods"]] == ["Replay", "SGD-IE", "ACC(free)"]
     other = shell("report", "runs/x", "--method", "sgd-ie-each", "--out", "deep/other.html", "--json").told
     assert (other["method"], other["checked"]) == ("SGD-IE", False)
     assert Path("deep/other.html").exists()

@@ -97,7 +97,7 @@ def test_a_run_that_cannot_be_written_has_its_results_elsewhere(shell):
     assert "--results DIRECTORY" in done.refusal
     before = sorted((shell.folder / "runs/x").iterdir())
     for command in (
-        ("score",),
+        ("score", "--method", "acc"),
         ("verify", "--replays", "10"),
         ("cleanse", "--remove", "2", "--random", "1"),
         ("report",),

@@ -3,9 +3,12 @@
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import leaveout
 from leaveout.cli.commands import COMMANDS
@@ -29,9 +32,33 @@ def test_the_site_builds_strictly_and_fetches_nothing(tmp_path):
         assert not FETCHED.search(page.read_text()), page.name
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text()), sheet.name
+    _search_from_disk(tmp_path)
     reference = (tmp_path / "api.html").read_text()
     for name in ("leaveout.Recorder", "leaveout.verify", "leaveout.evaluate.metrics.kendall"):
         assert f'id="{name}"' in reference, name
+
+
+def _search_from_disk(site: Path) -> None:
+    """The search answers in a browser that has opened the page from disk."""
+    assert "Kendall" in (site / "search/search_index.js").read_text()
+    browsers = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        return
+    with browsers.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto((site / "index.html").as_uri())
+        answers = page.locator(".md-search-result__link")
+        page.wait_for_selector("iframe[hidden]", state="attached")  # the search is there, and listens a moment later
+        page.wait_for_timeout(1000)
+        page.locator("input.md-search__input").fill("Kendall")
+        for _ in range(100):
+            if answers.count():
+                break
+            page.wait_for_timeout(200)
+        assert answers.count()
+        browser.close()
 
 
 def test_every_public_name_is_in_the_reference():

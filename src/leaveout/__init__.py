@@ -24,17 +24,22 @@ if TYPE_CHECKING:
     from leaveout.estimators import ACC, SGDIE, AdamIE, DVEmb, Estimator, InfluenceFunction, Replay, TracIn, score
     from leaveout.estimators.timeline import Timeline, timeline
     from leaveout.evaluate import metrics
-    from leaveout.evaluate.cleanse import Curve, cleanse
+    from leaveout.evaluate.average import average
+    from leaveout.evaluate.choose import Chosen, choose
+    from leaveout.evaluate.cleanse import cleanse
+    from leaveout.evaluate.curve import Curve
     from leaveout.evaluate.labels import Labels, labels
     from leaveout.evaluate.plan import plan
     from leaveout.evaluate.precision import Rounding, rounding
     from leaveout.evaluate.refine import refine
+    from leaveout.evaluate.smoothness import Smoothness, smoothness
     from leaveout.evaluate.verify import Check, verify
     from leaveout.reporting import Show, report
     from leaveout.run.reader import Run, check_run, open_run
     from leaveout.run.recorder import Recorder
     from leaveout.run.train import train
     from leaveout.scores import Scores
+    from leaveout.study import Study
     from leaveout.sweep.transports import Subspace
     from leaveout.task.task import Task
 
@@ -65,17 +70,22 @@ _HOMES = {
     ),
     "estimators.timeline": ("Timeline", "timeline"),
     "evaluate": ("metrics",),
-    "evaluate.cleanse": ("Curve", "cleanse"),
+    "evaluate.average": ("average",),
+    "evaluate.choose": ("Chosen", "choose"),
+    "evaluate.cleanse": ("cleanse",),
+    "evaluate.curve": ("Curve",),
     "evaluate.labels": ("Labels", "labels"),
     "evaluate.plan": ("plan",),
     "evaluate.precision": ("Rounding", "rounding"),
     "evaluate.refine": ("refine",),
+    "evaluate.smoothness": ("Smoothness", "smoothness"),
     "evaluate.verify": ("Check", "verify"),
     "reporting": ("Show", "report"),
     "run.reader": ("Run", "check_run", "open_run"),
     "run.recorder": ("Recorder",),
     "run.train": ("train",),
     "scores": ("Scores",),
+    "study": ("Study",),
     "sweep.transports": ("Subspace",),
     "task.task": ("Task",),
 }

@@ -8,7 +8,10 @@ from pathlib import Path
 from leaveout.builtin.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart, run_config
 from leaveout.compute.resources import Resources
 from leaveout.estimators import ACC, SGDIE
-from leaveout.evaluate.cleanse import Curve, cleanse
+from leaveout.evaluate.cleanse import cleanse
+from leaveout.evaluate.curve import Curve
+from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.labels import labels as find_labels
 from leaveout.evaluate.verify import Check, verify
 from leaveout.reporting import report
 from leaveout.reporting.show import built_in
@@ -31,6 +34,7 @@ class Demo:
     flipped: frozenset[int]
     labels: list[int]
     truth: list[int]
+    issues: Labels
 
     def found(self, method: str) -> int:
         """Count the flipped labels among as many most harmful examples."""
@@ -58,19 +62,23 @@ def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Re
         file = result.save(paths.scores(result.method, "each"))
         checks[result.method] = verify(result, run, task, query, replays=replays, resources=resources)
         checks[result.method].save(paths.check(file))
-    removed = [m for m in REMOVED if m <= result.harmful_count] or list(REMOVED[:1])
-    curve = cleanse(result, run, task, digits.test, removed, resources=resources)
+    issues = find_labels(run, task, classes=digits.classes, resources=resources)
+    issues.save(paths.labels)
+    most = min(result.harmful_count, len(issues))
+    removed = [m for m in REMOVED if m <= most] or list(REMOVED[:1])
+    curve = cleanse([issues, result], run, task, digits.test, removed, resources=resources)
     curve.save(paths.cleanse)
     page = report(
         paths.report,
         run,
-        result,
-        checks[result.method],
+        list(scores.values())[::-1],
+        list(checks.values()),
         curve,
+        labels=issues,
         task=task,
         query=query,
         show=replace(built_in(digits), title="Digits, a tenth of the labels flipped"),
         resources=resources,
     )
     labels = [int(task.train_set[i][1]) for i in range(examples)]
-    return Demo(run, scores, checks, curve, page, frozenset(subject.flipped), labels, digits.train.y.tolist())
+    return Demo(run, scores, checks, curve, page, frozenset(subject.flipped), labels, digits.train.y.tolist(), issues)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from leaveout._util import notebook
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_sealed, save_sealed
 from leaveout.compute.cost import Cost
@@ -21,6 +24,8 @@ SIGN = "positive: the query loss would rise without this example; it helped"
 UNIT = "change of the query loss"
 MEAN, SELF = "mean", "self"
 """The single columns of scores for the queries' mean loss, and for each example's own loss."""
+LABELS = "labels"
+"""What removing the labels that look wrong is called in a cleansing curve."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +36,8 @@ class Scores(Comparable):
     rise without the example, so it helped. ``exact`` marks the rows that are exact replays rather than estimates, where
     there are such; ``displacements`` are kept where they were asked for; ``query_fingerprint`` tells whether other
     scores are of the same queries, ``run_fingerprint`` whether they are of the same run; ``groups`` says which examples
-    the rows leave out, where they are groups.
+    the rows leave out, where they are groups; ``spread`` is the standard deviation over several runs, where these are
+    averages (``lo.average``).
 
     >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
     >>> scores.harmful(1), scores.helpful(2)
@@ -50,6 +56,7 @@ class Scores(Comparable):
     unit: str = UNIT
     groups: dict[str, list[int]] | None = None
     run_fingerprint: int | None = None
+    spread: Float[Tensor, "train query"] | None = None
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.train_ids), len(self.query_ids)):
@@ -62,6 +69,31 @@ class Scores(Comparable):
     def __repr__(self) -> str:
         rows, columns = self.values.shape
         return f"Scores({self.method}, {rows} train x {columns} query, {self.unit})"
+
+    def _repr_html_(self) -> str:
+        count = len(self.train_ids)
+        exact = 0 if self.exact is None else int(self.exact.sum())
+        words = (
+            f"{self.helpful_count} of {count} rows helped, {self.harmful_count} did harm; {exact} are exact replays."
+        )
+        top = self.top(10)
+        rows = [(name, float(row["score"]), "exact" if row["exact"] else "") for name, row in top.iterrows()]
+        title = f"{self.method}: {count} training x {len(self.query_ids)} query, {self.unit}"
+        return notebook.card(title, [words, f"{self.sign}."], ("train", "score", ""), rows)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the distribution of the mean scores; needs matplotlib. Returns the axes."""
+        ax = notebook.axes(ax)
+        values = self.mean().detach().cpu().numpy()
+        edges = np.histogram_bin_edges(values, 48)
+        for part, colour, name in (
+            (values[values < 0], notebook.HARM, "did harm"),
+            (values[values >= 0], notebook.HELP, "helped"),
+        ):
+            ax.hist(part, edges, color=colour, label=name)
+        ax.set(xlabel=self.unit, ylabel="examples", title=self.method, yscale="symlog")
+        ax.legend()
+        return ax
 
     @property
     def queries(self) -> str:
@@ -184,6 +216,8 @@ class Scores(Comparable):
         tensors = {"values": self.values}
         if self.exact is not None:
             tensors["exact"] = self.exact
+        if self.spread is not None:
+            tensors["spread"] = self.spread
         tensors |= {f"displacements/{name}": tensor for name, tensor in (self.displacements or {}).items()}
         save_sealed(path, tensors, facts)
         return path
@@ -209,6 +243,7 @@ class Scores(Comparable):
                 facts["unit"],
                 facts.get("groups"),
                 facts.get("run_fingerprint"),
+                tensors.get("spread"),
             )
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RunError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from leaveout.errors import InputError, check_seed, closest
 
@@ -87,11 +88,57 @@ def cifar_cnn() -> nn.Module:
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
 
 
+class Block(nn.Module):
+    """One layer of a transformer: causal attention, then two linear maps with GELU between, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's outputs, of the shape of its inputs (batch, positions, width)."""
+        parts = self.mixed(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.narrow(gelu(self.wide(self.between(x))))
+
+
+class GPT(nn.Module):
+    """A small language model: (batch, positions) word numbers to logits of the next word (batch, words, positions)."""
+
+    def __init__(self, words: int, width: int, layers: int, heads: int, positions: int) -> None:
+        super().__init__()
+        self.word, self.position = nn.Embedding(words, width), nn.Embedding(positions, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits, with the words before the positions, as ``CrossEntropyLoss`` takes them."""
+        x = self.word(tokens) + self.position.weight[: tokens.shape[-1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x)).transpose(1, 2)
+
+
+def gpt(words: int = 500, width: int = 32, layers: int = 2, heads: int = 4, positions: int = 32) -> nn.Module:
+    """A GPT of 58,496 parameters, if nothing else is asked for.
+
+    >>> gpt()(torch.zeros(5, 32, dtype=torch.int64)).shape, sum(p.numel() for p in gpt().parameters())
+    (torch.Size([5, 500, 32]), 58496)
+    """
+    return GPT(words, width, layers, heads, positions)
+
+
 _MODELS: dict[str, Callable[..., nn.Module]] = {
     "logistic": logistic,
     "mlp": mlp,
     "mnist-cnn": mnist_cnn,
     "cifar-cnn": cifar_cnn,
+    "gpt": gpt,
 }
 
 
@@ -99,7 +146,7 @@ def names() -> tuple[str, ...]:
     """Name the models that `build` knows.
 
     >>> names()
-    ('logistic', 'mlp', 'mnist-cnn', 'cifar-cnn')
+    ('logistic', 'mlp', 'mnist-cnn', 'cifar-cnn', 'gpt')
     """
     return tuple(_MODELS)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from leaveout.cli.app import complaints
 from leaveout.cli.commands import app
+from leaveout.cli.wording import USAGE, in_options
 from leaveout.errors import LeaveoutError
 
 __all__ = ["app", "entry"]
@@ -14,5 +17,6 @@ def entry() -> None:
     try:
         app()
     except LeaveoutError as error:
-        complaints.print(str(error), style="red", markup=False, highlight=False, soft_wrap=not complaints.is_terminal)
-        raise SystemExit(1) from None
+        message = in_options(str(error), sys.argv[1:])
+        complaints.print(message, style="red", markup=False, highlight=False, soft_wrap=not complaints.is_terminal)
+        raise SystemExit(2 if error.code in USAGE else 1) from None

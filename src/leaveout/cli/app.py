@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -146,10 +146,11 @@ def print_json(content: Any) -> None:
 
 
 @contextmanager
-def resumable(how: str) -> Iterator[None]:
+def resumable(how: str | Callable[[], str]) -> Iterator[None]:
     """End Ctrl-C within in a sentence that says how to go on, and exit code 130."""
     try:
         yield
     except KeyboardInterrupt:
-        complaints.print(f"\nInterrupted. {how}", style="yellow", markup=False)
+        sentence = how if isinstance(how, str) else how()
+        complaints.print(f"\nInterrupted. {sentence}", style="yellow", markup=False)
         raise typer.Exit(INTERRUPTED) from None

@@ -26,7 +26,10 @@ from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
 from leaveout.evaluate.cleanse import cleanse as lo_cleanse
+from leaveout.evaluate.curve import NOTHING, RANDOM, Curve
+from leaveout.evaluate.labels import Labels
 from leaveout.run.paths import RunPaths
+from leaveout.run.reader import Run
 from leaveout.scores import MEAN, Scores
 
 SHARES = (0.02, 0.05, 0.1)
@@ -41,6 +44,9 @@ def cleanse(
         typer.Option(help="How many of the most harmful to remove; may be repeated. 2, 5 and 10 % by default."),
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only by these scores; may be repeated.")] = None,
+    labels: Annotated[
+        bool, typer.Option("--labels", help="Also remove the labels that look wrong, by leaveout labels.")
+    ] = False,
     task: TaskOption = None,
     random: Annotated[int, typer.Option(help="Random choices to compare with, for each number.")] = 5,
     shuffles: Annotated[int, typer.Option(help="0: the recorded batches; k: k fresh orders of the examples.")] = 0,
@@ -56,6 +62,8 @@ def cleanse(
 
     [dim]$[/dim] leaveout cleanse runs/digits
 
+    [dim]$[/dim] leaveout cleanse runs/digits --labels
+
     [dim]$[/dim] leaveout cleanse runs/digits --method acc --remove 10 --remove 50 --shuffles 3
 
     [dim]$[/dim] leaveout cleanse runs/mine --task mypackage.mymodule:make_task
@@ -64,33 +72,59 @@ def cleanse(
     """
     recorded, paths = opened(run), RunPaths(run, results)
     out = paths.cleanse
-    _check_free(out, again)
     files = chosen(recorded, paths, method)
     scores = [Scores.load(file) for file in files]
     if method is None:
         scores = _rankings(scores, run)
+    if labels:
+        scores.insert(0, _labels(paths, recorded))
     subject = subject_of(run, task)
     amounts = remove or sorted({max(1, round(share * subject.task.size)) for share in SHARES})
-    question = ("cleanse", files, amounts, random, shuffles, seed)
-    with working(recorded, question, [out], memory, processes, ray) as resources:
-        _check_free(out, again)  # another command may have ended just now
-        curve = lo_cleanse(
-            scores,
-            recorded,
-            subject.task,
-            _test(subject),
-            amounts,
-            random=random,
-            shuffles=shuffles,
-            seed=seed,
-            resources=resources,
-        )
-        curve.save(out, overwrite=again)
+    options = {"random": random, "shuffles": shuffles, "seed": seed}
+    question = ("cleanse", files, labels, amounts, random, shuffles, seed)
+    curve = _answering(out, recorded, scores, amounts, options) if out.exists() and not again else None
+    if curve is None:
+        with working(recorded, question, [out], memory, processes, ray) as resources:
+            _check_free(out, again)  # another command may have ended just now
+            curve = lo_cleanse(scores, recorded, subject.task, _test(subject), amounts, **options, resources=resources)
+            curve.save(out, overwrite=again)
     if as_json:
         print_json({"run": str(run), "file": str(out), "curve": json.loads(out.read_text())})
     else:
         console.print(str(curve), highlight=False, markup=False)
         console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _labels(paths: RunPaths, run: Run) -> Scores:
+    """Read the order of the labels that look wrong."""
+    if not paths.labels.exists():
+        raise InputError(f"{run.path} has no labels yet: run leaveout labels {run.path} first.", code="labels-missing")
+    ranking = Labels.load(paths.labels).to_scores()
+    ranking.check_same_run(run)
+    return ranking
+
+
+def _answering(out: Path, run: Run, scores: list[Scores], amounts: list[int], options: dict[str, int]) -> Curve:
+    """The curve in a file, if it answers this question."""
+    curve = Curve.load(out)
+    methods = [one for one in scores if one.harmful_count]
+    removed = {(one.method, min(m, one.harmful_count)) for one in methods for m in amounts}
+    table = curve.table[~curve.table["choice"].isin([NOTHING, RANDOM])]
+    draws = curve.table[curve.table["choice"] == RANDOM]
+    same = (
+        curve.run_fingerprint == run.fingerprint
+        and set(zip(table["choice"], table["removed"], strict=True)) == removed
+        and curve.harmful == {one.method: one.harmful_count for one in scores}
+        and curve.batches == ("shuffled" if options["shuffles"] else "recorded")
+        and curve.table["order"].nunique() == max(1, options["shuffles"])
+        and (draws["draw"].nunique() == options["random"] * max(1, options["shuffles"]))
+    )
+    if not same:
+        raise InputError(
+            f"{out} is of other scores or was asked for with other options: give --again to replace it.",
+            code="file-exists",
+        )
+    return curve
 
 
 def _check_free(out: Path, again: bool) -> None:

@@ -31,10 +31,14 @@ COMMANDS = {
     "train": Command("Train and record a built-in model on a built-in data set."),
     "score": Command("Score every training example: how would the query loss change without it?"),
     "verify": Command("Compare scores with exact leave-one-out replays: can they be trusted?"),
+    "refine": Command("Replace the most extreme scores by exact leave-one-out replays."),
     "labels": Command("Say which training labels look wrong, from the recorded run alone: no query, no retraining."),
     "cleanse": Command("Remove the most harmful examples, train again, and measure on the test set."),
     "report": Command(
         "Write one page to look at: pictures, scores, how far to trust them. It needs no network and no other file."
+    ),
+    "export": Command(
+        "Write one table of everything that is known of each training example: labels, scores, which are exact."
     ),
     "show": Command(
         "Say what a run holds: what was trained, how long, how many states are kept, and which scores lie beside it."
@@ -106,13 +110,15 @@ def main(show_version: Annotated[bool, typer.Option("--version", help="Say which
 
     [dim]$[/dim] leaveout train --data digits --flip 0.1 --hidden 16 --activation tanh --out runs/digits
 
-    [dim]$[/dim] leaveout score runs/digits --method acc --method sgd-ie
+    [dim]$[/dim] leaveout labels runs/digits
+
+    [dim]$[/dim] leaveout score runs/digits
 
     [dim]$[/dim] leaveout verify runs/digits
 
     [dim]$[/dim] leaveout cleanse runs/digits
 
-    [dim]$[/dim] leaveout report runs/digits
+    [dim]$[/dim] leaveout report runs/digits --open
 
     Your own model: record it with lo.Recorder, then name a function that returns (task, query set):
 

@@ -56,4 +56,7 @@ def _show(result: Demo) -> None:
             f"{len(result.flipped)} most harmful examples ({scores.cost.seconds:.1f} s, {scores.cost.hvps} "
             f"Hessian-vector products).\n{result.checks[name]}"
         )
+    hits = len(set(result.issues.ids) & result.flipped)
+    words = f"\n{len(result.issues)} labels look wrong, {hits} of the {len(result.flipped)} flipped ones among them."
+    console.print(words, highlight=False)
     console.print(f"\nThe report, with pictures: [bold]{escape(str(result.page))}[/bold] (open it in a browser)")

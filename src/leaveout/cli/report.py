@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from leaveout._util.files import check_writable
+from leaveout._util.files import check_writable, checksum, save_text
 from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, resumable
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
-from leaveout.evaluate.cleanse import Curve
+from leaveout.evaluate.curve import Curve
+from leaveout.evaluate.labels import Labels
 from leaveout.evaluate.verify import Check
 from leaveout.reporting import Show
 from leaveout.reporting import report as lo_report
 from leaveout.reporting.show import built_in, show_of
 from leaveout.run.paths import RunPaths
 from leaveout.scores import Scores
+from leaveout.study import most_trusted, same_rows
 
 
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A recorded run that was scored.")],
-    method: Annotated[str | None, typer.Option(help="Whose scores; the newest, of checked ones, by default.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Whose scores; by default all, exact or best verified ones first.")
+    ] = None,
     task: TaskOption = None,
     show: Annotated[
         str | None, typer.Option(help="package.module:name of an lo.Show, or of a function that shows an example.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write; runs/x/report.html by default.")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Replace a report that is there already.")] = False,
     memory: MemoryOption = "auto",
     results: ResultsOption = None,
@@ -39,7 +46,7 @@ def report(
 ) -> None:
     """Write one page to look at: pictures, scores, how far to trust them. It needs no network and no other file.
 
-    [dim]$[/dim] leaveout report runs/digits
+    [dim]$[/dim] leaveout report runs/digits --open
 
     [dim]$[/dim] leaveout report runs/digits --method sgd-ie --out digits.html
 
@@ -51,36 +58,68 @@ def report(
     recorded, paths = opened(run), RunPaths(run, results)
     target = out or paths.report
     check_writable(target)
-    if target.exists() and not again:
+    methods, checks = _answers(chosen(recorded, paths, [method] if method else None), paths)
+    curve = Curve.load(paths.cleanse) if paths.cleanse.exists() else None
+    labels = Labels.load(paths.labels) if paths.labels.exists() else None
+    inputs = [*(file for file in (paths.cleanse, paths.labels) if file.exists()), *paths.scored(), *paths.checked()]
+    stamp = _stamp(inputs, (method, task, show))
+    there = target.exists() and not again
+    if there and stamp not in target.read_text(encoding="utf-8", errors="replace"):
         raise InputError(
             f"{target} exists already: give --again to replace it, or another name with --out.", code="file-exists"
         )
-    files = chosen(recorded, paths, [method] if method else None)
-    checked = [file for file in files if paths.check(file).exists()]
-    file = max(checked or files, key=lambda one: one.stat().st_mtime)
-    scores = Scores.load(file)
-    check = Check.load(paths.check(file)) if file in checked else None
-    curve = Curve.load(paths.cleanse) if paths.cleanse.exists() else None
     subject = subject_of(run, task) if task or paths.config.exists() else None
-    shown = show_of(named(show, "--show")) if show else built_in(subject.data) if subject and subject.data else Show()
-    with resumable("Nothing was written."):
-        page = lo_report(
-            target,
-            recorded,
-            scores,
-            check,
-            curve,
-            task=subject.task if subject else None,
-            query=subject.query if subject else None,
-            show=shown,
-            overwrite=again,
-            resources=Resources(memory),
-        )
+    if not there:
+        shown = show_of(named(show, "--show")) if show else Show()
+        if not show and subject and subject.data:
+            shown = built_in(subject.data)
+        with resumable("Nothing was written."):
+            lo_report(
+                target,
+                recorded,
+                methods,
+                list(checks.values()),
+                curve,
+                labels=labels if labels is None or labels.run_fingerprint == recorded.fingerprint else None,
+                task=subject.task if subject else None,
+                query=subject.query if subject else None,
+                show=shown,
+                overwrite=again,
+                resources=Resources(memory),
+            )
+            save_text(target, f"{target.read_text(encoding='utf-8')}{stamp}\n")
+    scores = methods[0]
+    if open_page:
+        webbrowser.open(target.resolve().as_uri())
     if as_json:
-        print_json({"run": str(run), "report": str(page), "method": scores.method, "checked": check is not None})
+        print_json(
+            {"run": str(run), "report": str(target), "method": scores.method, "checked": scores.method in checks}
+        )
         return
-    console.print(f"{scores.method}: {page} (open it in a browser)", highlight=False, markup=False)
+    console.print(f"{scores.method}: {target} (open it in a browser)", highlight=False, markup=False)
     if subject is None:
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
-    if check is None and not scores.all_exact:
+    if scores.method not in checks and not scores.all_exact:
         console.print(f"These scores are not verified: leaveout verify {run} does that.", highlight=False, markup=False)
+
+
+def _answers(files: list[Path], paths: RunPaths) -> tuple[list[Scores], dict[str, Check]]:
+    """Load the scores that can be shown together, the most trustworthy in front, and their checks by method."""
+    scores: list[Scores] = []
+    checks: dict[str, Check] = {}
+    for file in sorted(files, key=lambda one: one.stat().st_mtime):
+        one = Scores.load(file)
+        scores = [*(other for other in scores if other.method != one.method), one]  # of two variants the newer
+        checks.pop(one.method, None)
+        if paths.check(file).exists():
+            checks[one.method] = Check.load(paths.check(file))
+    first = most_trusted(scores, checks)
+    assert first is not None  # noqa: S101 - chosen refuses a run without scores
+    together = [first, *(one for one in scores if one is not first and same_rows(one, first))]
+    return together, {one.method: checks[one.method] for one in together if one.method in checks}
+
+
+def _stamp(files: list[Path], options: tuple[str | None, ...]) -> str:
+    """A comment at the end of the page that tells what it was made from."""
+    sums = [f"{file.name} {checksum(file):08x}" for file in sorted(files)]
+    return f"<!-- {hashlib.sha256(repr((sums, options)).encode()).hexdigest()} -->"

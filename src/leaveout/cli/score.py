@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from leaveout.builtin.config import Subject
+from leaveout.cli import auto
 from leaveout.cli.app import (
     AsJson,
     MemoryOption,
@@ -23,15 +24,16 @@ from leaveout.cli.app import (
     print_next,
     working,
 )
+from leaveout.cli.auto import AUTO
 from leaveout.cli.commands import app
 from leaveout.cli.methods import METHODS, parse
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators import Estimator
-from leaveout.estimators.base import Request
 from leaveout.estimators.question import Question
 from leaveout.estimators.several import one_by_one
+from leaveout.evaluate.verify import MINIMUM
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
@@ -44,13 +46,16 @@ def score(
     run: Annotated[Path, typer.Argument(help="A recorded run.")],
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"acc by default, may be repeated: {', '.join(METHODS)}, with options in brackets."),
+        typer.Option(help=f"May be repeated: auto (the default), {', '.join(METHODS)}, with options in brackets."),
     ] = None,
     task: TaskOption = None,
     queries: Annotated[str, typer.Option(help="mean: their mean loss; each: a column for every query.")] = "mean",
     groups: Annotated[
         Path | None, typer.Option(help='Leave these out together: a JSON file like {"ann": [0, 3], "bob": [1, 2]}.')
     ] = None,
+    budget: Annotated[
+        float, typer.Option(min=0, help="auto: seconds for exact replays, of all examples or of a sample.")
+    ] = 60.0,
     top: Annotated[int, typer.Option(min=0, help="How many of the most harmful and helpful to print.")] = 10,
     again: Annotated[bool, typer.Option("--again", help="Replace scores that are there already.")] = False,
     memory: MemoryOption = "auto",
@@ -67,25 +72,50 @@ def score(
 
     [dim]$[/dim] leaveout score runs/mine --task mypackage.mymodule:make_task --queries each
 
+    Without --method, all examples are replayed exactly if that fits the budget; otherwise several methods score them
+    and are compared with exact replays of a sample, and the best one's scores are kept, with their check.
+
     Methods that share a sweep take it together. Scores go to runs/x/scores, and what is there is not computed again.
     Positive: the loss would rise without the example, so it helped. For a run that cannot be written, give --results.
     """
-    estimators = [parse(text) for text in method or ["acc"]]
+    names = method or [AUTO]
+    estimators = [parse(text) for text in names if text != AUTO]
     by = None if groups is None else _read_groups(groups)
     recorded = opened(run)
     subject = subject_of(run, task)
     variant = ("each" if queries == "each" else "") + (f" by {groups.stem}" if groups else "")
-    entries, paths = [], RunPaths(run, results)
+    entries, answers, paths = [], [], RunPaths(run, results)
     targets = [paths.scores(estimator.resolved(recorded).name, variant) for estimator in estimators]
-    with working(recorded, ("score", estimators, queries, by), targets, memory, processes, ray) as resources:
+    if AUTO in names:
+        targets += auto.targets(paths, variant)
+    with working(recorded, ("score", names, budget, queries, by), targets, memory, processes, ray) as resources:
+        if AUTO in names:
+            question = Question(recorded, subject.task, subject.query, queries, groups=by, resources=resources)
+            scores, file, choice = auto.automatic(question, budget, paths, variant, again=again)
+            entries.append({**_facts(scores, file, top, choice is not None), **auto.facts(choice)})
+            if not as_json:
+                _show(scores, file, top, choice is not None, subject.flipped)
+                if choice is not None:
+                    auto.show(choice)
         for scores, file, new in _scored(recorded, paths, subject, estimators, queries, by, variant, resources, again):
             entries.append(_facts(scores, file, top, new))
+            answers.append(scores)
             if not as_json:
                 _show(scores, file, top, new, subject.flipped)
     if as_json:
         print_json({"run": str(run), "scores": entries})
     else:
-        print_next("verify", run, task, results)
+        step = ("report", run) if not estimators else _next(answers, run, groups)
+        print_next(*step, task, results)
+
+
+def _next(answers: list[Scores], run: Path, groups: Path | None) -> tuple[str, Path]:
+    """What to do with the scores: exact ones need no check, and a few rows cannot be ranked."""
+    if all(scores.all_exact for scores in answers):
+        return "report", run
+    if all(len(scores.train_ids) < 2 * MINIMUM for scores in answers):
+        return f"score --method replay{f' --groups {groups}' if groups else ''}", run
+    return "verify", run
 
 
 def _scored(
@@ -108,7 +138,7 @@ def _scored(
         if again or not file.exists():
             continue
         scores = Scores.load(file)
-        if other := _difference(scores, name, estimator.request(question)):
+        if other := auto.difference(scores, name, estimator.request(question)):
             raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
         there.add(estimator)
         yield scores, file, False
@@ -118,27 +148,18 @@ def _scored(
         yield scores, scores.save(file, overwrite=again), True
 
 
-def _difference(scores: Scores, method: str, request: Request) -> str | None:
-    """Say what tells scores from those that are asked for; what an older file does not say is not counted."""
-    run, query, groups = request.trajectory.run, request.query, request.left_out.named()
-    if scores.run_fingerprint not in (None, run.fingerprint):
-        return "another run"
-    if scores.method != method:
-        return f"another method, {scores.method}"
-    if (scores.train_ids, scores.query_ids) != (request.left_out.names, query.ids):
-        return "other examples or queries"
-    if scores.query_fingerprint not in (None, query.fingerprint()):
-        return "other examples or queries"
-    return "groups with other members" if scores.groups not in (None, groups) else None
-
-
 def _read_groups(file: Path) -> Groups:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once)
         if not isinstance(raw, dict):
             raise ValueError("no object")
         return raw
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise InputError(
+            f'{file} cannot be read ({error.strerror}): give a JSON file like {{"ann": [0, 3], "bob": [1, 2]}}.',
+            code="groups-file-unreadable",
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f'{file} does not hold groups ({error}): write JSON like {{"ann": [0, 3], "bob": [1, 2]}}.',
             code="groups-file-unreadable",

@@ -14,7 +14,7 @@ from rich.text import Text
 from leaveout.cli.app import AsJson, ResultsOption, complaints, console, opened, print_json
 from leaveout.cli.commands import app
 from leaveout.errors import LeaveoutError
-from leaveout.evaluate.cleanse import Curve
+from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.verify import Check
 from leaveout.run.manifest import INITIAL, MANIFEST
 from leaveout.run.paths import RunPaths
@@ -75,7 +75,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "steps": len(run),
         "epochs": last.epoch + 1,
         "batch_size": len(first.ids),
-        "train_size": manifest.train_size,
+        "train_size": manifest.train_size or len({i for step in range(len(run)) for i in run.record(step).ids}),
         "states_kept": len(run.kept),
         "disk": sum(file.stat().st_size for file in files),
     }

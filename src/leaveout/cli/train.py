@@ -8,15 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from leaveout._util.trees import PARAM
+from leaveout._util.files import or_null
 from leaveout.builtin import config as lo_config
 from leaveout.builtin import data as lo_data
 from leaveout.builtin import models
-from leaveout.builtin.config import Config
-from leaveout.cli.app import AsJson, console, print_json, print_next, resumable
+from leaveout.builtin.config import Config, Subject
+from leaveout.cli.app import AsJson, complaints, console, print_json, print_next, resumable
 from leaveout.cli.commands import app
-from leaveout.estimators.readout import Query
+from leaveout.cli.outcome import measured
+from leaveout.run.manifest import MANIFEST, cut_short, read_manifest
 from leaveout.run.paths import RunPaths
+from leaveout.run.reader import Run, open_run
 
 
 @app.command()
@@ -63,18 +65,38 @@ def train(
     }
     plan = _with(lo_config.read(config) if config else Config(), overrides)
     path = out or Path("runs") / f"{plan.data.name}-{plan.model.name}"
-    with resumable(f"The steps up to here are kept in {path}; the same command goes on from there."):
-        run, subject = lo_config.run_config(plan, path)
-    params = run.final()[PARAM]
-    query = Query(subject.task, params, subject.query, single=False)
-    loss = float(query.losses({name: tensor[None] for name, tensor in params.items()}).mean())
-    facts = {"run": str(run.path), "steps": len(run), "states_kept": len(run.kept), "validation_loss": loss}
+    with resumable(lambda: _kept(path)):
+        run, subject = _there(plan, path) or lo_config.run_config(plan, path)
+        outcome = measured(run, subject)
+    content = {"run": str(run.path), "steps": len(run), "states_kept": len(run.kept), **_plain(outcome.numbers)}
     if as_json:
-        print_json({**facts, "config": str(RunPaths(run.path).config)})
+        print_json({**content, "config": str(RunPaths(run.path).config), "warning": outcome.warning})
         return
-    told_so = f"{len(run)} steps are recorded in {run.path}; validation loss {loss:.4g}."
-    console.print(told_so, highlight=False, markup=False)
+    console.print(f"{len(run)} steps are recorded in {run.path}.", highlight=False, markup=False)
+    console.print(outcome.sentence, highlight=False, markup=False)
+    if outcome.warning:
+        complaints.print(outcome.warning, style="yellow", markup=False)
+    print_next("labels", path, None)
     print_next("score", path, None)
+
+
+def _plain(numbers: dict[str, float]) -> dict[str, float | None]:
+    return {name: or_null(value) for name, value in numbers.items()}
+
+
+def _kept(path: Path) -> str:
+    """Say what an interrupted training leaves behind."""
+    if (path / MANIFEST).exists() and read_manifest(path).shards:
+        return f"The steps up to here are kept in {path}; the same command goes on from there."
+    return "No step was kept yet; the same command begins again."
+
+
+def _there(plan: Config, path: Path) -> tuple[Run, Subject] | None:
+    """Return the run of this very config, if the directory holds it already, finished."""
+    file = RunPaths(path).config
+    if not file.exists() or not (path / MANIFEST).exists() or cut_short(path) or lo_config.read(file) != plan:
+        return None
+    return open_run(path), lo_config.prepare(plan)
 
 
 def _with(base: Config, overrides: dict[str, dict[str, Any]]) -> Config:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from leaveout.cli.app import (
     AsJson,
@@ -21,16 +23,19 @@ from leaveout.cli.app import (
     print_next,
     working,
 )
+from leaveout.cli.auto import is_of_the_choice
 from leaveout.cli.commands import app
 from leaveout.cli.methods import parse
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.errors import InputError, LeaveoutError, closest
+from leaveout.estimators.replay import JITTER
+from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import MINIMUM, Check
 from leaveout.evaluate.verify import chosen as sample
 from leaveout.evaluate.verify import verify as lo_verify
 from leaveout.run.paths import RunPaths, slug
 from leaveout.run.reader import Run
-from leaveout.scores import Scores
+from leaveout.scores import UNIT, Scores
 
 
 @app.command()
@@ -39,7 +44,12 @@ def verify(
     method: Annotated[list[str] | None, typer.Option(help="Only these scores; may be repeated.")] = None,
     task: TaskOption = None,
     replays: Annotated[int, typer.Option(help="How many examples to leave out exactly.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the random half of them.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random half of them, and of the moves.")] = 0,
+    moves: Annotated[
+        int | None,
+        typer.Option(help="Moved starts to replay from as well; by default two where scores and replays disagree."),
+    ] = None,
+    jitter: Annotated[float, typer.Option(help="Size of a move, relative to the start's.")] = JITTER,
     again: Annotated[bool, typer.Option("--again", help="Replace checks that are there already.")] = False,
     memory: MemoryOption = "auto",
     processes: ProcessesOption = 1,
@@ -55,35 +65,83 @@ def verify(
 
     [dim]$[/dim] leaveout verify runs/mine --task mypackage.mymodule:make_task --json
 
-    Half of the replays go to the most extreme examples, half to a random sample. Checks go to runs/x/checks.
+    [dim]$[/dim] leaveout verify runs/digits --moves 2
+
+    Half of the replays go to the most extreme examples, half to a random sample. Checks go to runs/x/checks. Where
+    scores and replays disagree, replays from slightly moved starts tell wrong scores from a training in which single
+    examples have no reproducible effect; each move costs as much as the replays, and --moves 0 leaves them out.
     """
     recorded, paths = opened(run), RunPaths(run, results)
     files = chosen(recorded, paths, method)
     subject = subject_of(run, task)
-    entries, few = [], []
+    entries, few, checks = [], [], []
     targets = [paths.check(file) for file in files]
-    with working(recorded, ("verify", files, replays, seed), targets, memory, processes, ray) as resources:
+    question = ("verify", files, replays, seed, moves, jitter)
+    with working(recorded, question, targets, memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), paths.check(file)
             if method is None and len(scores.train_ids) < 2 * MINIMUM:
                 few.append({"file": str(file), "method": scores.method, "rows": len(scores.train_ids)})
                 continue  # asked for by name, they are refused
             if out.exists() and not again:
-                check = _answering(out, scores, replays, seed)
+                check = _answering(out, scores, replays, seed, moves)
             else:
-                ask = partial(lo_verify, replays=replays, seed=seed, resources=resources)
+                ask = partial(lo_verify, replays=replays, seed=seed, moves=moves, jitter=jitter, resources=resources)
                 check = ask(scores, recorded, subject.task, subject.query)
                 check.save(out, overwrite=again)
             entries.append({"file": str(out), **json.loads(out.read_text())})
-            if not as_json:
-                console.print(f"\n{check}", highlight=False, markup=False)
-                console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
+            checks.append((check, scores))
     if as_json:
         print_json({"run": str(run), "checks": entries, "too_few": few})
-    else:
-        for one in few:
-            console.print(f"\n{_too_few(one, run)}", highlight=False, markup=False, soft_wrap=True)
-        print_next("report", run, task, results)
+        return
+    if checks:
+        console.print(_table([check for check, _ in checks]))
+        for check, _ in checks:
+            if check.diagnosis:
+                console.print(f"{check.method}: {check.diagnosis}", highlight=False, markup=False)
+        for one in entries:
+            console.print(f"  {one['file']}", highlight=False, markup=False, soft_wrap=True)
+    for one in few:
+        console.print(f"\n{_too_few(one, run)}", highlight=False, markup=False, soft_wrap=True)
+    advice, command = _advice(checks)
+    if advice:
+        console.print(f"\n{advice}", highlight=False, markup=False)
+    print_next(command, run, task, results)
+
+
+def _table(checks: list[Check]) -> Table:
+    """Make a table with a row per method: the verdict, and rank correlation and error in both samples."""
+    table = Table("method", "verdict", title=f"Compared with {len(checks[0].table)} exact replays")
+    for heading in ("tau, most extreme", "tau, at random", "typical error"):
+        table.add_column(heading, justify="right")
+    for check in checks:
+        parts = {"extreme": check.extreme, "random": check.random}
+        errors = [
+            f"{part.rmse.value / check.spread[name]:.0%}" for name, part in parts.items() if check.spread[name] > 0
+        ]
+        taus = [str(part.kendall) for part in parts.values()]
+        table.add_row(Text(check.method), check.verdict.value, *taus, ", ".join(errors) or "-")
+    table.caption = (
+        "tau: rank correlation with the truth (95% interval); typical error: as a share of the scores' spread"
+    )
+    return table
+
+
+def _advice(checks: list[tuple[Check, Scores]]) -> tuple[str, str]:
+    """Say what to do next: with scores that can be trusted, the page; with weak ones, something truer."""
+    if not checks or any(scores.all_exact for _, scores in checks):
+        return "", "report"
+    verdict = min((check.verdict for check, _ in checks), key=list(Verdict).index)
+    if verdict in (Verdict.GOOD, Verdict.COARSE):
+        return "", "report"
+    comparable = [check for check, scores in checks if scores.unit == UNIT]
+    if not comparable:
+        return f"By these scores {verdict.value}: score with a method that gives changes of the loss.", "score"
+    return (
+        f"By these scores {verdict.value}: refine replaces the most extreme ones by exact replays; or replay every "
+        "example (score --method replay), if leaveout plan says that you can afford it.",
+        "refine",
+    )
 
 
 def _too_few(scores: dict[str, Any], run: Path) -> str:
@@ -94,12 +152,15 @@ def _too_few(scores: dict[str, Any], run: Path) -> str:
     )
 
 
-def _answering(file: Path, scores: Scores, replays: int, seed: int) -> Check:
+def _answering(file: Path, scores: Scores, replays: int, seed: int, moves: int | None) -> Check:
     """Return the check in a file, if it is of these scores and of the sample that is asked for."""
     check = Check.load(file)
+    if is_of_the_choice(check, scores) and not moves:
+        return check
     rows = [row for part in sample(scores, min(replays, len(scores.train_ids)), seed) for row in part]
     expected = [(scores.train_ids[row], value) for row, value in zip(rows, scores.mean()[rows].tolist(), strict=True)]
-    if expected != list(zip(check.table.index, check.table["score"], strict=True)):
+    moved = 0 if check.ceiling is None else check.ceiling.moves
+    if expected != list(zip(check.table.index, check.table["score"], strict=True)) or moves not in (None, moved):
         raise InputError(
             f"{file} is of other scores or other replays: give --again to replace it.", code="check-in-the-way"
         )

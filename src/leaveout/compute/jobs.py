@@ -16,6 +16,7 @@ import pooch
 from torch import Tensor
 
 from leaveout._util.files import read_sealed, save_sealed
+from leaveout.compute import progress
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
@@ -53,8 +54,8 @@ def completed(
     missing = [place for place in range(len(items)) if not (files and _read(files[place]))]
     checkpoints = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
     todo = [(items[place], checkpoints[place]) for place in missing]
-    # In this process, a shard shows a bar of its own.
-    done = resources.map(function, todo, what) if resources.elsewhere else enumerate(map(function, todo))
+    # In this process, a shard shows a bar of its own, which counts the others in.
+    done = resources.map(function, todo, what) if resources.elsewhere else _in_turn(function, todo)
 
     def kept(place: int) -> Shard:  # read a second time, so that not all of them are held; if it is gone, done again
         return _read(files[place]) or function((items[place], None))
@@ -73,6 +74,13 @@ def completed(
             turn += 1
     for place in range(turn, len(items)):
         yield kept(place)
+
+
+def _in_turn(function: Callable[[T], Shard], items: Sequence[T]) -> Iterator[tuple[int, Shard]]:
+    for number, item in enumerate(items):
+        with progress.part(number, len(items)):
+            shard = function(item)
+        yield number, shard
 
 
 def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
@@ -28,11 +30,31 @@ _SHOWING: list[str] = []
 """What the bar on the screen is about: work within other work shows none of its own."""
 
 
+_PART: list[tuple[int, int]] = []
+"""Which part of how many alike is under way: the bar and its time left cover them all."""
+
+
+@contextmanager
+def part(number: int, count: int) -> Iterator[None]:
+    """Say that what is tracked within is part ``number`` (from 0) of ``count`` alike."""
+    _PART.append((number, count))
+    try:
+        yield
+    finally:
+        _PART.pop()
+
+
 def track(items: Iterable[T], total: int, what: str, visible: bool | None) -> Iterator[T]:
     """Yield the items, with a bar that shows rate and remaining time; ``visible=None`` shows it on a terminal only."""
-    console = Console(stderr=True)
-    visible = console.is_terminal if visible is None else visible
+    console = Console() if in_notebook() else Console(stderr=True)
+    visible = console.is_terminal or console.is_jupyter if visible is None else visible
     return _shown(items, total, what, console) if visible and not _SHOWING else iter(items)
+
+
+def in_notebook() -> bool:
+    """Say whether a Jupyter kernel runs this code, whose cells show bars that rich draws as HTML."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 class _Rate(ProgressColumn):
@@ -54,8 +76,9 @@ def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Itera
         TextColumn("left"),
         TimeRemainingColumn(),
     )
+    number, count = _PART[-1] if _PART else (0, 1)
     bar = Progress(*columns, console=console, transient=console.is_terminal)
-    task = bar.add_task(what, total=total)
+    task = bar.add_task(what, total=total * count, completed=total * number)
     timer = threading.Timer(MOMENT, bar.start)
     timer.daemon = True
     _SHOWING.append(what)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from leaveout._util.equality import Comparable
-from leaveout._util.files import free, or_null, read_json, save_json
 from leaveout._util.trees import PARAM, Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, LeaveoutWarning, RunError, check_seed
+from leaveout.errors import InputError, LeaveoutWarning, check_seed
 from leaveout.estimators.readout import Query
+from leaveout.evaluate.curve import COLUMNS, MEASURED, NOTHING, RANDOM, Curve
+from leaveout.evaluate.labels import Labels
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget
@@ -34,110 +32,11 @@ from leaveout.trajectory.left_out import LeftOut, rows_of
 from leaveout.trajectory.replay import counterfactuals, shuffled
 from leaveout.trajectory.trajectory import Trajectory
 
-NOTHING, RANDOM = "nothing", "random"
-MEASURES = ("loss", "error")
 Choice: TypeAlias = tuple[dict[str, Any], tuple[int, ...]]
-MEASURED = ("loss", "loss_se", "error", "error_se")
-COLUMNS = ("choice", "removed", "order", "draw", *MEASURED)
-
-
-@dataclass(frozen=True, eq=False)
-class Curve(Comparable):
-    """Test loss and misclassification after removing examples and training again.
-
-    ``table`` has a row for each training: ``choice`` is the method that chose what was removed, ``"random"`` or
-    ``"nothing"``; ``order`` numbers the order of the batches and ``draw`` the random choice. ``loss_se`` and
-    ``error_se`` are standard errors over the test examples. ``error`` is NaN where outputs are not class scores.
-    ``run_fingerprint`` tells which run was trained again; ``harmful`` how many examples each method calls harmful,
-    which is the most that were removed by it.
-    """
-
-    table: pd.DataFrame
-    batches: str
-    test_size: int
-    cost: Cost
-    run_fingerprint: int | None = None
-    harmful: dict[str, int] = field(default_factory=dict)
-
-    def to_frame(self, level: float = 0.95) -> pd.DataFrame:
-        """Tabulate each choice and number removed: the mean over trainings, with an interval.
-
-        Over two or more trainings the interval is Student's, of their mean; of a single one it is normal, over the
-        test examples. ``trainings`` says which.
-        """
-        keys = self.table.groupby(["choice", "removed"], sort=False)
-        rows = []
-        for (choice, removed), part in keys:
-            row: dict[str, Any] = {"choice": choice, "removed": removed, "trainings": len(part)}
-            for measure in MEASURES:
-                values = part[measure].to_numpy(dtype=float)
-                if len(values) > 1:
-                    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-                else:
-                    half = stats.norm.ppf((1 + level) / 2) * float(part[f"{measure}_se"].iloc[0])
-                mean = float(values.mean())
-                row |= {measure: mean, f"{measure}_low": mean - half, f"{measure}_high": mean + half}
-            rows.append(row)
-        return pd.DataFrame(rows)
-
-    def __str__(self) -> str:
-        frame = self.to_frame()
-        measure = "loss" if frame["error"].isna().all() else "error"
-        style = "{:.4g}" if measure == "loss" else "{:.2%}"
-
-        def interval(row: pd.Series) -> str:
-            value, low, high = (style.format(row[key]) for key in (measure, f"{measure}_low", f"{measure}_high"))
-            return f"{value} ({low} to {high})"
-
-        base = frame[frame["choice"] == NOTHING].iloc[0]
-        what = "test loss" if measure == "loss" else "test error"
-        lines = [f"{what} of {self.test_size} examples, {self.batches} batches; nothing removed: {interval(base)}"]
-        for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
-            shown = "; ".join(f"{row['removed']} removed: {interval(row)}" for _, row in part.iterrows())
-            most = int(part["removed"].max())
-            every = f" (all {most} that are harmful)" if self.harmful.get(str(choice)) == most else ""
-            lines.append(f"  {choice}: {shown}{every}")
-        return "\n".join(lines)
-
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the curve to one JSON file, whole or not at all."""
-        path = free(path, overwrite=overwrite)
-        columns = {name: [or_null(value) for value in self.table[name].tolist()] for name in COLUMNS}
-        content = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
-        content |= {"run_fingerprint": self.run_fingerprint, "harmful": self.harmful}
-        save_json(path, content)
-        return path
-
-    def check_same_run(self, run: Run) -> None:
-        """Refuse to speak of another run than the one that was trained again."""
-        if self.run_fingerprint not in (None, run.fingerprint):
-            raise InputError(
-                f"The cleansing curve is of another run than {run}: give that of this run.", code="curve-of-another-run"
-            )
-
-    @classmethod
-    def load(cls, path: str | Path) -> Curve:
-        """Read what ``save`` wrote."""
-        try:
-            content = read_json(Path(path))
-            table = pd.DataFrame({name: content["table"][name] for name in COLUMNS})
-            measured = [name for name in COLUMNS if name.startswith(MEASURES)]
-            table[measured] = table[measured].astype(float)
-            table = table.astype({"choice": str, "removed": int})
-            if NOTHING not in table["choice"].tolist():
-                raise ValueError("it does not say what removing nothing gives")
-            harmful = {str(name): int(count) for name, count in content.get("harmful", {}).items()}
-            size, fingerprint = int(content["test_size"]), content.get("run_fingerprint")
-            return cls(table, str(content["batches"]), size, Cost(**content["cost"]), fingerprint, harmful)
-        except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise RunError(
-                f"{path} does not hold a cleansing curve ({error}): give a file that Curve.save wrote.",
-                code="curve-unreadable",
-            ) from None
 
 
 def cleanse(
-    scores: Scores | Sequence[Scores],
+    scores: Scores | Labels | Sequence[Scores | Labels],
     run: Run,
     task: Task,
     test_set: Dataset,
@@ -155,7 +54,7 @@ def cleanse(
     control, as many are removed at random.
 
     Args:
-        scores: of single examples, by one method or several.
+        scores: of single examples, by one method or several; or what ``labels`` says, to remove those that look wrong.
         run: the run that was scored.
         task: what was trained.
         test_set: examples that neither training nor the scores have seen.
@@ -165,7 +64,8 @@ def cleanse(
         seed: of the random choices and the fresh orders.
         resources: memory budget, progress, engine, and where finished trainings are kept.
     """
-    methods = [scores] if isinstance(scores, Scores) else list(scores)
+    rankings = [scores] if isinstance(scores, Scores | Labels) else list(scores)
+    methods = [one.to_scores() if isinstance(one, Labels) else one for one in rankings]
     amounts = _checked(methods, run, task, remove, random, shuffles)
     check_seed(seed, 0, 2**32 - 1)
     ranked = _ranked(methods, amounts[-1])
@@ -276,8 +176,8 @@ class Again:
 
     def identity(self) -> str:
         """Name everything that its shards share."""
-        query = self.query
-        return identity(self.trajectory.run, query.task, query.params, "cleanse", query.fingerprint(), self.order)
+        query, name = self.query, "cleanse in pairs"
+        return identity(self.trajectory.run, query.task, query.params, name, query.fingerprint(), self.order)
 
 
 def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cost) -> list[dict[str, Any]]:
@@ -302,12 +202,20 @@ def _mixed(seed: int, number: int) -> int:
     return 1_000_003 * seed + number
 
 
-def _measured(query: Query, stack: Params) -> Float[Tensor, "rows 4"]:
-    """Measure mean loss and misclassification of every model of a stack, with standard errors over the test set."""
+def _measured(query: Query, stack: Params) -> Float[Tensor, "rows 6"]:
+    """Mean loss and misclassification of every model of a stack, with their standard errors over the test set.
+
+    The last two columns are the standard errors of the differences from the last model, which saw every example.
+    """
     losses, wrong = query.losses(stack).double(), _wrong(query, stack)
     wrong = torch.full_like(losses, float("nan")) if wrong is None else wrong
-    columns = [(values.mean(1), values.std(1) / values.shape[1] ** 0.5) for values in (losses, wrong)]
-    return torch.stack([column for pair in columns for column in pair], dim=1)
+    means = [(values.mean(1), _standard_error(values)) for values in (losses, wrong)]
+    changes = [_standard_error(values - values[-1:]) for values in (losses, wrong)]
+    return torch.stack([*(column for pair in means for column in pair), *changes], dim=1)
+
+
+def _standard_error(values: Float[Tensor, "rows examples"]) -> Float[Tensor, " rows"]:
+    return values.std(1) / values.shape[1] ** 0.5
 
 
 def _wrong(query: Query, stack: Params) -> Float[Tensor, "rows examples"] | None:

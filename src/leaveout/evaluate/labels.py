@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from leaveout._util import notebook
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_json, save_json, save_text
 from leaveout._util.trees import PARAM, each
@@ -24,7 +25,7 @@ from leaveout.evaluate.dynamics import STATES, Dynamics, dynamics
 from leaveout.evaluate.reasons import reasons
 from leaveout.evaluate.verify import Check
 from leaveout.run.reader import Run
-from leaveout.scores import Scores
+from leaveout.scores import LABELS, MEAN, Scores
 from leaveout.task.classes import class_names
 from leaveout.task.task import Task
 
@@ -85,16 +86,21 @@ class Labels(Comparable):
         """Return the k most suspicious rows, whether or not they count as issues; all by default."""
         return self.table.sort_values("label_score", kind="stable")[:k]
 
+    def changes(self, k: int | None = None) -> list[str]:
+        """List the most frequent changes among the issues, as in "6 → 9: 4", most frequent first."""
+        issues = self.issues
+        pairs = Counter(f"{a} → {b}" for a, b in zip(issues["given_label"], issues["predicted_label"], strict=True))
+        return [f"{change}: {times}" for change, times in pairs.most_common(k)] + (
+            ["..."] if k and len(pairs) > k else []
+        )
+
     @property
     def sentence(self) -> str:
-        """The answer in a sentence."""
+        """Say the answer in a sentence."""
         count = len(self)
         answer = f"{count} of {len(self.table)} labels {'looks' if count == 1 else 'look'} wrong"
-        issues = self.issues
-        changes = Counter(f"{a} → {b}" for a, b in zip(issues["given_label"], issues["predicted_label"], strict=True))
-        if changes:
-            most = [f"{change}: {times}" for change, times in changes.most_common(3)]
-            answer += f" ({', '.join(most)}{', ...' if len(changes) > 3 else ''})"
+        if count:
+            answer += f" ({', '.join(self.changes(3))})"
         return f"{answer}.{f' {self.advice}' if self.advice else ''}"
 
     @property
@@ -112,6 +118,32 @@ class Labels(Comparable):
 
     def __str__(self) -> str:
         return self.sentence
+
+    def _repr_html_(self) -> str:
+        columns = ["given_label", "predicted_label", "label_score", "why"]
+        rows = [(number, *row) for number, *row in self.issues[:10][columns].itertuples()]
+        return notebook.card(f"{len(self)} labels look wrong", [self.sentence], ("train", *columns), rows)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw how often each given label looks like each other one; needs matplotlib. Returns the axes."""
+        issues = self.issues
+        counts = pd.crosstab(issues["given_label"].astype(str), issues["predicted_label"].astype(str))
+        ax = notebook.axes(ax)
+        ax.imshow(counts.to_numpy(), cmap="Oranges")
+        ax.set_xticks(range(counts.shape[1]), counts.columns)
+        ax.set_yticks(range(counts.shape[0]), counts.index)
+        ax.set(xlabel="suggested label", ylabel="given label", title=f"{len(self)} labels look wrong")
+        return ax
+
+    def to_scores(self) -> Scores:
+        """Return the order of the labels as scores, so that ``cleanse`` can remove those that look wrong.
+
+        They are negative for the issues alone, and lowest for the most suspicious.
+        """
+        values = self.table["label_score"].to_numpy(dtype=float) - 1.000001 * self.table["is_label_issue"].to_numpy()
+        ids = tuple(int(i) for i in self.table.index)
+        column = torch.from_numpy(values)[:, None]
+        return Scores(column, ids, (MEAN,), LABELS, unit="label score", run_fingerprint=self.run_fingerprint)
 
     def to_frame(self) -> pd.DataFrame:
         """Copy the table, a row for every training example in order."""

@@ -5,35 +5,44 @@ from __future__ import annotations
 import copy
 import gc
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import pandas as pd
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
-from leaveout._util.trees import nbytes
+from leaveout._util.trees import PARAM, Params, nbytes
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn
+from leaveout.estimators.readout import Linear, Query
 from leaveout.run.reader import Run
 from leaveout.run.train import train
 from leaveout.sweep.transports import Subspace
+from leaveout.task import batches
 from leaveout.task.task import Task
 from leaveout.trajectory.trajectory import Trajectory
 
-FEW, MORE = 16, 64
-"""Steps that are measured: the first few pay for what is done once, the others tell what a step costs."""
+FIRST, STEPS = 2, 10
+"""Steps that are measured: the first pay for what is done once, the others tell what a step costs."""
 
-FEWEST, ROWS = 8, 512
-"""Rows that are measured where every example has a vector or a model of its own; eightfold, while that is cheap."""
+SHARE = 0.25
+"""Seconds after which a measurement is long enough: one method has a few of them."""
 
-LIMIT = 2.0
-"""Seconds that a measurement may take that is made once more, or with more rows."""
+QUICK = 0.01
+"""Seconds per step below which it matters that a step is repeated from a trace."""
+
+QUERIES = 32
+"""Queries that are measured; the others cost as much each."""
+
+FEWEST, TIMES = 4, 4
+"""Rows that are measured first where every row has a model or vector of its own, and how many times more next."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,35 @@ class Plan:
     disk: int
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """What is measured: a part of the run with a few queries, and the size of the whole."""
+
+    task: Task
+    run: Run
+    query: Dataset
+    queries: int
+    rows: int
+    steps: int
+    resources: Resources
+
+    @property
+    def ratio(self) -> float:
+        """How many times more queries there are than are measured."""
+        return self.queries / batches.size(self.query)
+
+    @cached_property
+    def query_seconds(self) -> float:
+        """What looking at the queries that are not measured takes: their losses and their gradient, once."""
+        query = _queries(self)
+
+        def look() -> None:
+            query.check()
+            Linear().part(query, 0, 1)
+
+        return _timed(look) * max(0.0, self.ratio - 1)
+
+
 def plan(
     task: Task,
     query: Dataset,
@@ -56,10 +94,11 @@ def plan(
     batch_size: int = 64,
     resources: Resources | None = None,
 ) -> pd.DataFrame:
-    """Predict seconds, memory and disk of training (for a run that is not there yet) and of every method along it.
+    """Predicted seconds, memory and disk of training (for a run that is not there yet) and of every method along it.
 
-    ``AdamIE`` and ``InfluenceFunction`` do not go along a run: one takes every example's gradient once per epoch, the
-    other as many products over all data as conjugate gradients need.
+    A few steps are measured with a few queries and rows, which takes seconds, and scaled to the whole: expect the
+    right order of magnitude, not the right second. ``AdamIE`` and ``InfluenceFunction`` do not go along a run: one
+    takes every example's gradient once an epoch, the other as many products over all data as conjugate gradients need.
 
     Args:
         task: what is trained.
@@ -73,99 +112,136 @@ def plan(
     shown = resources or Resources()
     budget = Resources(shown.memory, progress=False)  # a bar for every few steps would only flicker
     if run is not None:
-        return _table(task, query, run, len(run), budget, shown, [])
+        return _table(_subject(task, query, run, len(run), task.size, budget), shown, [])
     if optimizer is None:
         raise InputError(
             "There is nothing to plan: give a run, or an optimizer, epochs and batch_size.", code="nothing-to-plan"
         )
     steps = epochs * -(-task.size // batch_size)
     trial = copy.deepcopy(task)
+    trial.train_set = Subset(trial.train_set, range(min(task.size, FIRST * STEPS * batch_size)))
     with tempfile.TemporaryDirectory() as folder:
-        instance = optimizer(trial.model)
-        few = min(epochs, -(-MORE * batch_size // task.size))
+        made = optimizer(trial.model)
+        few = min(epochs, -(-FIRST * STEPS * batch_size // trial.size))
         cost = Cost()
         with cost.metered():
-            short = train(trial, instance, few, batch_size, 0, Path(folder) / "run", resources=budget)
+            short = train(trial, made, few, batch_size, 0, Path(folder) / "run", resources=budget)
         disk = nbytes(short.state(0)) * (steps + 1)
         training = Plan("training, recorded", cost.seconds / len(short) * steps, cost.peak_memory, disk)
-        return _table(trial, query, short, steps, budget, shown, [training])
+        return _table(_subject(trial, query, short, steps, task.size, budget), shown, [training])
 
 
-def _table(
-    task: Task, query: Dataset, run: Run, steps: int, budget: Resources, shown: Resources, plans: list[Plan]
-) -> pd.DataFrame:
+def replay_seconds(run: Run, task: Task, query: Dataset, rows: int, resources: Resources | None = None) -> float:
+    """Predicted seconds of exact replays of so many rows, from a few measured steps."""
+    budget = Resources((resources or Resources()).memory, progress=False)
+    return _by_rows("Replay", _subject(task, query, run, len(run), rows, budget)).seconds
+
+
+def _subject(task: Task, query: Dataset, run: Run, steps: int, rows: int, resources: Resources) -> _Subject:
+    trial = task.untraced()
+    trial.check = False  # made once, not once per measurement
+    queries = batches.size(query)
+    few: Dataset = Subset(query, range(min(QUERIES, queries)))
+    return _Subject(trial, run, few, queries, rows, steps, resources)
+
+
+def _table(subject: _Subject, shown: Resources, plans: list[Plan]) -> pd.DataFrame:
     cheap: list[Estimator] = [TracIn(), SGDIE(), DVEmb()]
-    if run.rule.linear:
+    if subject.run.rule.linear:
         cheap += [ACC(), ACC(Subspace(8))]
-    jobs = [partial(_measured, estimator) for estimator in cheap] + [partial(_by_rows, k) for k in ("exact", "replay")]
-    plans += [job(task, query, run, steps, budget) for job in shown.track(jobs, len(jobs), "measuring")]
+    jobs = [partial(_shared, estimator) for estimator in cheap] + [
+        partial(_by_rows, k) for k in ("ACC(exact)", "Replay")
+    ]
+    plans += [job(subject) for job in shown.track(jobs, len(jobs), "measuring")]
     frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")
     return frame.astype({"memory": "int64", "disk": "int64"})
 
 
-def _measured(estimator: Estimator, task: Task, query: Dataset, run: Run, steps: int, resources: Resources) -> Plan:
-    seconds, memory = _extrapolated(
-        lambda own, part: estimator.score(part, own, query, resources=resources).cost, task, run, steps
-    )
-    if not isinstance(estimator, ACC):
+def _shared(estimator: Estimator, subject: _Subject) -> Plan:
+    """Methods whose vectors serve all rows: so much once, so much per step."""
+    run, resources = subject.run, subject.resources
+
+    def scored(task: Task, part: Run) -> Cost:
+        return estimator.score(part, task, subject.query, resources=resources).cost
+
+    once, rate, memory = _rate(scored, subject)
+    seconds = once + rate * subject.steps + subject.query_seconds
+    estimator = estimator.resolved(run, subject.task)
+    if not isinstance(estimator, ACC) or estimator.transport == "jump":
         return Plan(estimator.name, seconds, memory, 0)
-    estimator = estimator.resolved(run, task)
     # The rows that a full run touches and the first steps do not.
-    rows = task.size * nbytes(Trajectory(run, task).initial())
+    rows = subject.rows * nbytes(Trajectory(run, subject.task).initial())
     fits = rows <= resources.bytes
     return Plan(estimator.name, seconds, memory + rows if fits else memory, 0 if fits else rows)
 
 
-def _by_rows(kind: str, task: Task, query: Dataset, run: Run, steps: int, resources: Resources) -> Plan:
-    """Predict the methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
-    totals, memories = [], []
+def _by_rows(kind: str, subject: _Subject) -> Plan:
+    """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
+    estimator: Estimator = Replay() if kind == "Replay" else ACC("exact")
 
-    def scored(count: int, own: Task, part: Run) -> Cost:
-        estimator: Estimator = Replay() if kind == "replay" else ACC("exact")
-        groups = [[i] for i in range(count)]
-        return estimator.score(part, own, query, groups=groups, resources=resources).cost
+    def scored(count: int, task: Task, part: Run) -> Cost:
+        groups = [[i % task.size] for i in range(count)]
+        return estimator.score(part, task, subject.query, groups=groups, resources=subject.resources).cost
 
-    trial = task.untraced()
-    counts = _counts(task, lambda count: scored(count, trial, run.head(FEW)).seconds)
-    for count in counts:
-        seconds, memory = _extrapolated(partial(scored, count), task, run, steps)
-        totals.append(seconds)
-        memories.append(memory)
-    name = "Replay" if kind == "replay" else "ACC(exact)"
-    if len(counts) == 1:
-        return Plan(name, totals[0], memories[0], 0)
-    span, more = counts[1] - counts[0], task.size - counts[1]
-    seconds = totals[1] + max(0.0, totals[1] - totals[0]) / span * more
-    memory = memories[1] + min(max(0, memories[1] - memories[0]) // span * more, resources.bytes)
-    return Plan(name, seconds, memory, 0)
-
-
-def _counts(task: Task, measure: Callable[[int], float]) -> tuple[int, ...]:
-    """Choose how many rows to measure: all if they are few, otherwise two numbers, small ones where a row is dear."""
-    most = FEWEST
-    while most < min(ROWS, task.size):
-        measure(most)  # traces
-        if measure(most) * FEWEST > LIMIT:
-            break
-        most *= FEWEST
-    return (task.size,) if task.size <= most else (most // 4, most)
+    count = min(FEWEST, subject.rows)
+    while count < subject.rows and _seconds(partial(scored, count), subject.task.quiet(), subject.run) < SHARE / TIMES:
+        count = min(TIMES * count, subject.rows)
+    less = max(1, count // TIMES)
+    once, rate, memory = _rate(partial(scored, count), subject)
+    reading = _losses_seconds(subject) * subject.rows if kind == "Replay" else subject.query_seconds
+    if count == subject.rows:
+        return Plan(kind, once + rate * subject.steps + reading, memory, 0)
+    slower, least = _rate(partial(scored, less), subject)[1:]
+    each = max(0.0, rate - slower) / (count - less)
+    if each == 0.0:
+        each = rate / count  # too close to tell apart: as if nothing were shared
+    more = subject.rows - count
+    held = min(max(0, memory - least) // (count - less) * more, subject.resources.bytes)
+    return Plan(kind, once + (rate + each * more) * subject.steps + reading, memory + held, 0)
 
 
-def _extrapolated(scored: Callable[[Task, Run], Cost], task: Task, run: Run, steps: int) -> tuple[float, int]:
-    """Extrapolate seconds and memory to all steps: a first run pays for what is done once, others tell the rate."""
-    few, more = run.head(FEW), run.head(MORE)
-    cold, task = _first(scored, task.untraced(), more)
-    if cold.seconds < LIMIT:  # making traces takes now longer, now less long
-        cold, task = min((cold, task), _first(scored, task.untraced(), more), key=lambda pair: pair[0].seconds)
-    if len(more) == len(few):
-        return cold.seconds / len(more) * steps, cold.peak_memory
-    short, long = (min(scored(task, part).seconds for _ in range(2)) for part in (few, more))
-    rate = max(0.0, (long - short) / (len(more) - len(few)))
-    once = max(0.0, cold.seconds - len(more) * rate)
-    return once + rate * steps, cold.peak_memory
+def _seconds(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> float:
+    return scored(task, run.head(min(FIRST, len(run)))).seconds
 
 
-def _first(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> tuple[Cost, Task]:
-    """Return what a run costs on a task of which nothing is traced, and the task, of which it is then."""
+def _rate(scored: Callable[[Task, Run], Cost], subject: _Subject) -> tuple[float, float, int]:
+    """Seconds once and per step, and the largest memory; from traces where steps are so quick that these matter."""
     gc.collect()  # in the midst of it, a sweep would be taken for work
-    return scored(task, run), task
+    run, quiet = subject.run, subject.task.quiet()
+    first = min(FIRST, len(run))
+    begun = scored(quiet, run.head(first))
+    if begun.seconds > SHARE or first == len(run):
+        return 0.0, begun.seconds / first, begun.peak_memory
+    more = min(len(run), STEPS)
+    cost = scored(quiet, run.head(more))
+    rate = max(0.0, (cost.seconds - begun.seconds) / max(1, more - first))
+    once = max(0.0, cost.seconds - more * rate)
+    if rate > QUICK or more < STEPS:
+        return once, rate, cost.peak_memory
+    traced = subject.task.untraced()
+    few, many = run.head(more), run.head(min(len(run), 3 * STEPS))
+    cold = scored(traced, few)  # what is repeated often enough is traced here
+    if len(many) == len(few):
+        return 0.0, cold.seconds / len(few), cold.peak_memory
+    short, long = (min(scored(traced, part).seconds for _ in range(2)) for part in (few, many))
+    rate = max(0.0, (long - short) / (len(many) - len(few)))
+    return max(0.0, cold.seconds - len(few) * rate), rate, cold.peak_memory
+
+
+def _losses_seconds(subject: _Subject) -> float:
+    """What the losses of the queries that were not measured take under one more model."""
+    query = _queries(subject)
+    stack: Params = {name: tensor.expand(8, *tensor.shape) for name, tensor in query.params.items()}
+    return _timed(lambda: query.losses(stack)) / 8 * max(0.0, subject.ratio - 1)
+
+
+def _queries(subject: _Subject) -> Query:
+    params = Trajectory(subject.run, subject.task).initial()[PARAM]
+    return Query(subject.task, params, subject.query, single=False, resources=subject.resources)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    work()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

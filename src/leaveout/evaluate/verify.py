@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import pandas as pd
 import torch
 from torch.utils.data import Dataset
 
+from leaveout._util import notebook
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, or_null, read_json, save_json
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError, check_seed, is_whole
-from leaveout.estimators.replay import replayed
+from leaveout.estimators.replay import JITTER, replayed
+from leaveout.evaluate.ceiling import MOVE, Ceiling, ceiling_of, moved_truths
 from leaveout.evaluate.metrics import Agreement, Interval, compare
 from leaveout.evaluate.verdict import Verdict
 from leaveout.run.reader import Run
@@ -25,6 +27,8 @@ from leaveout.task.task import Task
 
 MINIMUM = 4
 COLUMNS = ("score", "truth", "sample")
+MOVES = 2
+"""Moved starts that are replayed where scores and truth disagree."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +38,8 @@ class Check(Comparable):
     ``table`` has a row for each replayed example: its score, the true change of the loss, and the sample it is in.
     ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is a good one. It is
     NaN for scores that are no changes of the loss, which are compared by their order alone. ``run_fingerprint`` tells
-    which run was replayed.
+    which run was replayed. ``ceiling`` says how well the truth repeats itself from moved starts, where that was
+    measured; ``table`` then has the true change from each of them too.
     """
 
     extreme: Agreement
@@ -44,6 +49,7 @@ class Check(Comparable):
     method: str
     cost: Cost
     run_fingerprint: int | None = None
+    ceiling: Ceiling | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -52,14 +58,45 @@ class Check(Comparable):
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
-        return (
+        """The verdict in one sentence, and where the ceiling was measured, whose fault it is and what to do."""
+        first = (
             f"{self.method}, compared with {len(self.table)} exact replays: {self._part('extreme', self.extreme)}, and "
             f"{self._part('random', self.random)}."
         )
+        return first if self.ceiling is None else f"{first} {self.diagnosis}"
+
+    @property
+    def reproducible(self) -> bool | None:
+        """Say whether the replayed effects repeat themselves from moved starts; None where that was not measured."""
+        return None if self.ceiling is None else self.ceiling.reproducible
+
+    @property
+    def diagnosis(self) -> str:
+        """Whether scores that disagree with the replays are wrong, or nothing is there to be right about."""
+        return "" if self.ceiling is None else self.ceiling.diagnosis(self.verdict in (Verdict.GOOD, Verdict.COARSE))
 
     def __str__(self) -> str:
         return self.sentence
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (name, part.count, Verdict.of(part.kendall).value, str(part.kendall), str(part.spearman), str(part.rmse))
+            for name, part in (("most extreme", self.extreme), ("at random", self.random))
+        ]
+        heads = ("sample", "replays", "verdict", "Kendall's tau", "Spearman's rho", "RMSE")
+        title = f"{self.method}, compared with {len(self.table)} exact replays: {self.verdict.value}"
+        return notebook.card(title, (), heads, rows)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw every estimate against its truth; needs matplotlib. Returns the axes."""
+        ax = notebook.axes(ax)
+        for name, part in self.table.groupby("sample"):
+            marker, colour = ("o", notebook.HARM) if name == "extreme" else ("s", notebook.HELP)
+            ax.scatter(part["score"], part["truth"], marker=marker, color=colour, label=str(name), s=18)
+        ax.axline((0, 0), slope=1, color="grey", linestyle="--", linewidth=1)
+        ax.set(xlabel="estimate", ylabel="truth", title=f"{self.method}: {self.verdict.value}")
+        ax.legend()
+        return ax
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the check to one JSON file, whole or not at all."""
@@ -72,6 +109,7 @@ class Check(Comparable):
             "spread": {sample: or_null(value) for sample, value in self.spread.items()},
             "cost": asdict(self.cost),
             "run_fingerprint": self.run_fingerprint,
+            **({} if self.ceiling is None else {"ceiling": self.ceiling.to_json()}),
             "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
         }
         save_json(path, content)
@@ -95,9 +133,16 @@ class Check(Comparable):
         mean = scores.mean().double()
         values = dict(zip(scores.train_ids, mean.tolist(), strict=True))
         slack = 1e-6 * float(mean.abs().max())  # a mean over queries may be rounded otherwise on another machine
-        pairs = zip(self.table.index, self.table["score"], strict=True)
+        exact = () if scores.exact is None else scores.exact.tolist()
+        replaced = {i for i, is_exact in zip(scores.train_ids, exact, strict=False) if is_exact}
+        rows = zip(self.table.index, self.table["score"], self.table["truth"], strict=True)
+        # A replayed row may have had its estimate compared, and then have been given the truth.
+        differ = (
+            min(abs(values.get(i, math.inf) - score), abs(values[i] - truth) if i in replaced else math.inf)
+            for i, score, truth in rows
+        )
         prints = {self.run_fingerprint, scores.run_fingerprint} - {None}
-        if len(prints) > 1 or any(not abs(values.get(i, math.inf) - score) <= slack for i, score in pairs):
+        if len(prints) > 1 or any(not difference <= slack for difference in differ):
             raise InputError(
                 f"The check is of other scores by {self.method} than these: verify these, and give their check.",
                 code="check-of-other-scores",
@@ -113,10 +158,14 @@ class Check(Comparable):
                 _agreement(content["extreme"]),
                 _agreement(content["random"]),
                 {sample: _float(value) for sample, value in content["spread"].items()},
-                pd.DataFrame({name: rows[name] for name in COLUMNS}, index=pd.Index(rows["train"], name="train")),
+                pd.DataFrame(
+                    {name: rows[name] for name in [*COLUMNS, *(name for name in rows if name.startswith(MOVE))]},
+                    index=pd.Index(rows["train"], name="train"),
+                ),
                 str(content["method"]),
                 Cost(**content["cost"]),
                 content.get("run_fingerprint"),
+                Ceiling.from_json(content["ceiling"]) if "ceiling" in content else None,
             )
             str(check)  # whatever the sentence needs is there
             return check
@@ -141,11 +190,19 @@ def verify(
     *,
     replays: int = 64,
     seed: int = 0,
+    moves: int | None = None,
+    jitter: float = JITTER,
     resources: Resources | None = None,
 ) -> Check:
     """Replay the run exactly without the most extreme examples, and without a random sample of the rest.
 
     Half of the replays go to each. Scores for several queries are compared by their mean over the queries.
+
+    Where scores disagree with the replays, either may be to blame: an effect that changes with the last digits of the
+    start is no property of the training, and no method can predict it. So the same examples are replayed from moved
+    starts too, with and without each example, and the check says how well the truth repeats itself: its ``ceiling``.
+    Each move costs as much as the replays themselves; where single examples have no reproducible effect, a few random
+    groups of growing size are replayed twice, to see from what size on there is one.
 
     Args:
         scores: scores of single examples or of groups.
@@ -153,7 +210,10 @@ def verify(
         task: what was trained.
         query: the query set that was scored.
         replays: how many examples to replay.
-        seed: of the random sample.
+        seed: of the random sample, and of the moves.
+        moves: from how many moved starts to replay; by default from two if the scores' ranking is only a hint or worse,
+            and otherwise from none.
+        jitter: the size of a move, relative to the start's.
         resources: memory budget and progress.
     """
     if len(scores.train_ids) < 2 * MINIMUM or not is_whole(replays, 2 * MINIMUM):
@@ -161,6 +221,8 @@ def verify(
             f"verify needs at least {2 * MINIMUM} scored examples or groups, and replays: it compares rankings.",
             code="too-few-to-compare",
         )
+    if moves is not None and not is_whole(moves, 0):
+        raise InputError(f"moves={moves!r} must be a whole number, 0 or more, or None.", code="moves-not-a-count")
     extreme, random = chosen(scores, min(replays, len(scores.train_ids)), seed)
     truth = replayed(scores, extreme + random, run, task, query, resources)
     table = pd.DataFrame(
@@ -176,7 +238,17 @@ def verify(
     # Scores that are no changes of the loss are compared by their order alone.
     comparable = scores.unit == UNIT
     spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
-    return Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost, run.fingerprint)
+    check = Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost, run.fingerprint)
+    doubtful = check.verdict in (Verdict.HINT, Verdict.NONE) and not scores.all_exact
+    moves = (MOVES if doubtful else 0) if moves is None else moves
+    if not moves:
+        return check
+    asked = (run, task, query, resources)
+    moved, cost = moved_truths(scores, extreme + random, [seed + 1 + move for move in range(moves)], jitter, *asked)
+    for number, values in enumerate(moved, start=1):
+        table[f"{MOVE}{number}"] = values
+    ceiling, more = ceiling_of(table, scores, seed, jitter, *asked)
+    return replace(check, cost=truth.cost + cost + more, ceiling=ceiling)
 
 
 def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int]]:

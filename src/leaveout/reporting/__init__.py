@@ -6,7 +6,7 @@ makes the HTML of that alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +15,45 @@ from torch.utils.data import Dataset
 
 from leaveout._util.files import check_writable, free, save_text
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError
-from leaveout.evaluate.cleanse import Curve
+from leaveout.errors import InputError, UnsupportedError
+from leaveout.evaluate.curve import Curve
+from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.labels import labels as find_labels
 from leaveout.evaluate.verify import Check
-from leaveout.reporting.cleansing import cleansing
 from leaveout.reporting.gather import gather
-from leaveout.reporting.page import page
+from leaveout.reporting.page import Page, page
 from leaveout.reporting.show import Show, show_of
 from leaveout.reporting.topic import Topic
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.task.task import Task
 
-__all__ = ["Show", "report"]
+__all__ = ["Page", "Show", "report"]
 
 
 def report(
     path: str | Path,
     run: Run,
-    scores: Scores,
-    check: Check | None = None,
+    scores: Scores | Sequence[Scores],
+    check: Check | Sequence[Check] | None = None,
     curve: Curve | None = None,
     *,
+    labels: Labels | None = None,
     task: Task | None = None,
     query: Dataset | None = None,
     show: Show | Callable[[Any], Any] | None = None,
     overwrite: bool = False,
     resources: Resources | None = None,
-) -> Path:
-    """Write one HTML page that needs no network and no other file.
+) -> Page:
+    """Write one HTML page that needs no network and no other file, and return its path, which a notebook shows.
 
     Args:
         path: the file to write; an existing one is replaced only with ``overwrite=True``.
         run: the recorded run.
-        scores: what is reported.
-        check: what ``verify`` found of these scores; without it the page says that nobody checked.
-        curve: what ``cleanse`` found.
+        scores: what is reported, by one method or several; the first is shown first.
+        check: what ``verify`` says of these scores; without it the page says that nobody checked.
+        curve: what ``cleanse`` measured.
+        labels: what ``lo.labels`` says; where the task is a classifier it is asked if nothing is given.
         task: what was trained; with it the page shows examples, labels and what the model says of them.
         query: the query set that was scored; with it the page tells when influence arose, and shows the queries.
         show: how examples are shown, by a ``Show`` or by a function of an example; by default pictures, texts or rows.
@@ -59,14 +62,46 @@ def report(
     """
     check_writable(Path(path))
     path = free(path, overwrite=overwrite)
-    scores.check_same_run(run)
-    _check_finite(scores)
+    methods = [scores] if isinstance(scores, Scores) else list(scores)
+    checks = [] if check is None else [check] if isinstance(check, Check) else list(check)
+    _check_given(run, methods, checks)
     if curve is not None:
         curve.check_same_run(run)
-    topic = Topic(run, scores, task, query, show_of(show), resources or Resources())
-    text = page(gather(topic, check, cleansing(curve) if curve else None))
-    save_text(path, text)
-    return path
+    how, resources = show_of(show), resources or Resources()
+    if labels is None:
+        labels = _labels(run, task, methods[0], how, resources)
+    by_method = {one.method: one for one in checks}
+    topic = Topic(run, methods[0], task, query, how, resources, tuple(methods[1:]), by_method, labels)
+    save_text(path, page(gather(topic, curve)))
+    return Page(path)
+
+
+def _check_given(run: Run, methods: list[Scores], checks: list[Check]) -> None:
+    """Refuse scores that cannot be shown together, and checks of none of them."""
+    if not methods:
+        raise InputError("No scores were given: give those of at least one method.", code="report-without-scores")
+    for scores in methods:
+        scores.check_same_run(run)
+        _check_finite(scores)
+    names = [scores.method for scores in methods]
+    if len(set(names)) < len(names):
+        raise InputError(
+            f"The methods' names {names} are not all different: give each method's scores once.",
+            code="methods-repeated",
+        )
+    for check in checks:
+        if check.method not in names:
+            check.check_same_scores(methods[0])
+
+
+def _labels(run: Run, task: Task | None, scores: Scores, show: Show, resources: Resources) -> Labels | None:
+    """Ask which labels look wrong, where a classifier was trained and examples were scored."""
+    if task is None or any(isinstance(name, str) for name in scores.train_ids):
+        return None
+    try:
+        return find_labels(run, task, classes=show.classes, resources=resources)
+    except UnsupportedError:
+        return None
 
 
 def _check_finite(scores: Scores) -> None:

@@ -40,15 +40,35 @@ class Trust:
 
 
 @dataclass(frozen=True)
-class Table:
-    """The scored examples, column by column; ``label`` and ``says`` are numbers into ``names``, -1 for unknown.
+class Answer:
+    """One of the first things that a page says; ``about`` is labels, removal or trust, ``level`` as in ``Trust``."""
 
-    ``p`` is the probability that the trained model gives the example's own label.
+    about: str
+    level: str
+    headline: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Issues:
+    """Labels that look wrong, most suspicious first: places in the table, suggested names, score and reason."""
+
+    total: int
+    place: list[int]
+    suggested: list[int]
+    score: list[float]
+    why: list[str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The listed examples, column by column; ``label`` and ``says`` are numbers into ``names``, -1 for unknown.
+
+    ``p`` is the probability that the trained model gives the example's own label. Rows are in the order of the first
+    method's scores.
     """
 
     id: list[int | str]
-    score: list[float]
-    exact: list[bool]
     names: list[str] = field(default_factory=list)
     label: list[int] = field(default_factory=list)
     says: list[int] = field(default_factory=list)
@@ -111,7 +131,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Check:
-    """Estimates held against the truth: every replayed example, and the measures with their intervals in words."""
+    """Estimates compared with the truth: every replayed example, and the measures with their intervals in words."""
 
     points: list[Point]
     measures: list[tuple[str, str, str]]
@@ -119,35 +139,63 @@ class Check:
 
 @dataclass(frozen=True)
 class Cleansing:
-    """What retraining without the most harmful examples brought; ``base`` is with all of them."""
+    """What retraining without the most harmful examples brought; ``base`` is with all of them.
+
+    ``changes`` has for each choice and number removed the change in words, beside that of removing nothing.
+    """
 
     sentence: str
     measure: str
     base: float
     lines: list[Line]
+    changes: list[tuple[str, int, str]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method's view of the listed rows, and how far it can be trusted."""
+
+    name: str
+    unit: str
+    score: list[float]
+    exact: list[bool]
+    harmful: int
+    sentence: str
+    trust: Trust
+    histogram: Histogram
+    parts: list[Part]
+    check: Check | None
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The verdicts of all methods as a table."""
+
+    heads: list[str]
+    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
 class Content:
-    """Everything that the page says; ``unit`` is empty where scores are changes of the query loss."""
+    """Everything that the page says. What a method says is in ``methods``, the most trustworthy one first."""
 
     title: str
     made: str
-    method: str
+    key: str
     groups: bool
-    unit: str
+    answers: list[Answer]
     summary: list[str]
     facts: list[tuple[str, str]]
     notes: list[str]
-    trust: Trust
+    methods: list[Method]
+    verdicts: Verdicts
     total: int
-    histogram: Histogram
     table: Table
+    issues: Issues | None
     shown: dict[int, Shown]
+    called: dict[int, str]
     spans: list[str]
     lines: dict[int, list[float]]
     queries: list[Query]
     parts_of: str
-    parts: list[Part]
-    check: Check | None
     cleansing: Cleansing | None

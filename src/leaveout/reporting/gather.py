@@ -5,63 +5,113 @@ from __future__ import annotations
 from datetime import date
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from leaveout.errors import UnsupportedError
 from leaveout.estimators.timeline import Timeline, timeline
+from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.verify import Check
 from leaveout.reporting import content, rows, words
+from leaveout.reporting.answer import answers
+from leaveout.reporting.cleansing import cleansing
 from leaveout.reporting.content import digits, rounded
 from leaveout.reporting.topic import Topic, membership
-from leaveout.scores import SELF
+from leaveout.scores import SELF, UNIT, Scores
 
 PARTS = 50
+MOST_REPLAYED = 200
+"""Replayed examples that are shown with what they look like."""
 
 
-def gather(topic: Topic, check: Check | None, cleansing: content.Cleansing | None) -> content.Content:
-    """Gather everything that the page says."""
+def gather(topic: Topic, curve: Curve | None) -> content.Content:
+    """Everything that the page says."""
     scores, show, mean = topic.scores, topic.show, topic.mean
-    if check is not None:
-        check.check_same_scores(scores)
+    for one in topic.methods:
+        if one.method in topic.checks:
+            topic.checks[one.method].check_same_scores(one)
     when, notes = _timeline(topic)
     columns = rows.chosen_queries(topic)
     drivers = {column: rows.drivers(scores.values[:, column]) for column in columns}
-    listed = rows.listed(scores, {row for pairs in drivers.values() for row, _ in pairs})
+    suspects = rows.suspects(topic)
+    listed = rows.listed(mean, {row for found in drivers.values() for row, _ in found} | set(suspects))
     place = {row: i for i, row in enumerate(listed)}
-    # Order of weight: the extremes of the mean, then the drivers of each query.
-    first = rows.ends(len(listed), show.top)
-    places = list(dict.fromkeys([*first, *(place[row] for pairs in drivers.values() for row, _ in pairs)]))
+    # Order of weight: what looks wrong, the extremes of the mean, then the drivers of each query.
+    first = [place[row] for row in suspects[: show.top]] + rows.ends(len(listed), show.top)
+    replayed = [i for i, row in enumerate(listed) if scores.train_ids[row] in topic.truths]
+    driving = [place[row] for found in drivers.values() for row, _ in found]
+    places = list(dict.fromkeys([*first, *driving, *replayed[:MOST_REPLAYED]]))
     shown, asked, whole = rows.looks(topic, listed, places, columns)
     if not whole:
         notes.append(f"Pictures beyond {rows.PICTURE_BYTES // 10**6} MB were left out.")
     if len(listed) < len(mean):
         notes.append(f"The {len(listed):,} most extreme of {len(mean):,} scores are listed; sums are over all scores.")
     table = rows.table(topic, listed)
-    parts_of, parts = _parts(topic, when)
+    issues = rows.issues(topic, place, table.names)
+    parts_of, kinds = _kinds(topic)
+    methods = [_method(one, topic, listed, table, kinds, when) for one in topic.methods]
+    harmful, wanted = methods[0].harmful, None if topic.labels is None else len(topic.labels)
+    trust = methods[0].trust
     return content.Content(
         title=show.title or f"Training data influence: {topic.run.path.name}",
         made=date.today().isoformat(),
-        method=scores.method,
+        key=f"{topic.run.fingerprint:08x}",
         groups=topic.groups,
-        unit="" if topic.loss else scores.unit,
-        summary=[
-            words.trained(topic.run, topic.task),
-            words.scored(scores, topic.queries, groups=topic.groups),
-            words.found(table, len(mean), int((mean < 0).sum()), groups=topic.groups, loss=topic.loss),
-        ],
+        answers=answers(topic.labels, curve, scores.method, harmful, len(mean), trust, groups=topic.groups),
+        summary=[words.trained(topic.run, topic.task), words.scored(scores, topic.queries, groups=topic.groups)],
         facts=_facts(topic),
         notes=notes,
-        trust=words.trusted(scores, check),
+        methods=methods,
+        verdicts=words.verdicts(topic.methods, topic.checks),
         total=len(mean),
-        histogram=rows.histogram(mean),
         table=table,
+        issues=issues,
         shown=shown,
+        called=_called(topic, listed),
         spans=list(when.spans) if when else [],
         lines={i: rounded(when.values[listed[i]].tolist()) for i in places} if when else {},
         queries=[rows.query_of(topic, column, drivers[column], place, asked) for column in columns],
         parts_of=parts_of,
-        parts=parts,
-        check=_checked(check) if check else None,
-        cleansing=cleansing,
+        cleansing=cleansing(curve, scores.method, wanted) if curve else None,
     )
+
+
+def _method(
+    scores: Scores,
+    topic: Topic,
+    listed: list[int],
+    table: content.Table,
+    kinds: dict[str, list[int]],
+    when: Timeline | None,
+) -> content.Method:
+    mean, exact = topic.column(scores)
+    loss = scores.unit == UNIT
+    check = topic.checks.get(scores.method)
+    worst = int(torch.argmin(mean[listed]))
+    score = rounded(mean[listed].tolist())
+    harmful = int((mean < 0).sum())
+    return content.Method(
+        name=scores.method,
+        unit="" if loss else scores.unit,
+        score=score,
+        exact=exact[listed].tolist(),
+        harmful=harmful,
+        sentence=words.found(
+            table, worst, score[worst], len(mean), harmful, bool(exact[listed[worst]]), groups=topic.groups, loss=loss
+        ),
+        trust=words.trusted(scores, check),
+        histogram=rows.histogram(mean),
+        parts=[_part(name, members, mean, when) for name, members in kinds.items()],
+        check=_checked(check) if check else None,
+    )
+
+
+def _called(topic: Topic, listed: list[int]) -> dict[int, str]:
+    """What examples are called, where they have names of their own."""
+    ids = topic.show.ids
+    if ids is None or topic.groups:
+        return {}
+    return {place: str(ids[int(topic.scores.train_ids[row])]) for place, row in enumerate(listed)}
 
 
 def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
@@ -80,12 +130,12 @@ def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
     return result, []
 
 
-def _parts(topic: Topic, when: Timeline | None) -> tuple[str, list[content.Part]]:
-    """Sum influence by group if there are such, otherwise by class."""
+def _kinds(topic: Topic) -> tuple[str, dict[str, list[int]]]:
+    """The rows of each group if there are such, otherwise of each class."""
     own, groups = topic.own, topic.show.groups
     kinds: dict[str, list[int]] = {}
     if topic.groups:
-        return "", []
+        return "", {}
     if groups is not None:
         at = {int(i): row for row, i in enumerate(topic.scores.train_ids)}
         members = membership(max(at) + 1 if topic.task is None else topic.task.size, groups)
@@ -93,16 +143,16 @@ def _parts(topic: Topic, when: Timeline | None) -> tuple[str, list[content.Part]
     elif own is not None and own.p is not None:  # labels of classes, not of numbers
         for row, label in enumerate(own.labels):
             kinds.setdefault(label, []).append(row)
-    if len(kinds) > PARTS:
-        return "", []
+    if len(kinds) > PARTS or not kinds:
+        return "", {}
     if groups is None:  # in the order of the classes
         order = {str(name): number for number, name in enumerate(topic.show.classes)}
         kinds = dict(sorted(kinds.items(), key=lambda item: order[item[0]] if order else int(item[0])))
-    return "class" if groups is None else "group", [_part(name, kinds[name], topic, when) for name in kinds]
+    return "class" if groups is None else "group", kinds
 
 
-def _part(name: str, members: list[int], topic: Topic, when: Timeline | None) -> content.Part:
-    values = topic.mean[members]
+def _part(name: str, members: list[int], mean: Tensor, when: Timeline | None) -> content.Part:
+    values = mean[members]
     helpful, harmful = float(values.clamp(min=0).sum()), float(values.clamp(max=0).sum())
     growth = rounded(when.values[members].double().sum(0).cumsum(0).tolist()) if when else []
     return content.Part(name, len(members), digits(helpful), digits(harmful), growth)

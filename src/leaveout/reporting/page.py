@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from html import escape
 from importlib.resources import files
+from pathlib import PosixPath
 
 from jinja2 import Environment, StrictUndefined
 
 from leaveout.reporting.content import Content
 
-SCRIPTS = ("dom.js", "charts.js", "examples.js", "page.js")
+SCRIPTS = ("dom.js", "charts.js", "plots.js", "marks.js", "examples.js", "issues.js", "page.js")
+
+
+class Page(PosixPath):
+    """The path of a page that was written; a notebook shows the page itself."""
+
+    def _repr_html_(self) -> str:
+        style = "width:100%;height:46rem;border:1px solid #8888;border-radius:8px"
+        text = escape(self.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{text}" style="{style}" title="{escape(self.name)}"></iframe>'
 
 
 def page(content: Content) -> str:

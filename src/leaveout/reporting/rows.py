@@ -13,10 +13,11 @@ from torch import Tensor
 from leaveout.reporting import content
 from leaveout.reporting.content import digits, rounded
 from leaveout.reporting.topic import Topic
-from leaveout.scores import Scores
 
 LISTED = 20_000
 """Rows in the page; of more, the most extreme."""
+ISSUES = 5_000
+"""Labels that are listed as wrong; of more, the most suspicious."""
 QUERIES = 100
 DRIVERS = 6
 PICTURE_BYTES = 6_000_000
@@ -41,10 +42,43 @@ def drivers(column: Float[Tensor, " train"]) -> Drivers:
     return [(row, digits(float(column[row]))) for row in order[:half] + order[len(order) - half :]]
 
 
-def listed(scores: Scores, needed: set[int]) -> list[int]:
-    """Choose rows for the page, most harmful first: all, or the most extreme and those that are needed."""
-    mean = scores.mean().tolist()
-    return sorted(set(scores.extreme(LISTED)) | needed, key=lambda row: (mean[row], row))
+def listed(mean: Float[Tensor, " train"], needed: set[int]) -> list[int]:
+    """Rows for the page, most harmful first: all, or the most extreme and those that are needed."""
+    order = torch.argsort(mean, stable=True).tolist()
+    half = min(LISTED, len(order)) // 2
+    ends = order[:half] + order[len(order) - (min(LISTED, len(order)) - half) :]
+    values = mean.tolist()
+    return sorted(set(ends) | needed, key=lambda row: (values[row], row))
+
+
+def suspects(topic: Topic) -> list[int]:
+    """Rows whose labels look wrong, the most suspicious first."""
+    if topic.labels is None or topic.groups:
+        return []
+    at = {int(number): row for row, number in enumerate(topic.scores.train_ids)}
+    return [at[number] for number in topic.labels.ids if number in at][:ISSUES]
+
+
+def issues(topic: Topic, place: dict[int, int], names: list[str]) -> content.Issues | None:
+    """The labels that look wrong, by their places in the table; names that are suggested only are added."""
+    if topic.labels is None or topic.groups:
+        return None
+    rows = suspects(topic)
+    ids = [int(topic.scores.train_ids[row]) for row in rows]
+    frame, classes = topic.labels.table.loc[ids], topic.show.classes
+    suggested = []
+    for label in frame["predicted_label"].tolist():
+        name = str(classes[label]) if classes and isinstance(label, int) else str(label)
+        if name not in names:
+            names.append(name)
+        suggested.append(names.index(name))
+    return content.Issues(
+        len(topic.labels),
+        [place[row] for row in rows],
+        suggested,
+        rounded(frame["label_score"].tolist()),
+        [str(why) for why in frame["why"].tolist()],
+    )
 
 
 def ends(count: int, top: int) -> list[int]:
@@ -59,12 +93,7 @@ def ends(count: int, top: int) -> list[int]:
 def table(topic: Topic, rows: list[int]) -> content.Table:
     """Return the listed rows, column by column."""
     scores, own = topic.scores, topic.own
-    exact = scores.exact
-    basic: dict[str, Any] = {
-        "id": [scores.train_ids[row] for row in rows],
-        "score": rounded(topic.mean[rows].tolist()),
-        "exact": exact[rows].tolist() if exact is not None else [False] * len(rows),
-    }
+    basic: dict[str, Any] = {"id": [scores.train_ids[row] for row in rows]}
     if own is None:
         return content.Table(**basic)
     names = {name: i for i, name in enumerate(dict.fromkeys([*own.labels, *own.says]))}
@@ -97,7 +126,7 @@ def looks(
     for target, key, source, number in jobs:
         if source is None or key in target:
             continue
-        seen = show.shown(source[number])
+        seen = show.shown(source[number], number if target is shown else None)
         left -= len(seen.picture) + len(seen.text)
         if left < 0:
             return shown, asked, False

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from torch import Tensor
 
 from leaveout._util.png import data_uri, is_picture, pixels
@@ -18,6 +20,7 @@ from leaveout.trajectory.left_out import Groups
 
 TEXT = 600
 CELLS = 8
+"""Entries of a numeric row that are shown; of a row with names and values, twice as many."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Show:
         train: what stands for the training examples, by number, where the data set itself holds nothing to look
             at: texts, images, rows.
         query: the same for the query examples.
+        ids: what the training examples are called, by number: file names, keys of a database. Tables keep the numbers.
+        text: the text of an example beside its picture or row: a function of an example, or texts by number.
+        row: names and values of an example, likewise: a function of an example, a list of dicts, or a data frame with
+            the raw columns.
         classes: names of the classes.
         features: names of the entries of 1-D inputs.
         groups: sums of influence are shown by these groups instead of classes; for scores of groups, their members.
@@ -41,6 +48,9 @@ class Show:
     example: Callable[[Any], Any] | None = None
     train: Sequence[Any] | None = None
     query: Sequence[Any] | None = None
+    ids: Sequence[Any] | None = None
+    text: Callable[[Any], Any] | Sequence[str] | None = None
+    row: Callable[[Any], Any] | Sequence[Mapping[str, Any]] | pd.DataFrame | None = None
     classes: Sequence[str] = ()
     features: Sequence[str] = ()
     groups: Groups | None = None
@@ -52,9 +62,29 @@ class Show:
         if self.top < 1:
             raise InputError(f"top={self.top} shows nothing: give 1 or more.", code="top-not-a-count")
 
-    def shown(self, example: Any) -> Shown:
-        """Show one example as the page does."""
-        return present(self.example(example) if self.example else input_of(example), self.features)
+    def shown(self, example: Any, number: int | None = None) -> Shown:
+        """Show one example; ``number`` is that of a training example."""
+        plain = present(self.example(example) if self.example else _readable(example), self.features)
+        text, row = _part(self.text, example, number), _part(self.row, example, number)
+        if text is None and row is None:
+            return plain
+        cells = Shown() if row is None else present(row)
+        return Shown(plain.picture, "" if text is None else present(str(text)).text, cells.row, cells.more)
+
+
+def _readable(example: Any) -> Any:
+    """A row of names and values as it is, unless it holds a target, as a data set's examples do; else the input."""
+    row = isinstance(example, Mapping) and not any(key in TARGET_KEYS for key in example)
+    return example if row else input_of(example)
+
+
+def _part(source: Any, example: Any, number: int | None) -> Any:
+    """What a function says of an example, or what a list or data frame holds of it."""
+    if source is None or callable(source):
+        return None if source is None else source(example)
+    if number is None:
+        return None
+    return source.iloc[number].to_dict() if isinstance(source, pd.DataFrame) else source[number]
 
 
 def show_of(given: Show | Callable[[Any], Any] | None) -> Show:
@@ -66,8 +96,12 @@ def built_in(dataset: Data) -> Show:
     """Say how the examples of built-in data are shown: flat pixels as the square picture that they are."""
     side = round(len(dataset.features) ** 0.5)
     if dataset.features and dataset.features[0].startswith("pixel") and side**2 == len(dataset.features):
-        return Show(example=lambda example: example[0].reshape(side, side), classes=dataset.classes)
-    return Show(classes=dataset.classes, features=dataset.features)
+        return Show(example=partial(_square, side), classes=dataset.classes)
+    return Show(train=dataset.train.raw, query=dataset.val.raw, classes=dataset.classes, features=dataset.features)
+
+
+def _square(side: int, example: Any) -> Any:
+    return example[0].reshape(side, side)
 
 
 def input_of(example: Any) -> Any:
@@ -88,8 +122,10 @@ def present(thing: Any, features: Sequence[str] = ()) -> Shown:
     """
     if isinstance(thing, Mapping):
         cells = [(str(name), _cell(value)) for name, value in thing.items()]
-        return Shown(row=tuple(cells[:CELLS]), more=max(0, len(cells) - CELLS))
+        return Shown(row=tuple(cells[: 2 * CELLS]), more=max(0, len(cells) - 2 * CELLS))
     if isinstance(thing, str):
+        if not thing.strip():
+            return Shown(text="(empty)")
         return Shown(text=thing if len(thing) <= TEXT else thing[:TEXT].rstrip() + " …")
     if isinstance(thing, bool | int | float) or thing is None:
         return Shown(text="" if thing is None else _cell(thing))

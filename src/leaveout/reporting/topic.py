@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import PARAM
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
+from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.verify import Check
 from leaveout.reporting.opinions import Opinions, opinions
 from leaveout.reporting.show import Show
 from leaveout.run.reader import Run
-from leaveout.scores import UNIT, Scores
+from leaveout.scores import SELF, UNIT, Scores
 from leaveout.task import batches
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, leave_out
@@ -23,7 +27,11 @@ from leaveout.trajectory.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Topic:
-    """What a report is about; without a task it knows ids and scores alone."""
+    """What a report is about; without a task it knows ids and scores alone.
+
+    ``scores`` are those of the method that is shown first, ``others`` of the same rows by other methods; ``checks`` are
+    by method.
+    """
 
     run: Run
     scores: Scores
@@ -31,8 +39,18 @@ class Topic:
     query: Dataset | None
     show: Show
     resources: Resources
+    others: tuple[Scores, ...] = ()
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    labels: Labels | None = None
 
     def __post_init__(self) -> None:
+        for other in self.others:
+            if other.train_ids != self.scores.train_ids or (other.queries == SELF) != (self.scores.queries == SELF):
+                raise InputError(
+                    f"{other.method} scored other rows than {self.scores.method}: give scores of the same examples or "
+                    "groups.",
+                    code="scores-of-other-rows",
+                )
         if self.query is not None and self.task is None:
             raise InputError(
                 "A query set was given without its task: give task= as well, which knows how to read it.",
@@ -80,8 +98,39 @@ class Topic:
 
     @cached_property
     def mean(self) -> Tensor:
-        """The scores for the mean query loss."""
-        return self.scores.mean().detach().double().cpu()
+        """The first method's scores for the mean query loss, exact where they were replayed."""
+        return self.column(self.scores)[0]
+
+    @property
+    def methods(self) -> tuple[Scores, ...]:
+        """The scores of all methods, those that are shown first in front."""
+        return (self.scores, *self.others)
+
+    @cached_property
+    def truths(self) -> dict[int | str, float]:
+        """The exact changes of the mean query loss, for every row that somebody replayed."""
+        values: dict[int | str, float] = {}
+        for scores in self.methods:
+            if scores.exact is not None and scores.unit == UNIT:
+                exact = zip(scores.train_ids, scores.mean().tolist(), scores.exact.tolist(), strict=True)
+                values |= {name: value for name, value, sure in exact if sure}
+            check = self.checks.get(scores.method)
+            if check is not None:
+                values |= dict(zip(check.table.index.tolist(), check.table["truth"].tolist(), strict=True))
+        return values
+
+    def column(self, scores: Scores) -> tuple[Tensor, Tensor]:
+        """A method's scores with replayed values in place of estimates, and which rows are exact.
+
+        Scores in another unit than the loss cannot be replaced.
+        """
+        mean = scores.mean().detach().double().cpu().clone()
+        exact = torch.zeros(len(mean), dtype=torch.bool) if scores.exact is None else scores.exact.cpu().clone()
+        if scores.unit == UNIT:
+            for row, name in enumerate(scores.train_ids):
+                if name in self.truths and not exact[row]:
+                    mean[row], exact[row] = self.truths[name], True
+        return mean, exact
 
     @cached_property
     def own(self) -> Opinions | None:

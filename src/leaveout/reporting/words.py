@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import Check
-from leaveout.reporting.content import Table, Trust
+from leaveout.reporting.content import Table, Trust, Verdicts
 from leaveout.run.reader import Run
 from leaveout.scores import MEAN, SELF, UNIT, Scores
 from leaveout.task.task import Task
@@ -70,20 +71,41 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
     return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out of training."
 
 
-def found(table: Table, total: int, harmful: int, *, groups: bool, loss: bool) -> str:
-    """Say the outcome, and its most harmful row."""
+def found(
+    table: Table, place: int, score: float, total: int, harmful: int, exact: bool, *, groups: bool, loss: bool
+) -> str:
+    """The outcome, and its most harmful row, which is at this place of the table."""
     what = "groups" if groups else "examples"
     if not harmful:
         return f"None of the {total:,} {what} did harm: leaving out any of them would raise the loss."
-    worst = table.id[0]
     named = ""
-    if table.label and table.label[0] >= 0:
-        named = f" ({'labelled' if table.p else 'target'} {table.names[table.label[0]]}"
-        named += f", the model says {table.names[table.says[0]]})" if table.says[0] != table.label[0] else ")"
-    brought = f"without it the loss would fall by {-table.score[0]:.3g}"
+    if table.label and table.label[place] >= 0:
+        named = f" ({'labelled' if table.p else 'target'} {table.names[table.label[place]]}"
+        says = table.says[place]
+        named += f", the model says {table.names[says]})" if says != table.label[place] else ")"
+    brought = f"without it the loss {'falls' if exact else 'would fall'} by {-score:.3g}"
+    brought += ", replayed exactly" if exact else ", by its estimate"
     if not loss:
-        brought = f"its score is {table.score[0]:.3g}, which ranks it but does not say how much the loss would change"
-    return f"{harmful:,} of the {total:,} {what} did harm. The most harmful is {worst}{named}: {brought}."
+        brought = f"its score is {score:.3g}, which ranks it but does not say how much the loss would change"
+    return f"{harmful:,} of the {total:,} {what} did harm. The most harmful is {table.id[place]}{named}: {brought}."
+
+
+def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
+    """A row per method: verdict, rank correlation in both samples, typical error, time."""
+    rows = []
+    for one in scores:
+        check, seconds = checks.get(one.method), f"{one.cost.seconds:.1f} s"
+        if one.all_exact:
+            rows.append([one.method, "exact: nothing is estimated", "", "", "", seconds])
+        elif check is None:
+            rows.append([one.method, "not verified", "", "", "", seconds])
+        else:
+            parts = ((check.extreme, check.spread["extreme"]), (check.random, check.spread["random"]))
+            errors = ", ".join(f"{part.rmse.value / spread:.0%}" for part, spread in parts if spread > 0)
+            taus = [str(part.kendall) for part, _ in parts]
+            rows.append([one.method, check.verdict.value, *taus, errors, seconds])
+    heads = ["Method", "Verdict", "Tau, most extreme", "Tau, at random", "Typical error, of the spread", "Scoring took"]
+    return Verdicts(heads, rows)
 
 
 def trusted(scores: Scores, check: Check | None) -> Trust:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from leaveout.task.draws import RandomState, random_state
+from leaveout.task.forward import bare
 
 
 @dataclass
@@ -25,12 +26,14 @@ class Pass:
         place: how many batches had been drawn since the last step.
         random: the generators' states before it.
         training: the modules in training mode, by name.
+        autocast: the type that operations were cast to (``torch.autocast``); None without.
         drew: whether it changed them.
     """
 
     place: int
     random: RandomState
     training: tuple[str, ...]
+    autocast: str | None = None
     drew: bool = False
 
 
@@ -44,8 +47,9 @@ class Forwards:
     """
 
     def __init__(self, model: nn.Module, drawn: Callable[[], int], first: Callable[[], None]) -> None:
-        self._named = list(model.named_modules())
+        self._named = list(bare(model).named_modules())
         self._drawn, self._first = drawn, first
+        self._kind = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}
         self.passes: list[Pass] = []
         self._hooks = [
@@ -61,11 +65,16 @@ class Forwards:
         """The modules that are in training mode, by name."""
         return tuple(name for name, module in self._named if module.training)
 
+    def _autocast(self) -> str | None:
+        kind = self._kind
+        on = torch.is_autocast_enabled(kind)
+        return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None
+
     def _before(self) -> None:
         if torch.is_grad_enabled():
             if not self.passes:
                 self._first()
-            self.passes.append(Pass(self._drawn(), self.state(), self.training()))
+            self.passes.append(Pass(self._drawn(), self.state(), self.training(), self._autocast()))
 
     def _after(self) -> None:
         if torch.is_grad_enabled() and self.passes:

@@ -9,10 +9,19 @@ from leaveout._util.trees import PARAM, State
 from leaveout.errors import UnsupportedError
 from leaveout.optim import Rule, buffers
 from leaveout.task.checks import module_problems
+from leaveout.task.forward import bare
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model with modules that no record could follow."""
+    """Refuse a model with modules that no record could follow, or one that several processes train."""
+    shared = isinstance(model, nn.parallel.DistributedDataParallel) and torch.distributed.get_world_size() > 1
+    if shared or isinstance(model, nn.DataParallel):
+        raise UnsupportedError(
+            f"{type(model).__name__} spreads batches over several devices or processes, of which this one sees its own "
+            "part only: record a training in one process.",
+            code="distributed-not-supported",
+        )
+    model = bare(model)
     if problems := module_problems(model):
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise UnsupportedError(f"This model cannot be recorded exactly:\n{listed}", code="model-not-supported")

@@ -59,6 +59,8 @@ class Manifest:
     buffers: dict[str, list[int]] = field(default_factory=dict, repr=False)
     # How a batch is built, where batches are kept with the run.
     structure: Any = field(default=None, repr=False)
+    # The type that operations were cast to in forward passes, where they were.
+    autocast: str | None = field(default=None, repr=False)
 
     @property
     def steps(self) -> int:
@@ -131,6 +133,8 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
         raise ValueError("a count beyond all bounds")
     if not all(isinstance(dtype, str) for dtype in manifest.dtypes.values()):
         raise ValueError("a type that is none")
+    if manifest.autocast not in (None, "bfloat16", "float16"):
+        raise ValueError(f"autocast is {manifest.autocast!r}")
     if type(manifest.finished) is not bool:
         raise ValueError(f"finished is {manifest.finished!r}")
     return manifest

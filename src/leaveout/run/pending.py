@@ -33,6 +33,7 @@ class Taken(NamedTuple):
     training: tuple[str, ...]
     after: RandomState | None
     batches: tuple[Any, ...]
+    autocast: str | None
 
 
 class Pending:
@@ -86,6 +87,7 @@ class Pending:
             self._forwards.passes[-1].training if self._forwards.passes else self._forwards.training(),
             self._forwards.state() if any(part.random for part in micro) else None,
             tuple(one.batch for one in self._batches) if keep_batches else (),
+            self._forwards.passes[-1].autocast if self._forwards.passes else None,
         )
         self.clear()
         return taken

@@ -21,6 +21,7 @@ from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from leaveout._util import notebook
 from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import InputError, RunError, is_whole
@@ -53,6 +54,7 @@ class Record:
     training: tuple[str, ...] | None = None
     after: RandomState | None = None
     batches: tuple[Any, ...] = ()
+    autocast: str | None = None
 
     @property
     def parts(self) -> tuple[Micro, ...]:
@@ -114,6 +116,13 @@ class Run:
             )
         return found
 
+    def _repr_html_(self) -> str:
+        first, last = self.record(0), self.record(len(self) - 1)
+        kept, batches = f"{len(self.kept)} of {len(self) + 1}", f"of {len(first.ids)}"
+        rows = [("steps", len(self)), ("epochs", last.epoch + 1), ("optimizer", self.rule.kind), ("batches", batches)]
+        rows.append(("states kept", kept))
+        return notebook.card(f"Run {self.path}", (), ("", ""), rows)
+
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self)} steps of {self.rule.kind})"
 
@@ -171,6 +180,7 @@ class Run:
             [(a, b) for a, b in shard["fingerprints"][offset].tolist() if a >= 0],
             micro_of(shard, offset),
             self.manifest.modes[int(shard[MODES][offset])] if MODES in shard else None,
+            autocast=self.manifest.autocast,
         )
 
     def state(self, index: int) -> State:

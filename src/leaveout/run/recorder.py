@@ -27,12 +27,14 @@ from leaveout.run.live_model import check_modules, check_trained, state_of
 from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.moving_buffers import MovingBuffers
+from leaveout.run.overwrite import clear
 from leaveout.run.pending import Pending
 from leaveout.run.reader import Record, Run, open_run
 from leaveout.run.resume import Past, restore
 from leaveout.run.watched_loader import IndexedLoader, Watched, unwatched
 from leaveout.run.writer import Writer, never_finished
 from leaveout.task import batches
+from leaveout.task.forward import bare
 
 _RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -44,7 +46,7 @@ class Recorder:
 
     Args:
         path: a new directory for the run.
-        model: any ``nn.Module``.
+        model: any ``nn.Module``, also one from ``torch.compile``: the one that the loop calls.
         optimizer: an optimizer of ``torch.optim`` over its parameters, one of ``leaveout.optim.optimizers()``; also
             inside a wrapper that holds it as ``.optimizer``.
         keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them while they
@@ -53,6 +55,7 @@ class Recorder:
         disk: the budget of ``"auto"``, and of kept batches.
         keep_batches: keep what the loader yields with the run, compressed. By default that is done where the data set
             of a watched loader does not give the same examples twice (augmentation, random masking).
+        overwrite: replace a run in the directory, with its scores, checks and page; a notebook's cell runs twice.
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
             the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
@@ -75,6 +78,7 @@ class Recorder:
         disk: str | int = "2GB",
         keep_batches: bool | None = None,
         resume: bool = False,
+        overwrite: bool = False,
         on_full: str = "stop",
     ) -> None:
         if on_full not in ("stop", "continue"):
@@ -85,30 +89,31 @@ class Recorder:
                 "This optimizer is being recorded already: call finish() on its recorder first.",
                 code="already-recording",
             )
+        called, model = model, bare(model)
         rule = rule_of(optimizer, model)
         self._keep = Keep(keep, parse_bytes(disk, "disk"))
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
-        check_modules(model)
+        check_modules(called)
         self._rule = rule
         self._model = model
         self._optimizer = optimizer
-        self._params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name in rule.groups}
+        self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
         self._stop_when_full = on_full == "stop"
+        if overwrite:
+            clear(path)
         self._writer = Writer(path, resume=resume)
         self._hypers: list[Hyper] = []
         self._start: State | None = None
-        self._steps = 0
-        self._cut = False
-        self._full = False
-        self._epoch = -1
+        self._steps, self._epoch = 0, -1
+        self._cut = self._full = False
         self._train_size: int | None = None
         self._loaders: dict[int, IndexedLoader] = {}
         self._past = Past(self._writer.before)
         before = self._writer.before
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
         self._go_on()
-        self._pending = Pending(model, self._moving.begin)
+        self._pending = Pending(called, self._moving.begin)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
         _RECORDED.add(optimizer)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
 from leaveout._util.trees import State, nbytes
-from leaveout.errors import LeaveoutWarning, RunError
+from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
 from leaveout.run import kept_batches, micro
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
@@ -189,7 +189,8 @@ def check_free(path: Path, *, resume: bool) -> None:
         if resume:
             return
         raise RunError(
-            f"{path} already holds a run: choose another directory, delete it first, or continue it with resume=True.",
+            f"{path} already holds a run: choose another directory, replace it with overwrite=True, or continue it "
+            "with resume=True.",
             code="run-exists",
         )
     if not path.exists():
@@ -248,9 +249,23 @@ def _write_shard(
     file = path / shard_name(number)
     write_tensors(file, tensors)
     shard = Shard(number, len(records), checksum(file), tensor_checksum(tensors["kept"]))
-    manifest = replace(manifest, shards=(*manifest.shards, shard), modes=tuple(modes))
+    manifest = replace(
+        manifest, shards=(*manifest.shards, shard), modes=tuple(modes), autocast=_autocast(records, manifest)
+    )
     write_manifest(path, manifest)
     return manifest
+
+
+def _autocast(records: Sequence[Record], manifest: Manifest) -> str | None:
+    """The one type that forward passes were cast to; it is the same in all steps of a run."""
+    kinds = {record.autocast for record in records} | ({manifest.autocast} if manifest.shards else set())
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            "Some steps were taken with torch.autocast and some without, or with another type: train in one way, or "
+            "finish() between them and record two runs.",
+            code="autocast-changed",
+        )
+    return kinds.pop()
 
 
 def _flatten(state: State) -> dict[str, Tensor]:

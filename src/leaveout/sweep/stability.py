@@ -53,13 +53,24 @@ class Growth:
         elif size > self._most * self._low:
             self._most, self._from, self._to = size / self._low, self._low_at, index
 
+    @property
+    def most(self) -> float:
+        """The largest growth so far, 1 or more."""
+        return self._most
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The steps between which it happened, the earlier first; (-1, -1) where nothing grew."""
+        first, last = sorted((self._from, self._to))
+        return first, last
+
     def tell(self) -> None:
         """Warn of what has been seen."""
         if self._most > LIMIT:
             warnings.warn(f"{self._seen()}; {REMEDY}", LeaveoutWarning, stacklevel=3)
 
     def _seen(self) -> str:
-        first, last = sorted((self._from, self._to))
+        first, last = self.steps
         return (
             f"From step {first} to step {last} a displacement of the parameters grows up to {self._most:.2g}-fold: the "
             "linearised run is unstable there"

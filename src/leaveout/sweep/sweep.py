@@ -135,9 +135,14 @@ class Sweep:
         growth.tell()
 
     @property
+    def _rough(self) -> bool:
+        """Say whether the gradient at hand is not the one that the step was taken with, or not linear in weights."""
+        return self.trajectory.trained.autocast is not None or self.trajectory.task.coupled
+
+    @property
     def _seen_along(self) -> bool:
         """Say whether a step can be checked along one vector: where it is linear in the gradient and the weights."""
-        return self.trajectory.rule.linear and self.path is None and not self.trajectory.task.coupled
+        return self.trajectory.rule.linear and self.path is None and not self._rough
 
     def _shared(
         self, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost
@@ -181,8 +186,10 @@ class Sweep:
     def _check(self, recorded: RecordedStep, step: LinearStep) -> None:
         """Compute every step again whose gradient is at hand; of the others some, the first and the last."""
         index = recorded.record.index
-        if step.has_gradient or index % CHECK_EVERY == 0 or index == len(self.trajectory) - 1:
-            self.trajectory.check.step(recorded, step.after)
+        cast = self.trajectory.trained.autocast is not None
+        if (step.has_gradient and not cast) or index % CHECK_EVERY == 0 or index == len(self.trajectory) - 1:
+            check = self.trajectory.check
+            check.step(recorded, check.taken(recorded, recorded.params) if cast else step.after)
 
     def _count(self, cost: Cost, vectors: int) -> None:
         cost.gradients += 1

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from leaveout.errors import InputError
+from leaveout.errors import InputError, UnsupportedError
 from leaveout.task import batches
 from leaveout.task.forms import Abilities
+from leaveout.task.forward import Called
 from leaveout.task.guard.compare import compared, tried
 from leaveout.task.preparing import TRIAL
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
+
+MODAL = ("batchnorm", "dropout", "instancenorm", "rnn", "activation", "transformer")
+"""Modules of ``torch.nn`` in which there are some that compute something else in training mode."""
 
 
 def module_problems(model: nn.Module) -> list[str]:
@@ -162,3 +168,34 @@ def _shape_problem(losses: Tensor, count: int) -> str | None:
         f"the loss of {count} examples has shape {list(losses.shape)} instead of [{count}]; "
         "give an nn loss module, or a callable that returns one loss per example (reduction='none')"
     )
+
+
+def is_coupled(called: Called, training: frozenset[str], buffers: tuple[str, ...]) -> bool:
+    """Say whether a training batch's examples depend on each other, or training moves buffers: BatchNorm."""
+    trained = (module for name, module in called.named if name in training)
+    return bool(buffers) or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained)
+
+
+def is_strength(value: Any) -> bool:
+    """Say whether a value is a finite number, 0 or more."""
+    real = isinstance(value, Real)
+    return real and bool(0 <= value <= sys.float_info.max)
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise all problems at once."""
+    if problems:
+        raise UnsupportedError(
+            "This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems),
+            code="task-not-supported",
+        )
+
+
+def mode_matters(module: nn.Module) -> bool:
+    """Say whether a module may compute something else in training mode: any but PyTorch's own that do not.
+
+    >>> mode_matters(nn.Linear(1, 1)), mode_matters(nn.Dropout())
+    (False, True)
+    """
+    home = type(module).__module__
+    return not home.startswith("torch.nn.modules.") or home.rsplit(".", 1)[1] in MODAL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,6 +22,17 @@ Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model inside ``torch.compile`` and ``DistributedDataParallel``, whose names have no prefix."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
 class Called(nn.Module):
     """A model with its forward rule, so that ``functional_call`` swaps parameters under any user's rule."""
 
@@ -36,10 +47,12 @@ class Called(nn.Module):
         """Outputs and targets, with the model as it is."""
         return self.rule(self.model, batch)
 
-    def pure(self, params: Params, batch: Batch, training: frozenset[str]) -> tuple[tuple[Tensor, Any], Params]:
+    def pure(
+        self, params: Params, batch: Batch, training: frozenset[str], within: AbstractContextManager | None = None
+    ) -> tuple[tuple[Tensor, Any], Params]:
         """Outputs and targets with these modules in training mode, and what became of the parameters and buffers given.
 
-        A model that writes into a buffer writes into the one given.
+        A model that writes into a buffer writes into the one given. ``within`` sees the model's operations first.
         """
         swapped = {f"model.{name}": value for name, value in params.items()}
         # Fused attention kernels have neither forward-mode nor second derivatives.
@@ -48,6 +61,7 @@ class Called(nn.Module):
             plain_attention(),
             Batched() if self.recurrent else nullcontext(),
             self._modes(training),
+            within or nullcontext(),
         ):
             both = functional_call(self, swapped, (batch,))
         return both, {name: swapped[f"model.{name}"] for name in params}

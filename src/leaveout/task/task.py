@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
-from numbers import Real
 from typing import Any
 
 import torch
@@ -23,12 +21,12 @@ from leaveout.task import batches
 from leaveout.task.batch_norm import weighted_batch_norm
 from leaveout.task.batches import Batch, Collate
 from leaveout.task.batching import looped, side_by_side
-from leaveout.task.checks import module_problems, trial_problems
+from leaveout.task.checks import is_coupled, is_strength, module_problems, refuse, trial_problems
 from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Abilities
-from leaveout.task.forward import Called, Forward, default_forward
+from leaveout.task.forward import Called, Forward, bare, default_forward
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.losses import Loss, taken_apart
@@ -90,7 +88,7 @@ class Task:
     ) -> None:
         if batches.size(train_set) == 0:
             raise InputError("The training set is empty: give one with at least one example.", code="train-set-empty")
-        if not _is_strength(l2):
+        if not is_strength(l2):
             raise InputError(f"l2={l2!r} must be a finite number, 0 or more.", code="l2-out-of-range")
         if statistics not in ("leave", "stay"):
             raise InputError(f"statistics={statistics!r} is unknown: use 'leave' or 'stay'.", code="statistics-unknown")
@@ -101,7 +99,7 @@ class Task:
         self.clip = clip_of(clip_norm, clip_value)
         self.measure, self._measured = measure, measure_of(measure)
         self.statistics, self.accumulation = statistics, accumulation
-        self.model = model
+        self.model = model = bare(model)
         self.train_set = train_set
         self.l2 = l2
         self.collate = collate
@@ -116,16 +114,17 @@ class Task:
         self.parts = taken_apart(loss)
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
+        self.autocast: torch.dtype | None = None
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
         self.called = Called(model, forward or default_forward)
-        self.coupled = _is_coupled(self.called, self.training, ())
+        self.coupled = is_coupled(self.called, self.training, ())
         problems = module_problems(model)
         if not problems:
             # What the modules' types do not show, a trial on the first examples does.
             problems, self.abilities = trial_problems(self, check)
-        _refuse(problems)
+        refuse(problems)
 
     @property
     def device(self) -> torch.device:
@@ -184,7 +183,7 @@ class Task:
             return self
         if key not in self._at:
             problem, abilities = compared(self, params, trial_batch(self, params), self.abilities)
-            _refuse([f"at the run's last state, {problem}"] if problem else [])
+            refuse([f"at the run's last state, {problem}"] if problem else [])
             self._at[key] = abilities
         task = copy.copy(self)
         task.abilities = self._at[key]
@@ -202,20 +201,32 @@ class Task:
         task.called = self.called.widened(task.model)
         return task
 
-    def as_recorded(self, training: frozenset[str] | None, buffers: Sequence[str]) -> Task:
-        """Return the same task with the modules in training mode that were so in a run, and the buffers it moved."""
-        key = (self.training if training is None else training, tuple(buffers))
-        if key == (self.training, self.buffers):
+    def as_recorded(
+        self, training: frozenset[str] | None, buffers: Sequence[str], autocast: torch.dtype | None = None
+    ) -> Task:
+        """Return the same task as a run trained it: modules in training mode, moving buffers, ``torch.autocast``."""
+        key = (self.training if training is None else training, tuple(buffers), autocast)
+        if key == (self.training, self.buffers, self.autocast):
             return self
         if key not in self._views:
             task = self.untraced()
-            task.training, task.buffers = key
+            task.training, task.buffers, task.autocast = key
             task.axes = {}
-            task.coupled = _is_coupled(self.called, *key)
+            task.coupled = is_coupled(self.called, *key[:2])
             if task.coupled:
                 task.abilities = coupled_defaults(task, self.abilities)
             self._views[key] = task
         return self._views[key]
+
+    def uncast(self) -> Task:
+        """Return the same task without ``torch.autocast``, as derivatives are taken."""
+        if self.autocast is None:
+            return self
+        if "uncast" not in self._views:
+            task = self.untraced()
+            task.autocast, task.axes = None, self.axes
+            self._views["uncast"] = task
+        return self._views["uncast"]
 
     def own(self, params: Params) -> Params:
         """Those parameters that derivatives are taken for, and the buffers that training moves."""
@@ -243,12 +254,17 @@ class Task:
         held = {name: params[name].clone() for name in self.buffers}
         leaving = weights if self.statistics == "leave" else None
         nothing: AbstractContextManager[Params] = nullcontext({})
-        with (
-            weighted_batch_norm(leaving, held) if self.coupled else nothing as new,
-            replay(draws) if draws else nullcontext(),
-        ):
-            both, after = self.called.pure({**params, **held}, batch.batch, self.training)
+        with weighted_batch_norm(leaving, held) if self.coupled else nothing as new:
+            within = replay(draws) if draws else None
+            with self.casting():
+                both, after = self.called.pure({**params, **held}, batch.batch, self.training, within)
         return both, {name: new.get(name, after[name]) for name in self.buffers}
+
+    def casting(self) -> AbstractContextManager:
+        """Within it, operations are cast as they were in training; for values, not for derivatives of higher order."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
 
     def live_losses(self, batch: Batch) -> Float[Tensor, " batch"]:
         """Losses of a batch under the model as it is, in its modes, whose mean is the training loss."""
@@ -297,7 +313,8 @@ class Task:
         if not isinstance(part, TrainingBatch):
             return self.query_losses(params, part), {name: params[name] for name in self.buffers}
         both, moved = self._trained(params, part, weights)
-        losses = self.parts.losses(*both)
+        with self.casting():
+            losses = self.parts.losses(*both)
         return (losses * part.scale if isinstance(part.scale, Tensor) else losses), moved
 
     def _decay(self, params: Params) -> Tensor:
@@ -313,7 +330,7 @@ class Task:
         moved: Params = {}
         for part in parts_of(batch):
             own = weights[start : start + size_of(part)] if isinstance(batch, Window) else weights
-            with Folded():
+            with Folded() if self.autocast is None else nullcontext():  # a product laid out anew rounds differently
                 losses, moved = self._part_losses({**params, **moved}, part, own)
                 losses = losses + self._decay(params) if self.l2 else losses
             term = (own * losses).sum()
@@ -368,22 +385,3 @@ class Task:
     def over_models(self, function: Callable, in_dims: Any = 0) -> Callable:
         """The same for many models instead of many examples."""
         return side_by_side(function, in_dims) if self.abilities.stacks else looped(function, in_dims)
-
-
-def _is_coupled(called: Called, training: frozenset[str], buffers: tuple[str, ...]) -> bool:
-    """Say whether a training batch's examples depend on each other, or training moves buffers: BatchNorm."""
-    trained = (module for name, module in called.named if name in training)
-    return bool(buffers) or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained)
-
-
-def _is_strength(value: Any) -> bool:
-    real = isinstance(value, Real)
-    return real and bool(0 <= value <= sys.float_info.max)
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise UnsupportedError(
-            "This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems),
-            code="task-not-supported",
-        )

@@ -89,7 +89,7 @@ def stacked(
     like = next(iter(state[PARAM].values()))
     for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(like) - 1}"):
         if gradients is None:
-            gradients = _way(trajectory.task, state[PARAM], recorded.batch)
+            gradients = _way(trajectory.trained, state[PARAM], recorded.batch)
         now = weights(recorded.record.ids, next(iter(state[PARAM].values())))
         state = trajectory.rule.steps_(state, gradients(state[PARAM], now, recorded.batch), recorded.record.hypers)
         cost.gradients += len(now)
@@ -138,7 +138,7 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
     Start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded.
     """
     state, count = copies(trajectory.initial(), len(left_out) + 1), len(left_out) + 1
-    task, order = trajectory.task, torch.Generator().manual_seed(seed)
+    task, order = trajectory.trained, torch.Generator().manual_seed(seed)
     gradients: Callable[..., Params] | None = None
     epoch, places = None, torch.arange(task.size)
     for index in resources.track(range(len(trajectory)), len(trajectory), f"training {count}"):
@@ -178,6 +178,11 @@ def _way(task: Task, params: Params, batch: Batch) -> Callable[..., Params]:
     """
     convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in task.model.modules())
     alone = {name: tensor[0] for name, tensor in params.items()}
-    if not task.abilities.stacks or (convolutions and task.footprint(alone, batch) > LARGE):
+    # Casts inside vmap would round in another way than in training.
+    if (
+        task.autocast is not None
+        or not task.abilities.stacks
+        or (convolutions and task.footprint(alone, batch) > LARGE)
+    ):
         return looped(task.gradient, (0, 0, None))
     return partial(stacked_gradients, task)

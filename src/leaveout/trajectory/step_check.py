@@ -91,7 +91,7 @@ class StepCheck:
             return None
         missed = _misses(recorded, predicted, _sizes(recorded, travelled), ADDED_UP)
         if missed:
-            self.step(recorded, self._taken(recorded, recorded.params))
+            self.step(recorded, self.taken(recorded, recorded.params))
         return missed[PARAM] / max(travelled, 1e-300) if PARAM in missed else None
 
     def along(self, recorded: RecordedStep, vector: State, carried: State, slope: float) -> None:
@@ -109,7 +109,7 @@ class StepCheck:
         missed = abs(observed - slope) / max(size, 1e-300)
         if missed <= _allowed(recorded, PARAM, length):
             return
-        self.step(recorded, self._taken(recorded, recorded.params))
+        self.step(recorded, self.taken(recorded, recorded.params))
         apart = self._apart(recorded, dict.fromkeys(recorded.after, missed))
         if not missed <= 2 * sum(apart.values()) + ADDED_UP * _allowed(recorded, PARAM, length):
             raise MismatchError(
@@ -119,7 +119,7 @@ class StepCheck:
                 code="derivatives-do-not-add-up",
             )
 
-    def _taken(self, recorded: RecordedStep, params: Params) -> State:
+    def taken(self, recorded: RecordedStep, params: Params) -> State:
         """The step with the gradient at these parameters."""
         return self._rule.step(recorded.before, gradient(self._task, params, recorded.batch), recorded.record.hypers)
 
@@ -146,10 +146,10 @@ class StepCheck:
             noise = torch.randn(tensor.shape, generator=order, dtype=tensor.dtype).to(tensor.device)
             return tensor * (1 + NOISE * torch.finfo(tensor.dtype).eps * noise)
 
-        first = self._taken(recorded, each(moved, recorded.params))
+        first = self.taken(recorded, each(moved, recorded.params))
         apart = dict.fromkeys(missed, 0.0)
         for _ in range(DRAWS - 1):
-            end = self._taken(recorded, each(moved, recorded.params))
+            end = self.taken(recorded, each(moved, recorded.params))
             apart = {slot: max(apart[slot], distance(end[slot], first[slot])) for slot in missed}
             if all(missed[slot] <= 2 * apart[slot] for slot in missed):
                 break

@@ -17,6 +17,7 @@ from leaveout.run.model_match import check_model
 from leaveout.run.reader import Record, Run
 from leaveout.task import batches
 from leaveout.task.batches import Batch
+from leaveout.task.checks import mode_matters
 from leaveout.task.derivatives import gradient
 from leaveout.task.preparing import MicroBatch, prepared
 from leaveout.task.task import Task
@@ -27,7 +28,8 @@ from leaveout.trajectory.step_check import StepCheck
 class Trajectory:
     """A run seen through the task that it was trained on; with ``layers``, through some of its parameters.
 
-    ``task`` and ``rule``, and the states that are given out, are then those of the chosen parameters alone.
+    ``task`` and ``rule``, and the states that are given out, are then those of the chosen parameters alone. ``trained``
+    is the task with the rounding of mixed precision, for values; ``task`` is without it, for derivatives.
 
     Raises:
         MismatchError: if the task's model or data are not those of the run, saying what differs.
@@ -37,30 +39,33 @@ class Trajectory:
         check_model(run.manifest, task.model, task.parameters())
         _check_size(run, task)
         self.run = run
-        self._whole = task.as_recorded(_training(run), tuple(run.manifest.buffers))
+        cast = None if run.manifest.autocast is None else getattr(torch, run.manifest.autocast)
+        self._whole = task.as_recorded(_training(run, task), tuple(run.manifest.buffers), cast)
         self._rule = run.rule.following(task.clip, self._whole.buffers)
         self._known = [*run.kept, *([] if run.kept[-1] == len(run) else [len(run)])]
-        self.task = self._whole.restricted(layers)
+        self.trained = self._whole.restricted(layers)
+        self.task = self._whole.uncast().restricted(layers)
         self.rule = self._rule.restricted(self.task.chosen)
         if layers is not None and task.clip is not None and task.clip.norm is not None:
             raise UnsupportedError(
                 "layers= looks at some parameters alone, and clip_norm= ties them to all others: leave layers out.",
                 code="layers-with-clipping",
             )
-        self.check = StepCheck(self.rule, self.task)
+        self.check = StepCheck(self.rule, self.trained)
 
     def __len__(self) -> int:
         return len(self.run)
 
     def compared(self) -> Trajectory:
         """The same, after its derivatives have been compared at the run's last state as they were at the task's own."""
-        whole = self._whole.compared_at(self.run.fingerprint, self.final_whole()[PARAM])
-        if whole.abilities == self.task.abilities:
+        abilities = self._whole.uncast().compared_at(self.run.fingerprint, self.final_whole()[PARAM]).abilities
+        if abilities == self.task.abilities:
             return self
         other = copy.copy(self)
-        other._whole, other.task = whole, copy.copy(self.task)
-        other.task.abilities = whole.abilities
-        other.check = StepCheck(self.rule, other.task)
+        other._whole, other.trained, other.task = map(copy.copy, (self._whole, self.trained, self.task))
+        for task in (other._whole, other.trained, other.task):
+            task.abilities = abilities
+        other.check = StepCheck(self.rule, other.trained)
         return other
 
     def initial(self) -> State:
@@ -208,11 +213,12 @@ class Trajectory:
         return {slot: {name: params[name] for name in names if name in params} for slot, params in state.items()}
 
 
-def _training(run: Run) -> frozenset[str] | None:
+def _training(run: Run, task: Task) -> frozenset[str] | None:
     """The modules that were in training mode; None for runs that do not say so."""
     if len(run.manifest.modes) > 1:
-        first = run.record(0).training
-        step = next((i for i in range(len(run)) if run.record(i).training != first), None)
+        matters = {name for name, module in task.called.named if mode_matters(module)}
+        modes = [matters.intersection(run.record(i).training or ()) for i in range(len(run))]
+        step = next((i for i, mode in enumerate(modes) if mode != modes[0]), None)
         if step is not None:
             raise UnsupportedError(
                 f"At step {step} of this run modules were switched between training and evaluation mode: score "

@@ -4,6 +4,8 @@ The rows of `adult.data` come first, those of `adult.test` after them; a split d
 """
 
 import io
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -42,6 +44,19 @@ _MERGED = {
 }
 
 
+class Rows(Sequence[dict[str, Any]]):
+    """The rows of a data frame as names and values."""
+
+    def __init__(self, frame: pd.DataFrame) -> None:
+        self.frame = frame
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.frame.iloc[number].to_dict()
+
+
 def _rows(name: str) -> pd.DataFrame:
     """Read one of the two files; `?` stays a value of its own."""
     content = original(Remote("adult", name, _ARCHIVE + name, f"sha256:{_FILES[name]}"), _FILES[name])
@@ -56,7 +71,8 @@ def _rows(name: str) -> pd.DataFrame:
 
 def table() -> Table:
     """Return six numbers and eight one-hot coded categories; class 1 earns more than 50,000."""
-    frame = pd.concat([_rows(name) for name in _FILES], ignore_index=True).replace(_MERGED)
+    raw = pd.concat([_rows(name) for name in _FILES], ignore_index=True)
+    frame = raw.replace(_MERGED)
     frame["fnlwgt"] = np.log1p(frame["fnlwgt"])
     x = pd.get_dummies(frame[_NUMERIC + _CATEGORICAL], columns=_CATEGORICAL, prefix_sep=":", dtype=np.float64)
     return Table(
@@ -67,4 +83,5 @@ def table() -> Table:
         features=tuple(x.columns),
         classes=("<=50K", ">50K"),
         standardise=True,
+        raw=Rows(raw[_COLUMNS[:-1]]),
     )

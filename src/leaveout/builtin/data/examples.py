@@ -1,6 +1,8 @@
 """What a data set is once it is loaded: three parts, each example with the row number it has in the original files."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +18,20 @@ from leaveout.errors import InputError, check_seed, is_whole
 class Examples(TensorDataset):
     """Pairs (x, y) for any `DataLoader`, with `ids`: row numbers in the original files, the same for every split.
 
-    `y` is float 0/1 where a model gives one logit, and an int64 class otherwise.
+    `y` is float 0/1 where a model gives one logit, and an int64 class otherwise. `raw` has each example as the original
+    files have it, where a person could not read it from `x`: a text, or a row of names and values.
     """
 
-    def __init__(self, x: Float[Tensor, "n ..."], y: Shaped[Tensor, " n"], ids: Int64[Tensor, " n"]) -> None:
+    def __init__(
+        self,
+        x: Float[Tensor, "n ..."],
+        y: Shaped[Tensor, " n"],
+        ids: Int64[Tensor, " n"],
+        *,
+        raw: Sequence[Any] | None = None,
+    ) -> None:
         super().__init__(x, y)
-        self.ids = ids
+        self.ids, self.raw = ids, raw
 
     @property
     def x(self) -> Float[Tensor, "n ..."]:
@@ -60,6 +70,24 @@ class Table:
     features: tuple[str, ...]
     classes: tuple[str, ...]
     standardise: bool
+    raw: Sequence[Any] | None = None
+
+
+class Picked(Sequence[Any]):
+    """Some rows of a longer sequence, in an order of their own.
+
+    >>> list(Picked("abcd", [3, 0]))
+    ['d', 'a']
+    """
+
+    def __init__(self, whole: Sequence[Any], rows: Sequence[int] | np.ndarray) -> None:
+        self.whole, self.rows = whole, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.whole[int(self.rows[number])]
 
 
 def split(
@@ -96,6 +124,7 @@ def prepare(name: str, table: Table, n_train: int, n_val: int, seed: int) -> Dat
         if x.dtype == np.uint8:
             scaled /= 255
         y = torch.from_numpy(table.y[rows])
-        return Examples(scaled, y.float() if len(table.classes) == 2 else y, torch.from_numpy(table.ids[rows]))
+        raw = None if table.raw is None else Picked(table.raw, rows)
+        return Examples(scaled, y.float() if len(table.classes) == 2 else y, torch.from_numpy(table.ids[rows]), raw=raw)
 
     return Data(name, part(train), part(val), part(official if len(official) else rest), table.features, table.classes)

@@ -48,6 +48,11 @@ def _body(message: bytes) -> str:
     return strip_newsgroup_quoting(strip_newsgroup_footer(strip_newsgroup_header(message.decode("latin-1"))))
 
 
+def texts() -> tuple[str, ...]:
+    """The words that the authors wrote, a text per row."""
+    return tuple(_body(message) for message in _messages().values())
+
+
 def table() -> Table:
     """Return Tf-idf weights, fitted on the by-date training part; class 1 is the Macintosh group."""
     messages = _messages()
@@ -63,4 +68,5 @@ def table() -> Table:
         features=tuple(vectoriser.get_feature_names_out()),
         classes=_GROUPS,
         standardise=True,
+        raw=[body.strip() for body in bodies],
     )

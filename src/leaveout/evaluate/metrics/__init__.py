@@ -12,6 +12,7 @@ from leaveout.evaluate.metrics.agreement import (
     jaccard,
     jaccard_magnitude,
     kendall,
+    repeatability,
     rmse,
     spearman,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "kendall",
     "lds",
     "random_subsets",
+    "repeatability",
     "rmse",
     "spearman",
     "tsloo",

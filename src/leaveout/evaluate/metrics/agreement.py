@@ -7,6 +7,7 @@ cannot be compared (different lengths, fewer than two examples, NaN or infinity)
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import TypeAlias
 
 import numpy as np
@@ -163,6 +164,22 @@ def compare(
     interval = partial(bootstrap, estimate=x, truth=y, resamples=resamples, seed=seed)
     overlaps = {percent: interval(partial(jaccard, percent=percent)) for percent in percents}
     return Agreement(interval(rmse), interval(kendall), interval(spearman), overlaps, len(x))
+
+
+def repeatability(repeats: Sequence[Values], *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Interval:
+    """Mean τ_b over all pairs of repeats of one measurement, with its bootstrap interval over the examples.
+
+    >>> round(repeatability([[1.0, 2.0, 3.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0]]).value, 6)  # (1/3 + 1 + 1/3) / 3
+    0.555556
+    """
+    pairs = [_pair(one, other) for one, other in combinations(repeats, 2)]
+    if not pairs:
+        raise InputError("A single repeat agrees with nothing: give two or more.", code="too-few-to-compare")
+    blocks = list(_resamples(len(pairs[0][0]), resamples, check_seed(seed, 0)))
+    draws = np.mean([np.concatenate([_kendall_rows(*pair, index) for index in blocks]) for pair in pairs], axis=0)
+    draws = draws[~np.isnan(draws)]
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2]) if len(draws) else (np.nan, np.nan)
+    return Interval(float(np.mean([kendall(*pair) for pair in pairs])), float(low), float(high), level)
 
 
 # Below: each metric for many resamples at once. Row b of `index` (resamples x n) names the examples of resample b.

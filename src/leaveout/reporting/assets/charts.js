@@ -2,37 +2,54 @@
 const COLOURS = ["#4e79a7", "#e8833a", "#d1495b", "#5aa9a2", "#59a14f", "#c9a227", "#a874a8", "#e377a2", "#9c755f", "#8a8f98"];
 const DASHES = ["none", "7 3", "2 3"];
 
-// Draws into a figure now and whenever its width changes; the table of numbers and the legend stay.
+const DRAWN = {};
+
+// Draws into a figure now and whenever its width changes; drawing again replaces what is there.
 function chart(id, draw, ...after) {
   const figure = $(id);
   if (!figure) return;
-  let width = 0;
-  const redraw = () => {
-    const style = getComputedStyle(figure);
-    const inner = Math.floor(figure.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
-    if (inner === width || inner < 50) return;
-    width = inner;
-    figure.querySelector(":scope > svg")?.remove();
-    figure.querySelector("figcaption").after(draw(width));
-  };
+  const first = !DRAWN[id];
+  DRAWN[id] = { draw, width: 0 };
+  for (const old of figure.querySelectorAll(":scope > :not(figcaption)")) old.remove();
   figure.append(...after);
+  const redraw = () => {
+    const style = getComputedStyle(figure), now = DRAWN[id];
+    const inner = Math.floor(figure.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
+    if (inner === now.width || inner < 50) return;
+    now.width = inner;
+    figure.querySelector(":scope > svg")?.remove();
+    figure.querySelector("figcaption").after(now.draw(inner));
+  };
   redraw();
-  new ResizeObserver(redraw).observe(figure);
+  if (first) new ResizeObserver(redraw).observe(figure);
 }
 
 function canvas(width, height, label) {
   return svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
 }
 
-// Round numbers that cover [low, high] in about `count` steps.
+// Round numbers that cover [low, high] in about `count` steps; all are written with as many decimals.
 function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count) || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 2.5, 5, 10].find((factor) => factor * power >= raw * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
-  return found;
+  const values = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) values.push(i * step);
+  values.step = step;
+  return values;
 }
+
+function decimals(step) {
+  let places = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  while (Math.abs(step * 10 ** places - Math.round(step * 10 ** places)) > 1e-6 * 10 ** places) places++;
+  return places;
+}
+
+// Ticks as text: 18.50, 18.25, 18.00, and never 18.3 beside 18.
+const tickText = (step, largest) => (value) =>
+  largest < 1e-3 || largest >= 1e6 ? minus(short(value)) : minus((Math.abs(value) < step * 1e-6 ? 0 : value).toFixed(decimals(step)));
+const tickPercent = (step) => (value) => tickText(step * 100, 100)(value * 100) + "%";
+const largestOf = (values) => Math.max(...values.map(Math.abs), 0);
 
 const scale = (low, high, from, to) => (value) => from + ((value - low) / (high - low || 1)) * (to - from);
 const text = (x, y, content, attributes = {}) => svg("text", { x, y, ...attributes }, content);
@@ -44,13 +61,17 @@ function frame(width, height, xs, ys, names) {
   const left = 62, right = width - 10, top = 12, bottom = height - 40;
   const x = scale(xs[0], xs[1], left, right), y = scale(ys[0], ys[1], bottom, top);
   const root = canvas(width, height, names.label);
-  for (const tick of ticks(ys[0], ys[1], 5)) {
+  const heights = ticks(ys[0], ys[1], 5);
+  const high = names.percent ? tickPercent(heights.step) : tickText(heights.step, largestOf(heights));
+  for (const tick of heights) {
     root.append(segment(left, y(tick), right, y(tick), "grid"));
-    root.append(text(left - 8, y(tick) + 4, (names.y_tick ?? ((v) => minus(short(v))))(tick), { "text-anchor": "end" }));
+    root.append(text(left - 8, y(tick) + 4, high(tick), { "text-anchor": "end" }));
   }
-  for (const tick of names.x_ticks ?? ticks(xs[0], xs[1], Math.max(3, Math.floor(width / 110)))) {
+  const widths = names.x_ticks ?? ticks(xs[0], xs[1], Math.max(3, Math.floor(width / 110)));
+  const wide = names.x_tick ?? tickText(widths.step, largestOf(widths));
+  for (const tick of widths) {
     root.append(segment(x(tick), bottom, x(tick), bottom + 4, "axis"));
-    root.append(text(x(tick), bottom + 18, names.x_tick ? names.x_tick(tick) : minus(short(tick)), { "text-anchor": "middle" }));
+    root.append(text(x(tick), bottom + 18, wide(tick), { "text-anchor": "middle" }));
   }
   root.append(segment(left, bottom, right, bottom, "axis"));
   root.append(text(right, height - 4, names.x, { "text-anchor": "end" }));
@@ -62,72 +83,6 @@ function padded(values) {
   const low = Math.min(...values), high = Math.max(...values);
   const room = (high - low || Math.abs(high) || 1) * 0.06;
   return [low - room, high + room];
-}
-
-function histogram() {
-  const { edges, counts } = DATA.histogram;
-  const label = `Histogram of ${DATA.total} scores from ${short(edges[0])} to ${short(edges[edges.length - 1])}`;
-  const draw = (width) => {
-    const height = 190;
-    const top = Math.sqrt(Math.max(...counts));
-    const { root, x, y, bottom } = plain(width, height, [edges[0], edges[edges.length - 1]], [0, top], label);
-    counts.forEach((count, i) => {
-      if (!count) return;
-      const name = edges[i + 1] <= 0 || (edges[i] < 0 && -edges[i] > edges[i + 1]) ? "fill-harm" : "fill-help";
-      const bar = { x: x(edges[i]) + 0.5, width: Math.max(1, x(edges[i + 1]) - x(edges[i]) - 1), y: y(Math.sqrt(count)), height: bottom - y(Math.sqrt(count)), rx: 1.5 };
-      root.append(svg("rect", { ...bar, class: name, "data-tip": `${count} ${noun(count)} from ${minus(short(edges[i]))} to ${minus(short(edges[i + 1]))}` }));
-    });
-    return root;
-  };
-  const rows = counts.map((count, i) => [`${short(edges[i])} to ${short(edges[i + 1])}`, count]);
-  chart("histogram", draw, asTable("Number of scores per bin", ["Score", "Count"], rows));
-}
-
-// Only the horizontal axis, with its zero marked.
-function plain(width, height, xs, ys, label) {
-  const bottom = height - 26;
-  const x = scale(xs[0], xs[1], 4, width - 4), y = scale(ys[0], ys[1], bottom, 8);
-  const root = canvas(width, height, label);
-  root.append(segment(4, bottom, width - 4, bottom, "axis"));
-  for (const tick of ticks(xs[0], xs[1], Math.max(3, Math.floor(width / 110)))) {
-    root.append(segment(x(tick), bottom, x(tick), bottom + 4, "axis"));
-    const anchor = x(tick) < 30 ? "start" : x(tick) > width - 30 ? "end" : "middle";
-    root.append(text(x(tick), bottom + 18, tick > 0 ? signed(tick) : minus(short(tick)), { "text-anchor": anchor }));
-  }
-  return { root, x, y, bottom };
-}
-
-function sums() {
-  const parts = DATA.parts;
-  const draw = (width) => {
-    const row = 30, height = parts.length * row + 30;
-    const longest = Math.max(...parts.map((part) => part.name.length));
-    const left = Math.min(Math.max(40, longest * 7.2 + 14), width * 0.34);
-    const low = Math.min(0, ...parts.map((part) => part.harmful)), high = Math.max(0, ...parts.map((part) => part.helpful));
-    const x = scale(low, high, left + 4, width - 8);
-    const root = canvas(width, height, `Sums of the scores by ${DATA.parts_of}`);
-    for (const tick of ticks(low, high, Math.max(2, Math.floor((width - left) / 90)))) {
-      root.append(segment(x(tick), 0, x(tick), height - 26, tick === 0 ? "axis" : "grid"));
-      root.append(text(x(tick), height - 8, tick > 0 ? signed(tick) : minus(short(tick)), { "text-anchor": "middle" }));
-    }
-    const fits = Math.max(3, Math.floor((left - 14) / 7.2));
-    parts.forEach((part, i) => {
-      const y = i * row + 5, net = part.helpful + part.harmful;
-      const name = part.name.length > fits ? part.name.slice(0, fits - 1) + "…" : part.name;
-      const tip = `${part.name}: ${part.count} ${noun(part.count)}\nhelped ${signed(part.helpful)}, harmed ${signed(part.harmful)}\nnet ${signed(net)}`;
-      root.append(text(left - 8, y + 14, name, { "text-anchor": "end", class: "strong" }));
-      root.append(svg("rect", { x: x(part.harmful), y, width: Math.max(0, x(0) - x(part.harmful)), height: row - 12, class: "fill-harm", rx: 2 }));
-      root.append(svg("rect", { x: x(0), y, width: Math.max(0, x(part.helpful) - x(0)), height: row - 12, class: "fill-help", rx: 2 }));
-      root.append(svg("rect", { x: x(net) - 1.5, y: y - 2, width: 3, height: row - 8, class: "fill-net", rx: 1.5 }));
-      root.append(svg("rect", { x: 0, y: y - 4, width, height: row, fill: "transparent", "data-tip": tip }));
-    });
-    return root;
-  };
-  const key = legend([["did harm", "fill-harm"], ["helped", "fill-help"], ["net", "fill-net"]].map(([name, kind]) => ({
-    name, mark: svg("rect", { x: kind === "fill-net" ? 8 : 1, y: 1, width: kind === "fill-net" ? 3 : 16, height: 10, rx: 2, class: kind }),
-  })));
-  const rows = parts.map((part) => [part.name, part.count, signed(part.helpful), signed(part.harmful), signed(part.helpful + part.harmful)]);
-  chart("sums", draw, key, asTable(`Sums of the scores by ${DATA.parts_of}`, [DATA.parts_of, "Examples", "Helped", "Did harm", "Net"], rows));
 }
 
 function legend(items) {
@@ -145,12 +100,19 @@ function curves(id, lines, names, rows) {
     const height = Math.min(340, Math.max(230, width * 0.55));
     const all = [...lines.flatMap((line) => [...line.y, ...line.low, ...line.high]), ...(names.base === undefined ? [] : [names.base])];
     const xs = lines.flatMap((line) => line.x);
-    const axes = frame(width, height, [Math.min(...xs), Math.max(...xs)], padded(names.zero ? [0, ...all] : all), names);
+    const single = Math.min(...xs) === Math.max(...xs);
+    const span = single ? [xs[0] - 1, xs[0] + 1] : [Math.min(...xs), Math.max(...xs)];
+    const own = single && !names.x_ticks ? { x_ticks: [xs[0]], x_tick: (tick) => String(tick) } : {};
+    const axes = frame(width, height, span, padded(names.zero ? [0, ...all] : all), { ...names, ...own });
     const { root, x, y } = axes;
     if (names.zero) root.append(segment(axes.left, y(0), axes.right, y(0), "axis"));
     if (names.base !== undefined) root.append(segment(axes.left, y(names.base), axes.right, y(names.base), "ideal"));
     lines.forEach((line, i) => {
-      if (line.low.length) {
+      const beside = (i - (lines.length - 1) / 2) * 16;  // a single number: the lines are points side by side, with bars
+      if (line.low.length && single) {
+        const at = x(line.x[0]) + beside;
+        root.append(svg("line", { x1: at, x2: at, y1: y(line.low[0]), y2: y(line.high[0]), class: "line", stroke: lineStyle(i).stroke }));
+      } else if (line.low.length) {
         const band = [...line.x.map((v, k) => [x(v), y(line.high[k])]), ...line.x.map((v, k) => [x(v), y(line.low[k])]).reverse()];
         root.append(svg("path", { d: path(band) + "Z", class: "band", fill: lineStyle(i).stroke }));
       }
@@ -158,8 +120,9 @@ function curves(id, lines, names, rows) {
     lines.forEach((line, i) => {
       root.append(svg("path", { d: path(line.x.map((v, k) => [x(v), y(line.y[k])])), class: "line", ...lineStyle(i) }));
       line.x.forEach((v, k) => {
-        root.append(svg("circle", { cx: x(v), cy: y(line.y[k]), r: names.dots ? 3 : 1.5, fill: lineStyle(i).stroke }));
-        root.append(svg("circle", { cx: x(v), cy: y(line.y[k]), r: 9, fill: "transparent", "data-tip": `${line.name}\n${names.tip(v, line, k)}: ${(names.y_tick ?? ((w) => minus(short(w))))(line.y[k])}` }));
+        const at = x(v) + (single ? (i - (lines.length - 1) / 2) * 16 : 0);
+        root.append(svg("circle", { cx: at, cy: y(line.y[k]), r: single ? 5 : names.dots ? 3 : 1.5, fill: lineStyle(i).stroke }));
+        root.append(svg("circle", { cx: at, cy: y(line.y[k]), r: 9, fill: "transparent", "data-tip": `${line.name}\n${names.tip(v, line, k)}: ${(names.percent ? (w) => Number((w * 100).toPrecision(3)) + "%" : (w) => minus(short(w)))(line.y[k])}` }));
       });
     });
     return root;
@@ -168,84 +131,4 @@ function curves(id, lines, names, rows) {
   if (names.base !== undefined) marks.push({ name: "nothing removed", mark: segment(0, 6, 18, 6, "ideal") });
   const key = legend(marks);
   chart(id, draw, key, asTable(names.label, rows.heads, rows.rows));
-}
-
-function growth() {
-  const most = [...DATA.parts].sort((a, b) => Math.abs(b.growth.at(-1)) - Math.abs(a.growth.at(-1))).slice(0, 10);
-  const kept = DATA.parts.filter((part) => most.includes(part));
-  const lines = kept.map((part) => ({ name: part.name, x: part.growth.map((_, i) => i), y: part.growth, low: [], high: [] }));
-  const names = {
-    label: `Cumulative influence by ${DATA.parts_of} over training`, zero: true, x: "part of training",
-    x_tick: (tick) => (Number.isInteger(tick) && DATA.spans[tick] ? DATA.spans[tick].replace(/^(epoch|step)s? /, "") : ""),
-    tip: (v) => "up to " + DATA.spans[v],
-  };
-  names.x = DATA.spans[0].startsWith("epoch") ? "epoch" : "step";
-  const rows = DATA.spans.map((span, i) => [span, ...kept.map((part) => signed(part.growth[i]))]);
-  curves("growth", lines, names, { heads: ["Up to", ...kept.map((part) => part.name)], rows });
-}
-
-function cleansing() {
-  const { measure } = DATA.cleansing;
-  const counts = DATA.cleansing.lines.flatMap((line) => line.x);
-  // Numbers that reach over more than a factor of 30 are drawn on a logarithmic scale.
-  const wide = Math.max(...counts) > 30 * Math.min(...counts);
-  const place = (count) => (wide ? Math.log10(count) : count);
-  const lines = DATA.cleansing.lines.map((line) => ({ ...line, x: line.x.map(place), counts: line.x }));
-  const names = { label: `${measure} against examples removed`, x: "examples removed", dots: true, base: DATA.cleansing.base, tip: (_, line, k) => `${line.counts[k].toLocaleString("en")} removed` };
-  if (measure === "Test error") names.y_tick = (value) => Number((value * 100).toPrecision(3)) + "%";
-  const told = names.y_tick ?? short;
-  if (wide) {
-    const powers = [1, 10, 100, 1000, 10000, 100000, 1e6].filter((count) => count <= Math.max(...counts));
-    names.x_ticks = powers.map(place);
-    names.x_tick = (tick) => powers[names.x_ticks.indexOf(tick)].toLocaleString("en");
-  }
-  const rows = lines.flatMap((line) => line.counts.map((count, k) => [line.name, count, told(line.y[k]), line.low.length ? `${told(line.low[k])} to ${told(line.high[k])}` : "unknown"]));
-  curves("curve", lines, names, { heads: ["Removed by", "Examples", measure, "Interval"], rows });
-}
-
-function scatter() {
-  const points = DATA.check.points;
-  const both = padded(points.flatMap((point) => [point.score, point.truth]));
-  const across = DATA.unit ? padded(points.map((point) => point.score)) : both;
-  const range = DATA.unit ? padded(points.map((point) => point.truth)) : both;
-  const draw = (width) => {
-    const height = Math.min(420, Math.max(260, width * 0.75));
-    const { root, x, y, left, right } = frame(width, height, across, range, {
-      label: `Estimated against true change of the loss for ${points.length} ${noun(2)}`, x: DATA.unit ? "score" : "estimated change of the loss", y: "true change",
-    });
-    if (!DATA.unit) root.append(svg("line", { x1: left, y1: y(range[0]), x2: right, y2: y(range[1]), class: "ideal" }));
-    for (const point of points) {
-      const at = { "data-tip": `${noun(1)} ${point.id}\nestimate ${signed(point.score)}\ntruth ${signed(point.truth)}` };
-      const cx = x(point.score), cy = y(point.truth);
-      root.append(point.sample === "extreme"
-        ? svg("circle", { cx, cy, r: 4.5, class: "mark-extreme", ...at })
-        : svg("rect", { x: cx - 3.8, y: cy - 3.8, width: 7.6, height: 7.6, class: "mark-random", ...at }));
-    }
-    return root;
-  };
-  const key = legend([
-    { name: "most extreme scores", mark: svg("circle", { cx: 9, cy: 6, r: 5, class: "mark-extreme" }) },
-    { name: "drawn at random", mark: svg("rect", { x: 4.5, y: 1.5, width: 9, height: 9, class: "mark-random" }) },
-    ...(DATA.unit ? [] : [{ name: "estimate = truth", mark: svg("line", { x1: 0, y1: 6, x2: 18, y2: 6, class: "ideal" }) }]),
-  ]);
-  const rows = points.map((point) => [point.id, signed(point.score), signed(point.truth), point.sample]);
-  chart("scatter", draw, key, asTable("Estimate against truth", ["Example", "Estimate", "Truth", "Sample"], rows));
-}
-
-// A bar for each part of training: when an example's influence arose.
-function spark(values) {
-  const largest = values.reduce((best, value, i) => (Math.abs(value) > Math.abs(values[best]) ? i : best), 0);
-  const words = `Most influence from ${DATA.spans[largest]}`;
-  const width = 160, height = 34;
-  const low = Math.min(0, ...values), high = Math.max(0, ...values);
-  const y = scale(low, high, height - 1, 1), step = width / values.length;
-  const size = `width: min(100%, ${values.length * 1.4}rem)`;
-  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", style: size, role: "img", "aria-label": words });
-  root.append(segment(0, y(0), width, y(0), "grid"));
-  values.forEach((value, i) => {
-    const bar = { x: i * step + step * 0.1, width: step * 0.8, y: Math.min(y(0), y(value)), height: Math.abs(y(value) - y(0)), class: value < 0 ? "fill-harm" : "fill-help" };
-    root.append(svg("rect", bar));
-    root.append(svg("rect", { x: i * step, y: 0, width: step, height, fill: "transparent", "data-tip": `${DATA.spans[i]}: ${signed(value)}` }));
-  });
-  return el("div", { class: "spark" }, root, el("p", { "aria-hidden": "true" }, "mostly " + DATA.spans[largest]));
 }

@@ -35,30 +35,38 @@ function opinion(label, says, p) {
   return el("p", { class: "says differs" }, `model says ${says}; label probability ${percent(p)}`);
 }
 
+const ISSUE = new Map((DATA.issues?.place ?? []).map((place, i) => [place, i]));
+
+function change(given, suggested) {
+  return el("p", { class: "label" }, el("span", { class: "was" }, given), " → ", el("b", {}, suggested));
+}
+
 // `score` is the one shown: that of the mean loss, or that of one query.
-function card(row, score, line) {
+function card(row, score, line, issue = ISSUE.get(row)) {
   const kind = score < 0 ? "harm" : "help";
   const label = nameOf(TABLE.label[row]);
   const body = el("div", { class: "body" },
     el("div", { class: "top" },
-      el("h3", { class: DATA.groups ? "name" : "number" }, `${DATA.groups ? "" : "#"}${TABLE.id[row]}`),
+      el("h3", { class: DATA.groups ? "name" : "number" }, titleOf(row)),
       el("span", { class: `score ${kind}`, title: score < 0 ? "did harm" : "helped" }, signed(score))),
-    target(label),
+    issue === undefined ? target(label) : change(label, nameOf(DATA.issues.suggested[issue])),
+    issue === undefined ? null : el("p", { class: "why" }, DATA.issues.why[issue]),
     opinion(label, nameOf(TABLE.says[row]), TABLE.p[row]),
-    TABLE.exact[row] ? el("span", { class: "badge" }, "exact replay") : null,
-    line && DATA.lines[row] ? spark(DATA.lines[row]) : null);
+    line && exactOf(row) && score === scoreOf(row) ? el("span", { class: "badge" }, "exact replay") : null,
+    line && DATA.lines[row] ? spark(DATA.lines[row]) : null,
+    DATA.groups ? null : marker(row, issue));
   return el("li", { class: "card", "data-id": TABLE.id[row] }, seen(DATA.shown[row], described(row)), body);
 }
 
 const HAYSTACK = TABLE.id.map((id, row) => {
   const shown = DATA.shown[row];
   const words = shown ? [shown.text, ...shown.row.flat()] : [];
-  return [id, nameOf(TABLE.label[row]), ...words].join(" ").toLowerCase();
+  return [id, DATA.called[row] ?? "", nameOf(TABLE.label[row]), ...words].join(" ").toLowerCase();
 });
 
 function matches(row, choice) {
-  if (choice.side === "harmful" && TABLE.score[row] >= 0) return false;
-  if (choice.side === "helpful" && TABLE.score[row] < 0) return false;
+  if (choice.side === "harmful" && scoreOf(row) >= 0) return false;
+  if (choice.side === "helpful" && scoreOf(row) < 0) return false;
   if (choice.label !== "" && TABLE.label[row] !== Number(choice.label)) return false;
   if (choice.disputed && !disputed(row)) return false;
   if (!choice.search) return true;
@@ -71,7 +79,8 @@ function compare(order, side) {
   const forward = side === "helpful" ? -1 : 1;
   if (order === "id") return (a, b) => (DATA.groups ? String(TABLE.id[a]).localeCompare(String(TABLE.id[b])) : TABLE.id[a] - TABLE.id[b]);
   if (order === "p") return (a, b) => TABLE.p[a] - TABLE.p[b] || a - b;
-  return order === "reverse" ? (a, b) => forward * (b - a) : (a, b) => forward * (a - b);
+  const by = (a, b) => scoreOf(a) - scoreOf(b) || a - b;
+  return order === "reverse" ? (a, b) => forward * by(b, a) : (a, b) => forward * by(a, b);
 }
 
 function chosen() {
@@ -85,14 +94,14 @@ function chosen() {
 function examples() {
   let rows = [], shown = 0;
   $("cards").classList.toggle("read", READ);
-  if (COUNT <= PAGE || !TABLE.score.some((score) => score < 0)) document.querySelector("input[value=all]").checked = true;
+  if (COUNT <= PAGE || !METHOD().score.some((score) => score < 0)) document.querySelector("input[value=all]").checked = true;
   const labels = [...new Set(TABLE.label)].filter((number) => number >= 0);
   labels.sort((a, b) => TABLE.names[a].localeCompare(TABLE.names[b], undefined, { numeric: true }));
   if ($("label")) $("label").append(...labels.map((number) => el("option", { value: number }, TABLE.names[number])));
 
   const extend = () => {
     const next = rows.slice(shown, shown + PAGE);
-    $("cards").append(...next.map((row) => card(row, TABLE.score[row], true)));
+    $("cards").append(...next.map((row) => card(row, scoreOf(row), true)));
     shown += next.length;
     $("more").hidden = shown >= rows.length;
     $("count").textContent = rows.length ? `${shown} of ${rows.length.toLocaleString("en")} ${noun(rows.length)}` : `No ${noun(1)} matches: search for something else or choose All.`;
@@ -115,4 +124,13 @@ function examples() {
     if (card) { card.tabIndex = -1; card.focus({ preventScroll: true }); }
   });
   update();
+  return update;
+}
+
+// The examples of one class, from wherever a class is clicked.
+function showClass(name) {
+  $("label").value = String(TABLE.names.indexOf(name));
+  document.querySelector("input[value=all]").checked = true;
+  $("controls").dispatchEvent(new Event("input"));
+  $("examples").scrollIntoView();
 }

@@ -1,4 +1,4 @@
-// Queries, labels to check, light and dark; then everything is put in its place.
+// Queries, methods, light and dark; then everything is put in its place.
 function queries() {
   const select = $("query");
   if (!select) return;
@@ -34,45 +34,25 @@ function queries() {
   show();
 }
 
-// A cell that a spreadsheet may take for a formula begins with an apostrophe: also behind white space, which some drop,
-// and by the full-width forms of = + - @, which some read as the plain ones.
-function csvCell(value) {
-  let cell = String(value);
-  if (typeof value === "string" && /^\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|^[\t\r\n]/.test(cell)) cell = "'" + cell;
-  return /[",\n\r]|^\s|\s$/.test(cell) ? `"${cell.replaceAll('"', '""')}"` : cell;
-}
-
-function candidates() {
-  if (!$("suspect-table")) return;
-  const chosenRows = () => {
-    const only = $("suspects") ? $("suspects").checked : false;
-    return [...TABLE.id.keys()].filter((row) => TABLE.score[row] < 0 && (!only || disputed(row)));
+// Another method's scores in every list and chart that shows them.
+function methods(update) {
+  const show = () => {
+    update();
+    histogram();
+    if (METHOD().parts.length) sums();
+    if ($("scatter")) $("scatter").hidden = !METHOD().check;
+    if ($("measures")) $("measures").hidden = !METHOD().check;
+    if (METHOD().check) {
+      scatter();
+      $("measures").replaceChildren(table("Agreement with exact replays, with 95% intervals in brackets", ["Measure", "Most extreme", "At random"], METHOD().check.measures));
+    }
+    $("found").textContent = METHOD().sentence;
+    const { level, headline, sentence } = METHOD().trust;
+    $("verdict").className = `trust ${level}`;
+    $("verdict").replaceChildren(el("p", { class: "headline" }, `${METHOD().name}: ${headline}`), el("p", {}, sentence));
   };
-  const pictures = Object.values(DATA.shown).some((shown) => shown.picture);
-  const update = () => {
-    const rows = chosenRows();
-    const heads = [pictures ? "Picture" : null, "Number", CLASSES ? "Label" : "Target", "Model says", "Score", "P(label)"].filter(Boolean);
-    const line = (row) => el("tr", {},
-      pictures ? el("td", {}, DATA.shown[row]?.picture ? picture(DATA.shown[row], described(row)) : "") : null,
-      el("th", { scope: "row" }, String(TABLE.id[row])), el("td", {}, nameOf(TABLE.label[row])), el("td", {}, nameOf(TABLE.says[row])),
-      el("td", { class: "n harm" }, signed(TABLE.score[row])), el("td", { class: "n" }, TABLE.p.length ? percent(TABLE.p[row]) : ""));
-    const head = el("tr", {}, ...heads.map((name, i) => el("th", { scope: "col", class: i >= heads.length - 2 ? "n" : null }, name)));
-    $("suspect-table").replaceChildren(el("caption", { class: "hidden" }, "Labels to check, most harmful first"), el("thead", {}, head), el("tbody", {}, ...rows.slice(0, 50).map(line)));
-    const more = rows.length > 50 ? "; the first 50 are listed, the file has all" : "";
-    $("suspect-count").textContent = `${rows.length.toLocaleString("en")} ${noun(rows.length)}${more}`;
-    $("download").disabled = rows.length === 0;
-  };
-  $("download").addEventListener("click", () => {
-    const rows = chosenRows().map((row, i) => [i + 1, TABLE.id[row], nameOf(TABLE.label[row]), nameOf(TABLE.says[row]), TABLE.p[row] ?? "", TABLE.score[row]]);
-    const lines = [["rank", "id", "label", "model_says", "probability_of_label", "score"], ...rows].map((cells) => cells.map(csvCell).join(","));
-    const address = URL.createObjectURL(new Blob([lines.join("\r\n") + "\r\n"], { type: "text/csv;charset=utf-8" }));
-    const link = el("a", { href: address, download: "labels-to-check.csv" });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(address), 10000);
-  });
-  $("suspects")?.addEventListener("change", update);
-  if ($("suspects") && !chosenRows().length) $("suspects").checked = false;
-  update();
+  $("method")?.addEventListener("change", () => { CURRENT = Number($("method").value); show(); });
+  show();
 }
 
 function theme() {
@@ -90,11 +70,9 @@ function theme() {
 
 theme();
 tips();
-examples();
+marks();
+issues();
+methods(examples());
 queries();
-candidates();
-histogram();
-if (DATA.parts.length) sums();
 if ($("growth")) growth();
-if (DATA.check) scatter();
 if (DATA.cleansing) cleansing();

@@ -31,10 +31,10 @@ REASON = "BatchNorm in training mode ties the examples of a batch together"
 
 def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
     """What can be done by the forms that differentiate the whole step, in which nothing is an example's own."""
-    base = before or Abilities()
+    base = before or Abilities(vmap=True, stacks=True)
     return Abilities(
-        vmap=True,
-        stacks=True,
+        vmap=base.vmap,
+        stacks=base.stacks,
         reads=True,
         vector=Form.REVERSE_REVERSE,
         vectors=Form.REVERSE_REVERSE,

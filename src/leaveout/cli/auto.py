@@ -1,0 +1,99 @@
+"""leaveout score without a method: the one that measurement chooses, kept with how it was chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+
+from leaveout.cli.app import console
+from leaveout.errors import InputError
+from leaveout.estimators import Replay
+from leaveout.estimators.base import Request
+from leaveout.estimators.question import Question
+from leaveout.evaluate.choose import Chosen, choose
+from leaveout.evaluate.verify import Check
+from leaveout.run.paths import RunPaths
+from leaveout.scores import Scores
+
+AUTO = "auto"
+"""The word for no method in particular, and the name of its files."""
+
+
+def targets(paths: RunPaths, variant: str) -> list[Path]:
+    """The files that are written: scores, and their check where they are not exact."""
+    file = paths.scores(AUTO, variant)
+    return [file, paths.check(file)]
+
+
+def automatic(
+    question: Question, budget: float, paths: RunPaths, variant: str, *, again: bool
+) -> tuple[Scores, Path, Chosen | None]:
+    """Give the scores, where they are kept, and how they were chosen; None if they were there already."""
+    file = paths.scores(AUTO, variant)
+    if file.exists() and not again:
+        scores = Scores.load(file)
+        if other := difference(scores, scores.method, Replay().request(question)):
+            raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
+        return scores, file, None
+    chosen = choose(
+        *(question.run, question.task, question.query),
+        budget=budget,
+        queries=question.queries,
+        groups=question.groups,
+        resources=question.resources,
+    )
+    chosen.scores.save(file, overwrite=again)
+    if chosen.check is not None:
+        chosen.check.save(paths.check(file), overwrite=again)
+    elif again:
+        paths.check(file).unlink(missing_ok=True)
+    return chosen.scores, file, chosen
+
+
+def show(chosen: Chosen) -> None:
+    """Print what was chosen and the methods that were compared."""
+    console.print(f"\n{chosen}", highlight=False, markup=False)
+    if chosen.exact:
+        return
+    table = Table("method", title="Compared with exact replays")
+    for heading in ("tau", "seconds", ""):
+        table.add_column(heading, justify="right")
+    for method, row in chosen.table.iterrows():
+        if pd.isna(row["tau"]):
+            table.add_row(str(method), "-", "-", f"cannot be used: {row['missing']}")
+        else:
+            table.add_row(str(method), f"{row['tau']:.2f}", f"{row['seconds']:.1f}", "chosen" if row["chosen"] else "")
+    console.print(table)
+
+
+def facts(chosen: Chosen | None) -> dict[str, Any]:
+    """What a machine wants to know of the choice."""
+    if chosen is None:
+        return {}
+    rows = chosen.table.astype(object).where(chosen.table.notna(), None).reset_index().to_dict("records")
+    return {"chosen": {"sentence": chosen.sentence, "exact": chosen.exact, "methods": rows}}
+
+
+def difference(scores: Scores, method: str, request: Request) -> str | None:
+    """Say what tells scores from those that are asked for; what an older file does not say is not counted."""
+    run, query, groups = request.trajectory.run, request.query, request.left_out.named()
+    if scores.run_fingerprint not in (None, run.fingerprint):
+        return "another run"
+    if scores.method != method:
+        return f"another method, {scores.method}"
+    if (scores.train_ids, scores.query_ids) != (request.left_out.names, query.ids):
+        return "other examples or queries"
+    if scores.query_fingerprint not in (None, query.fingerprint()):
+        return "other examples or queries"
+    return "groups with other members" if scores.groups not in (None, groups) else None
+
+
+def is_of_the_choice(check: Check, scores: Scores) -> bool:
+    """Say whether a check is the one that came with chosen scores: all its rows were replayed and are exact there."""
+    if scores.exact is None or scores.all_exact or check.method != scores.method:
+        return False
+    exact = {i for i, is_exact in zip(scores.train_ids, scores.exact.tolist(), strict=True) if is_exact}
+    return exact.issuperset(check.table.index)

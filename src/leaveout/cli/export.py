@@ -1,0 +1,94 @@
+"""leaveout export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+
+from leaveout._util.files import save_text
+from leaveout.cli.app import AsJson, ResultsOption, console, opened, print_json
+from leaveout.cli.commands import app
+from leaveout.errors import InputError
+from leaveout.evaluate.labels import Labels
+from leaveout.run.paths import RunPaths
+from leaveout.run.reader import Run
+from leaveout.scores import Scores
+
+FORMATS = (".csv", ".jsonl", ".json")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A recorded run that was scored, or whose labels were looked at.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A .csv, .jsonl or .json file; runs/x/examples.csv by default.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Replace a file that holds something else.")] = False,
+    results: ResultsOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one table of everything that is known of each training example: labels, scores, which are exact.
+
+    [dim]$[/dim] leaveout export runs/digits
+
+    [dim]$[/dim] leaveout export runs/digits --out digits.jsonl
+
+    A row per training example, in order, so that the columns fit a data frame or a Hugging Face dataset
+    (load_dataset("json", data_files="digits.jsonl")).
+    """
+    recorded, paths = opened(run), RunPaths(run, results)
+    target = out or (results or run) / "examples.csv"
+    if target.suffix not in FORMATS:
+        raise typer.BadParameter(f"{target} must end in {', '.join(FORMATS)}.", param_hint="--out")
+    table = gathered(recorded, paths)
+    text = _written(table, target.suffix)
+    if not target.exists() or target.read_text(encoding="utf-8") != text:
+        if target.exists() and not again:
+            raise InputError(
+                f"{target} exists already and holds something else: give --again to replace it, or another name with "
+                "--out.",
+                code="file-exists",
+            )
+        save_text(target, text)
+    if as_json:
+        print_json({"run": str(run), "file": str(target), "rows": len(table), "columns": list(table.columns)})
+        return
+    console.print(f"{len(table)} rows, columns {', '.join(table.columns)}", highlight=False, markup=False)
+    console.print(f"  {target}", highlight=False, markup=False, soft_wrap=True)
+
+
+def gathered(run: Run, paths: RunPaths) -> pd.DataFrame:
+    """Join labels and scores of single examples; columns of scores are called by their files' names."""
+    tables = []
+    if paths.labels.exists():
+        labels = Labels.load(paths.labels)
+        if labels.run_fingerprint == run.fingerprint:
+            tables.append(labels.to_frame())
+    for file in paths.scored():
+        scores = Scores.load(file)
+        scores.check_same_run(run)
+        if all(isinstance(i, int) for i in scores.train_ids):
+            column = pd.DataFrame({file.stem: scores.mean().tolist()}, index=list(scores.train_ids))
+            if scores.exact is not None:
+                column[f"{file.stem}_exact"] = scores.exact.tolist()
+            tables.append(column)
+    if not tables:
+        raise InputError(
+            f"{run.path} has nothing to export: run leaveout labels {run.path} or leaveout score {run.path} first.",
+            code="nothing-to-export",
+        )
+    return pd.concat(tables, axis=1).sort_index().rename_axis("train")
+
+
+def _written(table: pd.DataFrame, suffix: str) -> str:
+    if suffix == ".csv":
+        return table.to_csv()
+    rows = table.reset_index().astype(object)
+    records = rows.where(rows.notna(), None).to_dict("records")
+    if suffix == ".json":
+        return json.dumps(records, indent=1) + "\n"
+    return "".join(json.dumps(record) + "\n" for record in records)

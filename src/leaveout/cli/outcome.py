@@ -1,0 +1,58 @@
+"""What a training came to: losses and accuracies, and a warning where it failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from leaveout._util.trees import PARAM
+from leaveout.builtin.config import Subject
+from leaveout.compute.resources import Resources
+from leaveout.reporting.opinions import Opinions, opinions
+from leaveout.run.reader import Run
+from leaveout.task import batches
+
+GUESSED = 0.02
+"""How much better than the most frequent class a model must be on the training labels to have learned something."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The numbers by name, in a sentence, and what is wrong with them, if anything."""
+
+    numbers: dict[str, float]
+    sentence: str
+    warning: str
+
+
+def measured(run: Run, subject: Subject) -> Outcome:
+    """Ask the trained model about the training labels as they were given, and about the validation examples."""
+    task, classes = subject.task, () if subject.data is None else subject.data.classes
+    params, resources = run.final()[PARAM], Resources()
+    train = opinions(task, params, task.train_set, range(task.size), classes, resources)
+    query = opinions(task, params, subject.query, range(batches.size(subject.query)), classes, resources)
+    numbers = {"validation_loss": float(query.losses.mean()), "training_loss": float(train.losses.mean())}
+    words = f"Loss: {numbers['training_loss']:.4g} in training, {numbers['validation_loss']:.4g} in validation."
+    if train.p is not None and query.p is not None:
+        numbers |= {"training_accuracy": _right(train), "validation_accuracy": _right(query)}
+        words += (
+            f" Accuracy: {numbers['training_accuracy']:.1%} of the training labels as given, "
+            f"{numbers['validation_accuracy']:.1%} in validation."
+        )
+    return Outcome(numbers, words, _warning(train, numbers))
+
+
+def _warning(train: Opinions, numbers: dict[str, float]) -> str:
+    if train.p is None:
+        return ""
+    most = Counter(train.labels).most_common(1)[0][1] / len(train.labels)
+    if numbers["training_accuracy"] >= most + GUESSED:
+        return ""
+    return (
+        f"The training failed: guessing the most frequent class is right for {most:.1%} of the labels. Scores would "
+        "explain a model that has learned nothing: try another learning rate, or more epochs."
+    )
+
+
+def _right(answers: Opinions) -> float:
+    return sum(a == b for a, b in zip(answers.labels, answers.says, strict=True)) / len(answers.labels)

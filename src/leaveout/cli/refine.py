@@ -1,0 +1,108 @@
+"""leaveout refine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leaveout.cli.app import (
+    AsJson,
+    MemoryOption,
+    ProcessesOption,
+    RayOption,
+    ResultsOption,
+    console,
+    opened,
+    print_json,
+    print_next,
+    working,
+)
+from leaveout.cli.commands import app
+from leaveout.cli.subject import TaskOption, subject_of
+from leaveout.cli.verify import chosen
+from leaveout.errors import InputError
+from leaveout.evaluate.refine import refine as lo_refine
+from leaveout.run.paths import RunPaths
+from leaveout.scores import UNIT, Scores
+
+REPLAY = " + Replay"
+
+
+@app.command()
+def refine(
+    run: Annotated[Path, typer.Argument(help="A recorded run that was scored.")],
+    method: Annotated[str | None, typer.Option(help="Whose scores; the newest by default.")] = None,
+    task: TaskOption = None,
+    top: Annotated[int, typer.Option(help="How many of the most extreme scores to replace by exact replays.")] = 32,
+    again: Annotated[bool, typer.Option("--again", help="Replace refined scores that are there already.")] = False,
+    memory: MemoryOption = "auto",
+    processes: ProcessesOption = 1,
+    ray: RayOption = None,
+    results: ResultsOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace the most extreme scores by exact leave-one-out replays.
+
+    [dim]$[/dim] leaveout refine runs/digits
+
+    [dim]$[/dim] leaveout refine runs/digits --method acc --top 100
+
+    Half of the replays go to the most harmful, half to the most helpful. The refined scores go to runs/x/scores.
+    """
+    recorded, paths = opened(run), RunPaths(run, results)
+    scores = _plain(chosen(recorded, paths, [method] if method else None), run)
+    variant = "each" if scores.queries == "each" else ""
+    out = paths.scores(scores.method + REPLAY, variant)
+    if out.exists() and not again:
+        refined = _answering(out, scores, top)
+    else:
+        subject = subject_of(run, task)
+        with working(recorded, ("refine", out, top), [out], memory, processes, ray) as resources:
+            refined = lo_refine(scores, recorded, subject.task, subject.query, top=top, resources=resources)
+            refined.save(out, overwrite=again)
+    exact = int(refined.exact.sum()) if refined.exact is not None else 0
+    if as_json:
+        print_json({"run": str(run), "file": str(out), "method": refined.method, "exact": exact})
+        return
+    harmful = ", ".join(str(i) for i in refined.harmful(min(10, refined.harmful_count)))
+    console.print(
+        f"{refined.method}: {exact} of {len(refined.train_ids)} scores are exact.", highlight=False, markup=False
+    )
+    console.print(f"  most harmful: {harmful}\n  {out}", highlight=False, markup=False, soft_wrap=True)
+    print_next("report", run, task, results)
+
+
+def _plain(files: list[Path], run: Path) -> Scores:
+    """The newest scores that are estimates of a change of the loss."""
+    estimates = [
+        scores
+        for file in sorted(files, key=lambda one: one.stat().st_mtime)
+        if (scores := Scores.load(file)).unit == UNIT and not scores.all_exact and not scores.method.endswith(REPLAY)
+    ]
+    if not estimates:
+        raise InputError(
+            f"{run} has no estimates to refine: run leaveout score {run} first, or use the scores that are there, "
+            "which are exact or not changes of the loss.",
+            code="nothing-to-refine",
+        )
+    return estimates[-1]
+
+
+def _answering(file: Path, scores: Scores, top: int) -> Scores:
+    """The refined scores in a file, if they are of these scores and of as many replays."""
+    refined = Scores.load(file)
+    rows = set(scores.extreme(top))
+    exact = set() if refined.exact is None else set(refined.exact.nonzero().flatten().tolist())
+    same = [row for row in range(len(scores.train_ids)) if row not in exact]
+    if (
+        refined.train_ids != scores.train_ids
+        or exact != rows
+        or not refined.values[same].equal(scores.values[same])
+        or refined.run_fingerprint != scores.run_fingerprint
+    ):
+        raise InputError(
+            f"{file} is of other scores or other replays: give --again to replace it.", code="refined-in-the-way"
+        )
+    return refined

@@ -1,0 +1,187 @@
+"""When there is a truth to be true to: how well exact replays repeat themselves when the start moves a little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch.utils.data import Dataset
+
+from leaveout._util.files import or_null
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.estimators.replay import Replay, replayed
+from leaveout.evaluate.metrics.agreement import Interval, kendall, repeatability
+from leaveout.evaluate.smoothness import advice, listed
+from leaveout.run.reader import Run
+from leaveout.scores import Scores
+from leaveout.task.task import Task
+
+MOVE = "move "
+"""How the columns of true changes from moved starts begin."""
+
+REPRODUCIBLE = 0.5
+"""The mean tau between starts from which on effects count as reproducible."""
+
+GROUPS, FACTOR = 24, 4
+"""Random groups of a size, and how much larger the next size is."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """How well the truth repeats itself: mean tau between the true changes from the recorded and the moved starts.
+
+    ``extreme`` and ``random`` are of the two samples that were replayed, ``agreement`` is the scores' tau with the mean
+    over all starts in each. ``groups`` has the mean tau of random groups by their size, as far as that was measured;
+    ``advice`` what to change in the training.
+    """
+
+    moves: int
+    jitter: float
+    extreme: Interval
+    random: Interval
+    agreement: dict[str, float]
+    groups: dict[int, float]
+    single: bool
+    advice: tuple[str, ...] = ()
+
+    @property
+    def reproducible(self) -> bool:
+        """Say whether the effects of both samples repeat themselves."""
+        return all(part.value >= REPRODUCIBLE for part in (self.extreme, self.random))
+
+    @property
+    def size(self) -> int | None:
+        """From what group size on effects are reproducible; None where no size that was tried is."""
+        if self.reproducible and self.single:
+            return 1
+        return next((size for size, tau in self.groups.items() if tau >= REPRODUCIBLE), None)
+
+    def diagnosis(self, right: bool) -> str:
+        """What is to blame where scores and replays disagree, and what to do.
+
+        Args:
+            right: whether the scores rank like the replays of the recorded run, at least overall.
+        """
+        what = "single examples" if self.single else "these groups"
+        starts = f"Exact replays from {self.moves + 1} starts {self.jitter:g} apart agree with each other"
+        taus = f"tau {self.extreme} among the most extreme and {self.random} among those drawn at random"
+        mean = " and ".join(f"{self.agreement[sample]:.2f}" for sample in ("extreme", "random"))
+        means = f"with their mean the scores agree at tau {mean}"
+        if self.reproducible and right:
+            return f"{starts} ({taus}): there is a truth, and the scores follow it; {means}."
+        if self.reproducible:
+            return (
+                f"{starts} ({taus}), so the scores are wrong ({means}): take another method (lo.choose), or replay the "
+                "examples that matter (lo.refine)."
+            )
+        if self.extreme.value >= REPRODUCIBLE:
+            return (
+                f"{starts} on the largest effects only ({taus}; {means}): the others are too small to be reproducible "
+                f"in this run, so rely on the extremes, and for the rest look at groups{self._sized} or labels."
+            )
+        retrain = f", or train with {listed(self.advice)}" if self.advice else ""
+        return (
+            f"{starts} at {taus} only: {what} have no reproducible effect in this run, and no score can rank them "
+            f"({means}). Look at groups{self._sized} or labels{retrain}."
+        )
+
+    @property
+    def _sized(self) -> str:
+        if self.size is not None:
+            return f" (reproducible from about {self.size} examples on)"
+        return f" (of more than {max(self.groups)} examples)" if self.groups else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Give plain values."""
+        plain = asdict(self)
+        for name in ("extreme", "random", "agreement"):
+            plain[name] = {key: or_null(value) for key, value in plain[name].items()}
+        return {**plain, "groups": {str(size): or_null(tau) for size, tau in self.groups.items()}}
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> Ceiling:
+        """Read what ``to_json`` gave."""
+        extreme, random = (Interval(**_numbers(plain[name])) for name in ("extreme", "random"))
+        agreement = _numbers(plain["agreement"])
+        groups = {int(size): tau for size, tau in _numbers(plain["groups"]).items()}
+        words = tuple(map(str, plain["advice"]))
+        numbers = int(plain["moves"]), float(plain["jitter"])
+        return cls(*numbers, extreme, random, agreement, groups, bool(plain["single"]), words)
+
+
+def moved_truths(
+    scores: Scores,
+    rows: Sequence[int],
+    moves: Sequence[int],
+    jitter: float,
+    run: Run,
+    task: Task,
+    query: Dataset,
+    resources: Resources | None,
+) -> tuple[list[np.ndarray], Cost]:
+    """The true change of the mean query loss without each row, once per moved start, and what that took."""
+    values, cost = [], Cost()
+    for move in moves:
+        truth = replayed(scores, rows, run, task, query, resources, Replay(move=move, jitter=jitter))
+        values.append(truth.mean().double().cpu().numpy())
+        cost = cost + truth.cost
+    return values, cost
+
+
+def ceiling_of(
+    table: pd.DataFrame,
+    scores: Scores,
+    seed: int,
+    jitter: float,
+    run: Run,
+    task: Task,
+    query: Dataset,
+    resources: Resources | None,
+) -> tuple[Ceiling, Cost]:
+    """The ceiling from a check's table with its moves, and the cost of looking at groups where that is needed."""
+    columns = ["truth", *(name for name in table if str(name).startswith(MOVE))]
+    parts = {str(name): part for name, part in table.groupby("sample")}
+    repeat = {name: repeatability([part[column] for column in columns]) for name, part in parts.items()}
+    agreement = {name: kendall(part["score"], part[columns].mean(axis=1)) for name, part in parts.items()}
+    groups: dict[int, float] = {}
+    cost = Cost()
+    if scores.groups is None and not all(part.value >= REPRODUCIBLE for part in repeat.values()):
+        groups, cost = group_sizes(seed, jitter, run, task, query, resources)
+    ceiling = Ceiling(
+        *(len(columns) - 1, jitter, repeat["extreme"], repeat["random"], agreement),
+        *(groups, scores.groups is None, advice(run, task)),
+    )
+    return ceiling, cost
+
+
+def group_sizes(
+    seed: int, jitter: float, run: Run, task: Task, query: Dataset, resources: Resources | None
+) -> tuple[dict[int, float], Cost]:
+    """Tau between the recorded and a moved start for random groups of 4, 16, 64, ... examples, up to a quarter.
+
+    Stops at the first size whose effects are reproducible.
+    """
+    order, taus, cost = torch.Generator().manual_seed(seed), {}, Cost()
+    size = FACTOR
+    while size <= task.size // 4:
+        groups = [torch.randperm(task.size, generator=order)[:size].tolist() for _ in range(GROUPS)]
+        truths = []
+        for replay in (Replay(), Replay(move=seed + 1, jitter=jitter)):
+            truth = replay.score(run, task, query, groups=groups, resources=resources)
+            truths.append(truth.mean())
+            cost = cost + truth.cost
+        taus[size] = kendall(*truths)
+        if taus[size] >= REPRODUCIBLE:
+            break
+        size *= FACTOR
+    return taus, cost
+
+
+def _numbers(plain: dict[str, Any]) -> dict[str, float]:
+    return {key: math.nan if value is None else float(value) for key, value in plain.items()}

@@ -1,0 +1,218 @@
+"""The method chosen by measurement: replay everything where that is affordable, otherwise what ranks best here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import torch
+from torch.utils.data import Dataset
+
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, LeaveoutError, check_seed
+from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn, score
+from leaveout.estimators.replay import replayed
+from leaveout.evaluate.metrics.agreement import compare, kendall
+from leaveout.evaluate.plan import replay_seconds
+from leaveout.evaluate.verify import Check
+from leaveout.run.reader import Run
+from leaveout.scores import UNIT, Scores
+from leaveout.task.task import Task
+from leaveout.trajectory.left_out import Groups, leave_out
+
+FEWEST, MOST = 96, 512
+"""Replays that methods are compared with: as many as the budget has time for, between these."""
+
+COLUMNS = ["method", "tau", "compared", "seconds", "chosen", "missing"]
+
+METHODS: tuple[Estimator, ...] = (ACC(), SGDIE(), DVEmb(), TracIn())
+"""What is compared, the first of equals first."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Scores by the method that fits a run, and how it was chosen.
+
+    ``scores`` are exact replays (``exact``), or the best method's with all replayed rows put in place of their
+    estimates. ``table`` has a row per method: its Kendall's tau with the replays that methods were compared with, its
+    seconds, whether it was chosen, and why it is missing where it cannot be used. ``check`` is the trust in the chosen
+    one, from the other half of the replays; None where everything is exact. ``predicted`` is how many seconds
+    replaying everything was predicted to take.
+    """
+
+    scores: Scores
+    table: pd.DataFrame
+    check: Check | None
+    exact: bool
+    predicted: float
+    budget: float
+
+    @property
+    def sentence(self) -> str:
+        """What was chosen, why, and how far it can be trusted."""
+        if self.exact:
+            return f"Every one of the {len(self.scores.train_ids)} rows was replayed exactly: nothing is estimated."
+        best = self.table[self.table["chosen"]].iloc[0]
+        others = self.table[~self.table["chosen"] & self.table["tau"].notna()]
+        beside = ", ".join(f"{name} {row['tau']:.2f}" for name, row in others.iterrows())
+        long = f"To replay everything would take about {self.predicted:.0f} s, and the budget is {self.budget:g} s"
+        ranked = f"{best.name} agreed best with {int(best['compared'])} exact replays (tau {best['tau']:.2f}"
+        return f"{long}; {ranked}{f'; {beside}' if beside else ''}). {self.check or ''}".strip()
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def choose(
+    run: Run,
+    task: Task,
+    query: Dataset,
+    *,
+    budget: float = 60.0,
+    methods: Sequence[Estimator] = METHODS,
+    queries: str = "mean",
+    ids: Sequence[int] | None = None,
+    groups: Groups | None = None,
+    seed: int = 0,
+    resources: Resources | None = None,
+) -> Chosen:
+    """Score with the method that measurement says is best for this run.
+
+    If replaying every row is predicted to fit the budget, or there are no more than 96 rows, everything is replayed,
+    and the scores are exact. Otherwise all ``methods`` score every row, sharing sweeps; one sample of rows is replayed
+    once, half of them the most extreme by all methods together and half at random; the methods are compared with one
+    half of the sample, and the best one's trust is measured on the other half, which had no say in the choice.
+    Replayed rows get their exact values.
+
+    Args:
+        run: the recorded run.
+        task: what was trained.
+        query: the examples whose loss is explained.
+        budget: seconds that replays may take; a sample has at least 96 rows all the same. Scoring comes on top.
+        methods: the estimators to compare; of equals the first is taken. Their scores must be changes of the loss.
+        queries: ``"mean"`` for their mean loss, ``"each"`` for a column each.
+        ids: the examples to score; all of them by default.
+        groups: leave these out together instead.
+        seed: of the random part of the sample, and of its halves.
+        resources: memory budget and progress.
+    """
+    if not (isinstance(budget, int | float) and budget >= 0):
+        raise InputError(f"budget={budget!r} is not a number of seconds: give 0 or more.", code="budget-not-seconds")
+    if foreign := [method.name for method in methods if method.unit != UNIT]:
+        raise InputError(
+            f"{foreign[0]} is not counted in {UNIT}, which replays are: leave it out.", code="unit-not-comparable"
+        )
+    check_seed(seed)
+    asked = {"queries": queries, "ids": ids, "groups": groups, "resources": resources}
+    rows = len(leave_out(task.size, ids, groups))
+    predicted = replay_seconds(run, task, query, rows, resources) if budget < math.inf else 0.0
+    if predicted <= budget or rows <= FEWEST:
+        scores = Replay().score(run, task, query, **asked)  # type: ignore[arg-type]
+        return Chosen(scores, _alone(scores), None, True, predicted, budget)
+    found, missing = _scored(methods, run, task, query, asked)
+    count = int(max(FEWEST, min(MOST, budget / predicted * rows, rows)))
+    sample = _sample(list(found.values()), min(count, rows), seed)
+    picked = [row for part in sample for half in part for row in half]
+    truth = replayed(next(iter(found.values())), picked, run, task, query, resources)
+    exact = dict(zip(picked, truth.mean().double().tolist(), strict=True))
+    (extreme, extreme_kept), (random, random_kept) = sample
+    compared = extreme + random
+    taus = {name: _tau(scores, compared, exact) for name, scores in found.items()}
+    best = max(taus, key=lambda name: taus[name])
+    winner = found[best]
+    values = winner.values.clone()
+    values[picked] = truth.values.to(values)
+    mask = torch.zeros(len(values), dtype=torch.bool)
+    mask[picked] = True
+    cost = winner.cost + truth.cost
+    scores = replace(winner, values=values, method=f"{best} + Replay", exact=mask, cost=cost)
+    check = _trust(winner, scores, extreme_kept, random_kept, exact, run)
+    return Chosen(scores, _table(taus, found, missing, best, len(compared)), check, False, predicted, budget)
+
+
+def _scored(
+    methods: Sequence[Estimator], run: Run, task: Task, query: Dataset, asked: dict
+) -> tuple[dict[str, Scores], dict[str, str]]:
+    """The scores of every method that can be used, by name, and why the others cannot."""
+    try:
+        every = score(list(methods), run, task, query, **asked)
+        return {scores.method: scores for scores in every}, {}
+    except LeaveoutError:
+        pass  # one of them cannot be used: which one?
+    found: dict[str, Scores] = {}
+    missing: dict[str, str] = {}
+    first: LeaveoutError | None = None
+    for method in methods:
+        try:
+            scores = method.score(run, task, query, **asked)
+            found[scores.method] = scores
+        except LeaveoutError as error:  # noqa: PERF203 - a handful of methods
+            first = first or error
+            missing[method.resolved(run, task).name] = str(error)
+    if not found and first is not None:
+        raise first
+    return found, missing
+
+
+def _sample(
+    scores: list[Scores], count: int, seed: int
+) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
+    """Rows to replay: the most extreme by the mean rank over all methods, and others at random; each in two halves."""
+    ranks = torch.stack([one.mean().argsort().argsort().double() for one in scores]).mean(0)
+    order = torch.argsort(ranks, stable=True).tolist()
+    half = count // 2
+    low = half // 2
+    extreme = order[:low] + order[len(order) - (half - low) :]
+    rest = sorted(set(range(len(order))) - set(extreme))
+    mixing = torch.Generator().manual_seed(seed)
+    random = [rest[i] for i in torch.randperm(len(rest), generator=mixing)[: count - half].tolist()]
+    extreme = [extreme[i] for i in torch.randperm(len(extreme), generator=mixing).tolist()]
+    return _halves(extreme), _halves(random)
+
+
+def _halves(rows: list[int]) -> tuple[list[int], list[int]]:
+    return sorted(rows[::2]), sorted(rows[1::2])
+
+
+def _tau(scores: Scores, rows: list[int], exact: dict[int, float]) -> float:
+    tau = kendall(scores.mean()[rows], [exact[row] for row in rows])
+    return -1.0 if math.isnan(tau) else tau
+
+
+def _trust(
+    winner: Scores, scores: Scores, extreme: list[int], random: list[int], exact: dict[int, float], run: Run
+) -> Check:
+    """The check of the winner from the rows that had no say in its choice."""
+    rows = extreme + random
+    table = pd.DataFrame(
+        {
+            "score": winner.mean()[rows].double().cpu().numpy(),
+            "truth": [exact[row] for row in rows],
+            "sample": ["extreme"] * len(extreme) + ["random"] * len(random),
+        },
+        index=pd.Index([winner.train_ids[row] for row in rows], name="train"),
+    )
+    parts = {str(name): part for name, part in table.groupby("sample")}
+    agreement = {name: compare(part["score"], part["truth"]) for name, part in parts.items()}
+    spread = {name: float(part["truth"].std()) for name, part in parts.items()}
+    return Check(
+        *(agreement["extreme"], agreement["random"], spread, table, scores.method, scores.cost, run.fingerprint)
+    )
+
+
+def _table(
+    taus: dict[str, float], found: dict[str, Scores], missing: dict[str, str], best: str, compared: int
+) -> pd.DataFrame:
+    rows = [
+        {"method": name, "tau": tau, "compared": compared, "seconds": found[name].cost.seconds, "chosen": name == best}
+        for name, tau in sorted(taus.items(), key=lambda item: -item[1])
+    ]
+    rows += [{"method": name, "tau": math.nan, "chosen": False, "missing": why} for name, why in missing.items()]
+    return pd.DataFrame(rows, columns=COLUMNS).set_index("method")
+
+
+def _alone(scores: Scores) -> pd.DataFrame:
+    row = {"method": scores.method, "tau": 1.0, "compared": 0, "seconds": scores.cost.seconds, "chosen": True}
+    return pd.DataFrame([row], columns=COLUMNS).set_index("method")

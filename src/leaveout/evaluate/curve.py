@@ -1,0 +1,266 @@
+"""The cleansing curve: what the test loss and error become without some examples, and by how much they change."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from leaveout._util import notebook
+from leaveout._util.equality import Comparable
+from leaveout._util.files import free, or_null, read_json, save_json
+from leaveout.compute.cost import Cost
+from leaveout.errors import InputError, RunError
+from leaveout.run.reader import Run
+
+NOTHING, RANDOM = "nothing", "random"
+MEASURES = ("loss", "error")
+PAIRED = ("loss_change_se", "error_change_se")
+MEASURED = ("loss", "loss_se", "error", "error_se", *PAIRED)
+COLUMNS = ("choice", "removed", "order", "draw", *MEASURED)
+
+
+@dataclass(frozen=True, eq=False)
+class Curve(Comparable):
+    """Test loss and misclassification after removing examples and training again.
+
+    ``table`` has a row for each training: ``choice`` is the method that chose what was removed, ``"random"`` or
+    ``"nothing"``; ``order`` numbers the order of the batches and ``draw`` the random choice. ``loss_se`` and
+    ``error_se`` are standard errors over the test examples, ``loss_change_se`` and ``error_change_se`` those of the
+    difference to the training with every example, test example by test example (NaN in files that do not have
+    them). ``error`` is NaN where outputs are not class scores.
+    ``run_fingerprint`` tells which run was trained again; ``harmful`` how many examples each method calls harmful,
+    which is the most that were removed by it.
+    """
+
+    table: pd.DataFrame
+    batches: str
+    test_size: int
+    cost: Cost
+    run_fingerprint: int | None = None
+    harmful: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def measure(self) -> str:
+        """What is counted: ``"error"``, or ``"loss"`` where outputs are not class scores."""
+        return "loss" if self.table["error"].isna().all() else "error"
+
+    @property
+    def choices(self) -> list[str]:
+        """The methods that chose what was removed."""
+        return [str(name) for name in self.table["choice"].unique() if name not in (NOTHING, RANDOM)]
+
+    def to_frame(self, level: float = 0.95) -> pd.DataFrame:
+        """A row for each choice and number removed: the mean over trainings, with an interval.
+
+        Over two or more trainings the interval is Student's, of their mean. Of a single one it is over the test
+        examples: normal for the loss, Wilson's for the error. ``trainings`` says which.
+        """
+        rows = []
+        for (choice, removed), part in self.table.groupby(["choice", "removed"], sort=False):
+            row: dict[str, Any] = {"choice": choice, "removed": removed, "trainings": len(part)}
+            for measure in MEASURES:
+                values = part[measure].to_numpy(dtype=float)
+                if len(values) > 1:
+                    low, high = student(values, level)
+                elif measure == "error":
+                    low, high = wilson(float(values[0]), self.test_size, level)
+                else:
+                    low, high = normal(float(values[0]), float(part["loss_se"].iloc[0]), level)
+                if measure == "error":
+                    low, high = max(low, 0.0), min(high, 1.0)
+                row |= {measure: float(values.mean()), f"{measure}_low": low, f"{measure}_high": high}
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def changes(self, level: float = 0.95) -> pd.DataFrame:
+        """A row for each choice and number removed: how loss and error change against removing nothing, in pairs.
+
+        Each training is compared with that of the same order with every example in. Of a single pair the interval is
+        over the test examples: normal for the loss, Agresti and Min's for the error; of several it is Student's.
+        ``measurable`` says whether the interval of the curve's ``measure`` leaves out zero.
+        """
+        base = self.table[self.table["choice"] == NOTHING].set_index("order")
+        rows = []
+        for (choice, removed), part in self.table[self.table["choice"] != NOTHING].groupby(
+            ["choice", "removed"], sort=False
+        ):
+            row: dict[str, Any] = {"choice": choice, "removed": removed, "trainings": len(part)}
+            for measure in MEASURES:
+                values = (part[measure] - base.loc[part["order"], measure].to_numpy()).to_numpy(dtype=float)
+                spread = float(part[f"{measure}_change_se"].iloc[0])
+                if len(values) > 1:
+                    low, high = student(values, level)
+                elif measure == "error":
+                    low, high = paired(float(values[0]), spread, self.test_size, level)
+                else:
+                    low, high = normal(float(values[0]), spread, level)
+                row |= {measure: float(values.mean()), f"{measure}_low": low, f"{measure}_high": high}
+            row["measurable"] = row[f"{self.measure}_low"] > 0 or row[f"{self.measure}_high"] < 0
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def change(self, choice: str, removed: int) -> str:
+        """Say in a phrase what removing this many by one choice changed: "falls by 1.3 points (0.2 to 2.4)"."""
+        row = self._change(choice, removed)
+        value, low, high = (float(row[f"{self.measure}{end}"]) for end in ("", "_low", "_high"))
+        size = {"loss": "{:.3g}", "error": "{:.1f} points"}[self.measure]
+        scale = {"loss": 1.0, "error": 100.0}[self.measure]
+        if not row["measurable"]:
+            return f"does not change measurably, {_signed(value, low, high, self.measure)}"
+        ends = sorted((abs(low), abs(high)))
+        words = f"{size.format(scale * ends[0]).removesuffix(' points')} to {size.format(scale * ends[1])}"
+        return f"{'falls' if value < 0 else 'rises'} by {size.format(scale * abs(value))} ({words})"
+
+    def interval(self, choice: str, removed: int) -> str:
+        """Write what removing this many by one choice changed, as a number: "-1.3 points (-2.4 to -0.2)"."""
+        row = self._change(choice, removed)
+        return _signed(row[self.measure], row[f"{self.measure}_low"], row[f"{self.measure}_high"], self.measure)
+
+    def _change(self, choice: str, removed: int) -> pd.Series:
+        rows = self.changes()
+        return rows[(rows["choice"] == choice) & (rows["removed"] == removed)].iloc[0]
+
+    def __str__(self) -> str:
+        frame, measure = self.to_frame(), self.measure
+        style = "{:.4g}" if measure == "loss" else "{:.2%}"
+
+        def words(row: pd.Series) -> str:
+            value, low, high = (style.format(row[key]) for key in (measure, f"{measure}_low", f"{measure}_high"))
+            return f"{value} ({low} to {high})"
+
+        base = frame[frame["choice"] == NOTHING].iloc[0]
+        lines = [f"test {measure} of {self.test_size} examples, {self.batches} batches; nothing removed: {words(base)}"]
+        for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
+            shown = "; ".join(f"{row['removed']} removed: {words(row)}" for _, row in part.iterrows())
+            most = int(part["removed"].max())
+            every = f" (all {most} that are harmful)" if self.harmful.get(str(choice)) == most else ""
+            lines.append(f"  {choice}: {shown}{every}")
+        changes = self.changes()
+        for choice in self.choices:
+            part = changes[changes["choice"] == choice]
+            shown = "; ".join(f"{row['removed']} removed: {_words(row, measure)}" for _, row in part.iterrows())
+            lines.append(f"  change by {choice}, in pairs: {shown}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        measure, rows = self.measure, []
+        for _, row in self.changes().iterrows():
+            rows.append((row["choice"], row["removed"], _words(row, measure)))
+        heads = ("removed by", "examples", f"change of the test {measure}, in pairs")
+        return notebook.card(str(self).splitlines()[0], (), heads, rows)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the test error, or loss, over how many were removed; needs matplotlib. Returns the axes."""
+        ax, frame, measure = notebook.axes(ax), self.to_frame(), self.measure
+        base = float(frame[frame["choice"] == NOTHING][measure].iloc[0])
+        ax.axhline(base, color="grey", linestyle="--", linewidth=1, label="nothing removed")
+        for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
+            part = part.sort_values("removed")
+            line = ax.plot(part["removed"], part[measure], marker="o", label=str(choice))[0]
+            ends = (part[f"{measure}_low"], part[f"{measure}_high"])
+            ax.fill_between(part["removed"], *ends, color=line.get_color(), alpha=0.15)
+        ax.set(xlabel="examples removed", ylabel=f"test {measure}")
+        ax.legend()
+        return ax
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the curve to one JSON file, whole or not at all."""
+        path = free(path, overwrite=overwrite)
+        columns = {name: [or_null(value) for value in self.table[name].tolist()] for name in COLUMNS}
+        content = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
+        content |= {"run_fingerprint": self.run_fingerprint, "harmful": self.harmful}
+        save_json(path, content)
+        return path
+
+    def check_same_run(self, run: Run) -> None:
+        """Refuse to speak of another run than the one that was trained again."""
+        if self.run_fingerprint not in (None, run.fingerprint):
+            raise InputError(
+                f"The cleansing curve is of another run than {run}: give that of this run.", code="curve-of-another-run"
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Curve:
+        """Read what ``save`` wrote."""
+        try:
+            content = read_json(Path(path))
+            columns = content["table"]
+            missing = [float("nan")] * len(columns["choice"])
+            table = pd.DataFrame(
+                {name: columns.get(name, missing) if name in PAIRED else columns[name] for name in COLUMNS}
+            )
+            measured = [name for name in COLUMNS if name.startswith(MEASURES)]
+            table[measured] = table[measured].astype(float)
+            table = table.astype({"choice": str, "removed": int})
+            if NOTHING not in table["choice"].tolist():
+                raise ValueError("it does not say what removing nothing gives")
+            harmful = {str(name): int(count) for name, count in content.get("harmful", {}).items()}
+            size, fingerprint = int(content["test_size"]), content.get("run_fingerprint")
+            return cls(table, str(content["batches"]), size, Cost(**content["cost"]), fingerprint, harmful)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise RunError(
+                f"{path} does not hold a cleansing curve ({error}): give a file that Curve.save wrote.",
+                code="curve-unreadable",
+            ) from None
+
+
+def normal(value: float, error: float, level: float = 0.95) -> tuple[float, float]:
+    """Value ± z·(standard error)."""
+    half = float(stats.norm.ppf((1 + level) / 2)) * error
+    return value - half, value + half
+
+
+def student(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """The mean ± t·s/√k over k values."""
+    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share p of n: (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n), within 0 and 1.
+
+    >>> [round(end, 4) for end in wilson(0.0, 20)], [round(end, 4) for end in wilson(0.5, 10)]
+    ([0.0, 0.1611], [0.2366, 0.7634])
+    """
+    z = float(stats.norm.ppf((1 + level) / 2))
+    middle, half = share + z**2 / (2 * count), z * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return float(max(0.0, (middle - half) / (1 + z**2 / count))), float((middle + half) / (1 + z**2 / count))
+
+
+def paired(change: float, error: float, count: int, level: float = 0.95) -> tuple[float, float]:
+    """Agresti and Min's interval of a difference of two error rates on the same n test examples.
+
+    With b and c the examples that only one of the models gets wrong, half an example is added to each of the four
+    cells: d* = (c* − b*)/n*, and its variance ((b* + c*) − (c* − b*)²/n*)/n*². Unlike d ± z·se it has a width where no
+    prediction changed.
+
+    >>> [round(end, 4) for end in paired(0.0, 0.0, 100)]
+    [-0.0192, 0.0192]
+    """
+    if not error >= 0:
+        return float("nan"), float("nan")
+    split = (count - 1) * count * error**2 + count * change**2  # b + c, from the sample variance of the differences
+    size, net = count + 2, count * change / (count + 2)
+    spread = np.sqrt(max(0.0, split + 1 - (count * change) ** 2 / size)) / size
+    return normal(net, float(spread), level)
+
+
+def _words(row: pd.Series, measure: str) -> str:
+    change = _signed(row[measure], row[f"{measure}_low"], row[f"{measure}_high"], measure)
+    return change if row["measurable"] else f"{change}, no measurable change"
+
+
+def _signed(value: float, low: float, high: float, measure: str) -> str:
+    """Write a change with its interval.
+
+    >>> _signed(-0.013, -0.024, 0.002, "error")
+    '-1.3 points (-2.4 to +0.2)'
+    """
+    if measure == "loss":
+        return f"{value:+.3g} ({low:+.3g} to {high:+.3g})"
+    return f"{100 * value:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"

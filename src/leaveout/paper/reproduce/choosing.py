@@ -1,0 +1,93 @@
+"""The method chosen by measurement, on the built-in data sets with the commands' defaults."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from leaveout.builtin.config import Config, DataPart, ModelPart, TrainPart, run_config
+from leaveout.estimators import Replay, score
+from leaveout.evaluate.choose import METHODS, choose
+from leaveout.evaluate.metrics import kendall
+from leaveout.paper.reproduce.markdown import spread, table
+from leaveout.paper.reproduce.problems import QUIET
+from leaveout.paper.reproduce.spec import Row, Settings, Spec
+
+SHOWN = {"digits": "digits", "adult": "Adult", "20news": "20News", "mnist-1v7": "MNIST 1 and 7"}
+QUARTER = "a quarter"
+
+
+def cells(seeds: int, quick: bool) -> Sequence[Settings]:
+    """A run of ``leaveout train --data NAME`` for each data set and seed."""
+    return [
+        {"data": name, "n": 100 if quick else None, "epochs": 3 if quick else TrainPart().epochs, "seed": seed}
+        for seed in range(seeds)
+        for name in SHOWN
+    ]
+
+
+def compute(settings: Settings) -> list[Row]:
+    """For each budget the method that was chosen, its tau over all examples, and that of every method in the list."""
+    seed = settings["seed"]
+    given = Config(
+        DataPart(settings["data"], settings["n"], seed=seed),
+        ModelPart(seed=seed),
+        train=TrainPart(epochs=settings["epochs"], seed=seed),
+    )
+    with tempfile.TemporaryDirectory(prefix="leaveout-reproduce-") as folder:
+        run, subject = run_config(given, Path(folder) / "run", QUIET)
+        asked = (run, subject.task, subject.query)
+        truth = Replay().score(*asked, resources=QUIET).mean()
+        taus = {one.method: kendall(one.mean(), truth) for one in score(list(METHODS), *asked, resources=QUIET)}
+        rows: list[Row] = []
+        for name in ("default", QUARTER):
+            budget = 60.0 if name == "default" else float(rows[0]["predicted"]) / 4
+            chosen = choose(*asked, budget=budget, resources=QUIET)
+            method = str(chosen.table[chosen.table["chosen"]].index[0])
+            own = 1.0 if chosen.exact else taus[method]
+            rows.append(
+                {
+                    "budget": name,
+                    "method": method,
+                    "exact": chosen.exact,
+                    "predicted": chosen.predicted,
+                    "tau": own,
+                    "best": max(taus, key=lambda one: taus[one]),
+                    "best tau": max(taus.values()),
+                    "kept tau": kendall(chosen.scores.mean(), truth),
+                    "missed": max(taus.values()) - own,
+                    **{f"tau of {one}": tau for one, tau in taus.items()},
+                }
+            )
+    return rows
+
+
+def tables(frame: pd.DataFrame) -> str:
+    """A row per data set and budget."""
+    rows = []
+    for (data, budget), own in frame.groupby(["data", "budget"], sort=False):
+        exact = f"{int(own['exact'].sum())} of {len(own)}"
+        shown = [", ".join(sorted(set(own["method"]))), spread(own["tau"]), spread(own["best tau"])]
+        worst = f"{max(0.0, own['missed'].max()):.3f}"
+        rows.append([SHOWN[str(data)], str(budget), exact, *shown, worst, spread(own["kept tau"])])
+    head = ["data", "budget", "all exact", "chosen", "its tau", "best tau in the list", "most missed", "tau as kept"]
+    return f"{SETTING}\n\n" + table(head, rows)
+
+
+SETTING = """`leaveout train --data NAME` with its defaults, then `lo.choose` with the default budget (a minute of
+replays) and with a quarter of what replaying everything is predicted to take. Tau is Kendall's, of the chosen method
+with exact replays of all examples; what is kept has the replayed rows in place of their estimates. Mean (standard
+deviation) over seeds."""
+
+CHOOSING = Spec(
+    "choosing",
+    "The method chosen by measurement",
+    seeds=3,
+    cells=cells,
+    compute=compute,
+    tables=tables,
+    naming=("data", "seed"),
+)

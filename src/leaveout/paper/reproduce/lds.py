@@ -1,0 +1,155 @@
+"""The linear datamodeling score in both meanings: subsets of one trajectory, and fresh trainings on halves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from leaveout.builtin import models
+from leaveout.estimators import ACC, SGDIE, Replay, TracIn, score
+from leaveout.evaluate.average import average
+from leaveout.evaluate.metrics import PerQuery, algorithm_lds, random_subsets, rmse
+from leaveout.evaluate.metrics.per_query import spearman_columns
+from leaveout.paper.reproduce.markdown import spread, table
+from leaveout.paper.reproduce.networks import network
+from leaveout.paper.reproduce.problems import QUIET
+from leaveout.paper.reproduce.spec import Row, Settings, Spec
+from leaveout.paper.reproduce.tsloo import GPT
+from leaveout.paper.reproduce.words import small_gpt
+from leaveout.scores import Scores
+
+SHARES = (0.01, 0.05, 0.2)
+RUN: dict[str, Any] = {**GPT, "lr": 1e-3, "meaning": "run", "subsets": 100}
+ALGORITHM: dict[str, Any] = {
+    "data": "digits",
+    "n": 300,
+    "queries": 50,
+    "hidden": [32],
+    "activation": "gelu",
+    "dtype": "float32",
+    "optimizer": "sgd",
+    "lr": 0.1,
+    "batch": 30,
+    "epochs": 10,
+    "meaning": "algorithm",
+    "subsets": 40,
+    "repeats": 5,
+    "runs": 5,
+}
+QUICK: dict[str, Any] = {"n": 60, "queries": 4, "subsets": 6, "epochs": 1}
+
+
+def cells(seeds: int, quick: bool) -> Sequence[Settings]:
+    """For each seed the single-run scores of the GPT, and the algorithm's of a digits network."""
+    small = QUICK if quick else {}
+    return [{**case, **small, "seed": seed} for seed in range(seeds) for case in (RUN, ALGORITHM)]
+
+
+def compute(settings: Settings) -> list[Row]:
+    """A row per method, and per share or number of runs that were averaged."""
+    return _of_the_run(settings) if settings["meaning"] == "run" else _of_the_algorithm(settings)
+
+
+def _of_the_run(settings: Settings) -> list[Row]:
+    rows: list[Row] = []
+    with small_gpt(settings) as problem:
+        asked = (problem.run, problem.task, problem.val)
+        estimates = score([ACC(), SGDIE(), TracIn()], *asked, queries="each", resources=QUIET)
+        for share in SHARES:
+            groups = random_subsets(settings["n"], settings["subsets"], share, settings["seed"])
+            truth = Replay().score(*asked, queries="each", groups=groups, resources=QUIET)
+            exact = truth.values.double().numpy()
+            for scores in estimates:
+                sums = np.stack([scores.values[ids].sum(0).double().numpy() for ids in groups.values()])
+                lds = PerQuery("LDS", spearman_columns(sums, exact), len(groups))
+                off = rmse(sums.mean(1), exact.mean(1)) / float(exact.mean(1).std())
+                rows.append({"method": scores.method, "of": f"{share:.0%} left out", "lds": lds.value, "off": off})
+    return rows
+
+
+def _of_the_algorithm(settings: Settings) -> list[Row]:
+    seed = settings["seed"]
+    found: dict[str, list[Scores]] = {}
+    for run in range(settings["runs"]):
+        with network({**settings, "data_seed": seed, "seed": 1000 * seed + run}) as problem:
+            asked = (problem.run, problem.task, problem.val)
+            for scores in score([SGDIE(), TracIn()], *asked, queries="each", resources=QUIET):
+                found.setdefault(scores.method, []).append(scores)
+            train_set, val = problem.task.train_set, problem.val
+    kept = list(random_subsets(settings["n"], settings["subsets"], 0.5, seed).values())
+    losses = np.stack(
+        [
+            [_fresh(settings, train_set, val, ids, 500_000 + 1000 * seed + repeat) for ids in kept]
+            for repeat in range(settings["repeats"])
+        ]
+    )
+    rows: list[Row] = []
+    for method, runs in found.items():
+        single = [algorithm_lds(scores, kept, losses) for scores in runs]
+        mean = algorithm_lds(average(runs), kept, losses)
+        rows.append({"method": method, "of": "one run", "lds": float(np.mean([one.value for one in single]))})
+        rows.append({"method": method, "of": f"mean of {len(runs)} runs", "lds": mean.value})
+        for row in rows[-2:]:
+            row["ceiling"] = mean.ceiling
+    return rows
+
+
+def _fresh(settings: Settings, train_set: Any, val: Any, ids: list[int], seed: int) -> np.ndarray:
+    """The query losses of a model trained on some examples, with a start and an order of its own."""
+    (x, y), loss = train_set.tensors, nn.CrossEntropyLoss()
+    model = models.build(
+        "mlp",
+        seed=seed,
+        features=x.shape[1],
+        hidden=tuple(settings["hidden"]),
+        outputs=int(y.max()) + 1,
+        activation=settings["activation"],
+    ).to(x.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings["lr"])
+    order, chosen = torch.Generator().manual_seed(seed), torch.tensor(ids)
+    for _ in range(settings["epochs"]):
+        for batch in chosen[torch.randperm(len(chosen), generator=order)].split(settings["batch"]):
+            optimizer.zero_grad()
+            loss(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        query: TensorDataset = val
+        return nn.functional.cross_entropy(model(query.tensors[0]), query.tensors[1], reduction="none").numpy()
+
+
+def tables(frame: pd.DataFrame) -> str:
+    """A table for each meaning."""
+    parts = [SETTING]
+    for meaning, part in frame.groupby("meaning", sort=False):
+        rows = []
+        last = "off" if meaning == "run" else "ceiling"
+        for (of, method), own in part.groupby(["of", "method"], sort=False):
+            rows.append([str(of), str(method), spread(own["lds"]), spread(own[last]), str(own["seed"].nunique())])
+        head = "RMSE over sd of the mean loss" if meaning == "run" else "ceiling"
+        parts.append(table([HEADS[str(meaning)], "method", "LDS, mean Spearman per query", head, "seeds"], rows))
+    return "\n\n".join(parts)
+
+
+HEADS = {"run": "small GPT, single run", "algorithm": "digits, algorithm"}
+
+SETTING = """Single run: the small GPT of `leaveout reproduce tsloo` (AdamW 0.001, one epoch), 100 random subsets of 1%,
+5% and 20% left out of the recorded trajectory, 50 queries; predicted by the sum of single examples' scores (for ACC,
+jumps). Algorithm: 300 digits, 64-32-10 with GELU, SGD at 0.1, 10 epochs; 40 random halves, each trained afresh with 5
+seeds, 50 queries; scores of one recorded run of all examples, and averaged over 5 runs of other seeds. The ceiling is
+what a perfect prediction of the expected loss would reach (Spearman-Brown). Mean (standard deviation) over seeds."""
+
+LDS = Spec(
+    "lds",
+    "LDS: subsets, of one run and of the algorithm",
+    seeds=3,
+    cells=cells,
+    compute=compute,
+    tables=tables,
+    naming=("meaning", "seed"),
+)

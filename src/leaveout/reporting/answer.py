@@ -1,0 +1,97 @@
+"""The first words of a page: how many labels look wrong, what removing examples brings, how far to trust it."""
+
+from __future__ import annotations
+
+from leaveout.evaluate.curve import RANDOM, Curve
+from leaveout.evaluate.labels import Labels
+from leaveout.reporting.content import Answer, Trust
+from leaveout.scores import LABELS
+
+
+def answers(
+    labels: Labels | None, curve: Curve | None, method: str, harmful: int, total: int, trust: Trust, *, groups: bool
+) -> list[Answer]:
+    """The answers in the order in which one acts on them."""
+    parts = []
+    if labels is not None:
+        parts.append(_labels(labels))
+    parts.append(_removal(curve, method, harmful, total, None if labels is None else len(labels), groups=groups))
+    parts.append(Answer("trust", trust.level, trust.headline, trust.sentence))
+    return parts
+
+
+def amount(curve: Curve, method: str, wanted: int | None) -> int:
+    """The number removed that the page speaks of, chosen without looking at what it brought.
+
+    It is the one nearest to the number of labels that look wrong, or the middle one.
+    """
+    amounts = sorted(int(m) for m in curve.table[curve.table["choice"] == method]["removed"].unique())
+    if wanted is None:
+        return amounts[len(amounts) // 2]
+    return min(amounts, key=lambda removed: (abs(removed - wanted), removed))
+
+
+def chosen(method: str, removed: int) -> str:
+    """Say what was removed.
+
+    >>> chosen("labels", 20), chosen("ACC", 20)
+    ('the 20 labels that look most wrong', 'the 20 most harmful examples by ACC')
+    """
+    return (
+        f"the {removed:,} labels that look most wrong"
+        if method == LABELS
+        else (f"the {removed:,} most harmful examples by {method}")
+    )
+
+
+def removal(curve: Curve, method: str, removed: int) -> str:
+    """What removing this many brought, beside as many at random."""
+    size = f"{curve.test_size:,} test examples"
+    words = f"Retrained without {chosen(method, removed)}, the test {curve.measure} on {size} "
+    words += f"{curve.change(method, removed)}."
+    control = curve.table[(curve.table["choice"] == RANDOM) & (curve.table["removed"] == removed)]
+    if len(control):
+        words += f" Without as many drawn at random it {curve.change(RANDOM, removed)}."
+    return words
+
+
+def _labels(labels: Labels) -> Answer:
+    count, total = len(labels), len(labels.table)
+    words = f"Of {total:,} training labels"
+    if not count:
+        return Answer("labels", "good", "No label looks wrong", f"{words}. {labels.advice}".rstrip())
+    changes = ", ".join(labels.changes(3)).removesuffix(", ...")
+    more = f"{words}. Most often, given → suggested: {changes}. {labels.advice}".rstrip()
+    return Answer("labels", "hint", f"{count:,} {'label looks' if count == 1 else 'labels look'} wrong", more)
+
+
+def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted: int | None, *, groups: bool) -> Answer:
+    what = "group" if groups else "example"
+    if not harmful:
+        return Answer(
+            "removal", "good", f"No {what} did harm", f"By {method}, without any of {total:,} the loss would rise."
+        )
+    measured = [] if curve is None else [name for name in (LABELS, method) if name in curve.choices]
+    if curve is None or not measured:
+        words = f"{harmful:,} of {total:,} {what}s did harm by {method}. What removing them brings was not measured"
+        words += "." if groups else ": lo.cleanse, or leaveout cleanse, retrains without them."
+        return Answer("removal", "unchecked", f"{harmful:,} {what}{'' if harmful == 1 else 's'} did harm", words)
+    rows = curve.changes()
+    numbers = [amount(curve, name, wanted) for name in measured]
+    row = rows[(rows["choice"] == measured[0]) & (rows["removed"] == numbers[0])].iloc[0]
+    change = float(row[curve.measure])
+    start = f"Removing {numbers[0]:,}"
+    if not row["measurable"]:
+        headline, level = f"{start}: no measurable change", "unchecked"
+    else:
+        by = f"{abs(change) * 100:.1f} points" if curve.measure == "error" else f"{abs(change):.3g}"
+        headline = f"{start}: test {curve.measure} {'falls' if change < 0 else 'rises'} by {by}"
+        level = "good" if change < 0 else "none"
+    size = f"{curve.test_size:,} test examples"
+    sentences = [
+        f"Retrained without {chosen(name, number)}: {curve.interval(name, number)} on {size}."
+        for name, number in zip(measured, numbers, strict=True)
+    ]
+    tried = len(rows[rows["choice"] == measured[0]])
+    more = [f"{tried} numbers were tried; all are below."] if tried > 1 else []
+    return Answer("removal", level, headline, " ".join([*sentences, *more]))

@@ -1,0 +1,32 @@
+"""Takes away a run that is to be recorded again, with what was computed from it; never anything else."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from leaveout._util.files import Lock
+from leaveout.run.manifest import INITIAL, MANIFEST, read_manifest
+from leaveout.run.paths import RunPaths
+
+
+def clear(path: str | Path) -> None:
+    """Delete the run in a directory, if there is one: its files, scores, checks, labels, curve, page and config.
+
+    The manifest goes last, so that what was interrupted can be cleared again. Other files stay, and then the directory
+    is refused as one that is not empty.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).exists():
+        return
+    lock = Lock(path)  # refuses while somebody is writing
+    try:
+        paths, shards = RunPaths(path), [path / shard.name for shard in read_manifest(path).shards]
+        results = [*paths.scored(), *paths.checked(), paths.labels, paths.cleanse, paths.report, paths.config]
+        for file in [*results, *shards, path / INITIAL, path / MANIFEST]:
+            file.unlink(missing_ok=True)
+        for folder in ("scores", "checks"):
+            with suppress(OSError):  # not there, or not empty
+                (path / folder).rmdir()
+    finally:
+        lock.release()

@@ -1,0 +1,251 @@
+"""One study: a run, its task and a query set, said once; every question after that is a short call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch.utils.data import Dataset
+
+from leaveout._util import notebook
+from leaveout.compute.resources import Resources
+from leaveout.errors import InputError, UnsupportedError
+from leaveout.estimators import Estimator
+from leaveout.estimators.timeline import Timeline, timeline
+from leaveout.evaluate.choose import Chosen, choose
+from leaveout.evaluate.cleanse import cleanse
+from leaveout.evaluate.curve import Curve
+from leaveout.evaluate.labels import Labels, labels
+from leaveout.evaluate.plan import plan
+from leaveout.evaluate.refine import refine
+from leaveout.evaluate.verify import Check, verify
+from leaveout.reporting import Page, Show, report
+from leaveout.reporting.show import show_of
+from leaveout.run.reader import Run
+from leaveout.scores import SELF, Scores
+from leaveout.task.task import Task
+
+_BY_IDENTITY = (Scores, Check, Labels, Dataset)
+
+REMOVED = (0.02, 0.05, 0.1)
+"""What ``cleanse`` removes by default, as shares of the training examples."""
+
+
+class Study:
+    """Ask a recorded run about its training examples; what was answered is remembered and goes into the report.
+
+    Each method calls the function of the same name with this run, task and query set. ``scores`` and ``checks`` hold
+    the answers by method, ``issues`` the labels, ``curve`` the cleansing curve. The same question is not computed
+    twice.
+
+    Args:
+        run: the recorded run.
+        task: what was trained.
+        query: the examples whose mean loss is explained.
+        show: how examples are shown, for labels and the report: a ``Show``, or a function of an example.
+        resources: memory budget, engine and progress of everything that is asked.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        task: Task,
+        query: Dataset,
+        *,
+        show: Show | Callable[[Any], Any] | None = None,
+        resources: Resources | None = None,
+    ) -> None:
+        self.run, self.task, self.query = run, task, query
+        self.show, self.resources = show_of(show), resources or Resources()
+        self.scores: dict[str, Scores] = {}
+        self.checks: dict[str, Check] = {}
+        self.issues: Labels | None = None
+        self.curve: Curve | None = None
+        self.choice: Chosen | None = None
+        self._answers: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    def score(self, estimator: Estimator | None = None, *, budget: float = 60.0, **options: Any) -> Scores:
+        """Score every training example; without an ``estimator`` the method is chosen.
+
+        Every example is replayed exactly where that takes no longer than ``budget`` seconds; otherwise several methods
+        are compared with a sample of replays, and the best one's scores are given (see ``lo.choose``; ``choice`` holds
+        the comparison). ``options`` are those of ``Estimator.score``: ``queries=``, ``ids=``, ``groups=``.
+        """
+        return self._once(("score", estimator, budget, options), lambda: self._scored(estimator, budget, options))
+
+    def verify(self, scores: Scores | None = None, *, replays: int = 64, seed: int = 0) -> Check:
+        """Compare scores, by default the most trustworthy ones, with exact replays."""
+        scores = self._known(scores)
+
+        def compared() -> Check:
+            check = verify(
+                scores, self.run, self.task, self.query, replays=replays, seed=seed, resources=self.resources
+            )
+            self.checks[scores.method] = check
+            return check
+
+        return self._once(("verify", scores, replays, seed), compared)
+
+    def refine(self, scores: Scores | None = None, *, top: int = 32) -> Scores:
+        """Replace the most extreme scores by exact replays."""
+        scores = self._known(scores)
+
+        def refined() -> Scores:
+            exact = refine(scores, self.run, self.task, self.query, top=top, resources=self.resources)
+            return self._remember(exact)
+
+        return self._once(("refine", scores, top), refined)
+
+    def labels(self, *, folds: int | None = None, **options: Any) -> Labels:
+        """Say which labels look wrong; verified scores are mixed in as far as they can be trusted."""
+        scores = next(
+            (one for one in self.scores.values() if one.method in self.checks and _of_all(one, self.task)), None
+        )
+        check = None if scores is None else self.checks[scores.method]
+
+        def answered() -> Labels:
+            given = {"scores": scores, "check": check, "folds": folds, "classes": self.show.classes, **options}
+            self.issues = labels(self.run, self.task, resources=self.resources, **given)
+            return self.issues
+
+        return self._once(("labels", folds, options, scores, check), answered)
+
+    def cleanse(
+        self,
+        scores: Scores | Labels | Sequence[Scores | Labels] | None = None,
+        test_set: Dataset | None = None,
+        remove: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Curve:
+        """Remove the most harmful examples, train again, and measure on the test set; by default 2, 5 and 10 %."""
+        if test_set is None:
+            raise InputError(
+                "cleanse measures on examples that neither training nor the scores have seen: give test_set=.",
+                code="test-set-missing",
+            )
+        given = [scores] if scores is None or isinstance(scores, Scores | Labels) else list(scores)
+        methods = [one if isinstance(one, Labels) else self._known(one) for one in given]
+        amounts = remove or sorted({max(1, round(share * self.task.size)) for share in REMOVED})
+
+        def measured() -> Curve:
+            self.curve = cleanse(methods, self.run, self.task, test_set, amounts, resources=self.resources, **options)
+            return self.curve
+
+        return self._once(("cleanse", *methods, test_set, list(amounts), options), measured)
+
+    def timeline(self, **options: Any) -> Timeline:
+        """Say when in training each example's influence arose."""
+        return self._once(
+            ("timeline", options),
+            lambda: timeline(self.run, self.task, self.query, resources=self.resources, **options),
+        )
+
+    def plan(self) -> pd.DataFrame:
+        """Predict time, memory and disk of every method along the run."""
+        return self._once(("plan",), lambda: plan(self.task, self.query, self.run, resources=self.resources))
+
+    def report(
+        self,
+        path: str | Path,
+        *,
+        show: Show | Callable[[Any], Any] | None = None,
+        overwrite: bool = False,
+    ) -> Page:
+        """Write the page about everything that was asked; scores and labels are computed if nobody asked before."""
+        first = self._known(None)
+        rest = [one for one in self.scores.values() if one is not first and same_rows(one, first)]
+        if self.issues is None and _of_all(first, self.task):
+            with suppress(UnsupportedError):  # not a classifier
+                self.labels()
+        return report(
+            path,
+            self.run,
+            [first, *rest],
+            [self.checks[one.method] for one in (first, *rest) if one.method in self.checks],
+            self.curve,
+            labels=self.issues,
+            task=self.task,
+            query=self.query,
+            show=self.show if show is None else show_of(show),
+            overwrite=overwrite,
+            resources=self.resources,
+        )
+
+    @property
+    def best(self) -> Scores | None:
+        """The scores to act on: exact ones, else those with the best verdict, else the newest."""
+        return most_trusted(list(self.scores.values()), self.checks)
+
+    def __repr__(self) -> str:
+        parts = [*self.scores, *(["labels"] if self.issues else []), *(["curve"] if self.curve else [])]
+        return f"Study({self.run}, {self.task.size} training examples; {', '.join(parts) or 'nothing asked yet'})"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, str]] = []
+        if self.issues is not None:
+            rows.append(("labels", self.issues.sentence))
+        for method, scores in self.scores.items():
+            check = self.checks.get(method)
+            verdict = "exact" if scores.all_exact else "not verified" if check is None else check.verdict.value
+            rows.append((method, f"{scores.harmful_count} of {len(scores.train_ids)} did harm; {verdict}"))
+        if self.curve is not None:
+            rows += [("cleansing", line.strip()) for line in str(self.curve).splitlines()]
+        words = "" if rows else "Nothing was asked yet: try .labels() and .score()."
+        title = f"Study of {self.run.path}, {self.task.size} training examples"
+        return notebook.card(title, [words], ("", ""), rows)
+
+    def _scored(self, estimator: Estimator | None, budget: float, options: dict[str, Any]) -> Scores:
+        if estimator is not None:
+            scores = estimator.score(self.run, self.task, self.query, resources=self.resources, **options)
+            return self._remember(scores)
+        self.choice = choose(self.run, self.task, self.query, budget=budget, resources=self.resources, **options)
+        scores = self._remember(self.choice.scores)
+        if self.choice.check is not None:
+            self.checks[scores.method] = self.choice.check
+        return scores
+
+    def _remember(self, scores: Scores) -> Scores:
+        self.scores.pop(scores.method, None)  # the newest comes last
+        self.checks.pop(scores.method, None)
+        self.scores[scores.method] = scores
+        return scores
+
+    def _known(self, scores: Scores | None) -> Scores:
+        """These scores, else the best that were computed, else new ones."""
+        if scores is None:
+            return self.best or self.score()
+        scores.check_same_run(self.run)
+        if self.scores.get(scores.method) is not scores:
+            self._remember(scores)
+        return scores
+
+    def _once(self, question: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        """Compute the answer, or give the one that is there; scores and data sets count by identity."""
+        key = repr([id(part) if isinstance(part, _BY_IDENTITY) else part for part in question])
+        if key not in self._answers:
+            self._answers[key] = (compute(), question)  # the question, so that nothing else gets its identity
+        return self._answers[key][0]
+
+
+def most_trusted(scores: Sequence[Scores], checks: dict[str, Check]) -> Scores | None:
+    """Choose the scores to act on: exact ones, else those with the best verdict, else the newest, which is the last."""
+
+    def rank(place: int) -> tuple[int, float, int]:
+        one = scores[place]
+        check = checks.get(one.method)
+        tau = -2.0 if check is None else min(check.extreme.kendall.low, check.random.kendall.low)
+        return (2 if one.all_exact else 1 if check else 0, tau if tau == tau else -2.0, place)
+
+    return scores[max(range(len(scores)), key=rank)] if scores else None
+
+
+def _of_all(scores: Scores, task: Task) -> bool:
+    return scores.train_ids == tuple(range(task.size)) and scores.queries != SELF
+
+
+def same_rows(scores: Scores, first: Scores) -> bool:
+    """Say whether two methods' scores can be shown side by side."""
+    return scores.train_ids == first.train_ids and (scores.queries == SELF) == (first.queries == SELF)

@@ -1,0 +1,98 @@
+"""Training under ``torch.autocast``: followed to the rounding, derivatives in the parameters' own type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import leaveout as lo
+
+IDS = [1, 6]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+def data() -> torch.utils.data.TensorDataset:
+    order = torch.Generator().manual_seed(0)
+    return torch.utils.data.TensorDataset(torch.randn(24, 6, generator=order), torch.randint(3, (24,), generator=order))
+
+
+def train(model, dtype, watch=lambda loader, _: loader, out=None, cast=True):
+    optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.5)
+    loader = torch.utils.data.DataLoader(range(24), 6, shuffle=True, generator=torch.Generator().manual_seed(2))
+    rows = data() if out is None else None
+    if rows is not None:
+        loader = torch.utils.data.DataLoader(rows, 6, shuffle=True, generator=torch.Generator().manual_seed(2))
+    source = watch(loader, optimizer)
+    torch.manual_seed(4)
+    for _ in range(2):
+        for batch in source:
+            x, y = batch if out is None else data()[batch]
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype, enabled=cast):
+                losses = F.cross_entropy(model(x), y, reduction="none")
+            weights = torch.ones(len(y)) if out is None else (batch != out).float()
+            (weights * losses).mean().backward()
+            optimizer.step()
+    return model
+
+
+def recorded(tmp_path, dtype, keep):
+    recorders = []
+
+    def watch(loader, optimizer):
+        recorders.append(lo.Recorder(tmp_path / "run", model, optimizer, keep=keep))
+        return recorders[0].watch(loader)
+
+    model = net()
+    train(model, dtype, watch)
+    return recorders[0].finish(), lo.Task(model, nn.CrossEntropyLoss(), data())
+
+
+@pytest.mark.parametrize("keep", ["all", 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_runs_under_autocast_are_followed(tmp_path, dtype, keep) -> None:
+    run, task = recorded(tmp_path, dtype, keep)
+    assert run.manifest.autocast == str(dtype).removeprefix("torch.")
+    plain = train(net(), dtype)
+    assert all(torch.equal(a, b) for a, b in zip(task.model.parameters(), plain.parameters(), strict=True))
+
+    def loss(model) -> float:
+        model.eval()
+        with torch.no_grad():
+            return float(F.cross_entropy(model(data().tensors[0]), data().tensors[1]))
+
+    base = loss(plain)
+    truth = torch.tensor([loss(train(net(), dtype, out=k)) - base for k in IDS])
+    replay = lo.Replay().score(run, task, data(), ids=IDS).values.flatten()
+    assert torch.allclose(replay, truth, atol=2e-6, rtol=0.02)
+    # Derivatives are those of the training without casts, which rounds differently and goes nearly the same way.
+    scores = lo.SGDIE().score(run, task, data()).values.flatten()
+    wide = recorded_wide(tmp_path)
+    assert float(torch.corrcoef(torch.stack([scores, wide]))[0, 1]) > 0.99
+
+
+def recorded_wide(tmp_path):
+    recorders = []
+
+    def watch(loader, optimizer):
+        recorders.append(lo.Recorder(tmp_path / "wide", model, optimizer))
+        return recorders[0].watch(loader)
+
+    model = net()
+    train(model, torch.bfloat16, watch, cast=False)
+    task = lo.Task(model, nn.CrossEntropyLoss(), data())
+    return lo.SGDIE().score(recorders[0].finish(), task, data()).values.flatten()
+
+
+def test_another_precision_than_the_recorded_one_is_noticed(tmp_path) -> None:
+    run, task = recorded(tmp_path, torch.bfloat16, "all")
+    object.__setattr__(run.manifest, "autocast", None)
+    with pytest.raises(lo.MismatchError) as error:
+        lo.SGDIE().score(run, task, data())
+    assert error.value.code == "step-does-not-follow"

@@ -1,0 +1,164 @@
+"""What notebooks show, plots, progress in a cell, and cells that run twice."""
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import leaveout as lo
+from leaveout.compute import progress
+
+
+class Balanced(HTMLParser):
+    """Refuses HTML whose elements do not close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.words = [], ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += f" {data}"
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    digits = lo.data.load("digits", n_train=60, n_val=20)
+    noisy = lo.data.flip(digits.train, 0.1, seed=1).examples
+    torch.manual_seed(0)
+    task = lo.Task(nn.Linear(64, 10), nn.CrossEntropyLoss(), noisy)
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.5)
+    run = lo.train(task, optimizer, epochs=4, batch_size=20, seed=0, out=tmp_path_factory.mktemp("nb") / "run")
+    study = lo.Study(run, task, digits.val)
+    study.score(lo.SGDIE())
+    study.verify(replays=8)
+    study.labels()
+    study.cleanse(test_set=digits.test, remove=[2, 5], random=1)
+    return study
+
+
+def test_results_show_themselves(study):
+    scores, check = study.scores["SGD-IE"], study.checks["SGD-IE"]
+    for thing, words in (
+        (scores, [f"{scores.harmful_count} did harm", str(scores.top(1).index[0])]),
+        (check, [check.verdict.value, "8 exact replays"]),
+        (study.issues, [study.issues.issues["why"].iloc[0]]),
+        (study.curve, ["in pairs", "SGD-IE"]),
+        (study.run, ["12", "SGD"]),
+        (study, [study.issues.sentence, "SGD-IE", check.verdict.value]),
+    ):
+        shown = Balanced(thing._repr_html_()).words
+        for word in words:
+            assert word in shown, (type(thing), word)
+
+
+def test_names_in_the_data_are_escaped():
+    scores = lo.Scores(torch.tensor([[1.0], [-1.0]]), ("<b>a", "c"), ("mean",), "<i>ACC")
+    assert "&lt;b&gt;a" in scores._repr_html_()
+    assert "<i>" not in scores._repr_html_()
+
+
+def test_a_page_shows_itself(study, tmp_path):
+    page = study.report(tmp_path / "page.html")
+    assert isinstance(page, Path)
+    shown = page._repr_html_()
+    source = re.search(r'srcdoc="([^"]*)"', shown)[1]
+    assert source.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&#x27;", "'").replace(
+        "&amp;", "&"
+    ) == page.read_text(encoding="utf-8")
+
+
+def test_plots(study):
+    pytest.importorskip("matplotlib").use("Agg")
+    from matplotlib import pyplot
+
+    counted = study.scores["SGD-IE"].plot()
+    assert sum(patch.get_height() for patch in counted.patches) == 60
+    points = study.checks["SGD-IE"].plot().collections
+    assert sum(len(part.get_offsets()) for part in points) == 8
+    assert int(study.issues.plot().images[0].get_array().sum()) == len(study.issues)
+    curve = study.curve.plot()
+    assert [line.get_label() for line in curve.lines] == ["nothing removed", "SGD-IE", "random"]
+    assert curve is study.curve.plot(curve), "axes of one's own are drawn on"
+    pyplot.close("all")
+
+
+def test_a_plot_without_matplotlib_says_what_to_do(study, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(lo.UnsupportedError) as refused:
+        study.curve.plot()
+    assert refused.value.code == "matplotlib-missing"
+
+
+def test_bars_in_a_notebook(monkeypatch):
+    assert not progress.in_notebook()
+
+    class ZMQInteractiveShell:
+        pass
+
+    class IPython:
+        get_ipython = staticmethod(ZMQInteractiveShell)
+
+    monkeypatch.setitem(sys.modules, "IPython", IPython)
+    assert progress.in_notebook()
+
+
+def trained(path, epochs, **options):
+    digits = lo.data.load("digits", n_train=40, n_val=20)
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = lo.Recorder(path, model, optimizer, **options)
+    for _ in range(epochs):
+        for x, y in recorder.watch(DataLoader(digits.train, batch_size=20)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return recorder.finish(), lo.Task(model, nn.CrossEntropyLoss(), digits.train), digits.val
+
+
+def test_a_cell_that_records_runs_twice(tmp_path):
+    run, task, query = trained(tmp_path / "run", 3)
+    lo.SGDIE().score(run, task, query).save(tmp_path / "run/scores/sgd-ie.safetensors")
+    with pytest.raises(lo.RunError, match="replace it with overwrite=True") as refused:
+        trained(tmp_path / "run", 2)
+    assert refused.value.code == "run-exists"
+    run, *_ = trained(tmp_path / "run", 2, overwrite=True)
+    assert len(run) == len(lo.open_run(tmp_path / "run")) == 4
+    assert not (tmp_path / "run/scores").exists(), "the scores were of the run that is gone"
+    assert lo.check_run(tmp_path / "run") == []
+    assert len(trained(tmp_path / "new", 1, overwrite=True)[0]) == 2
+
+
+def test_overwriting_takes_nothing_of_others(tmp_path):
+    trained(tmp_path / "run", 1)
+    (tmp_path / "run/notes.txt").write_text("mine")
+    with pytest.raises(lo.RunError) as refused:
+        trained(tmp_path / "run", 1, overwrite=True)
+    assert refused.value.code == "directory-not-empty"
+    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+
+
+def test_a_run_that_is_being_written_is_not_overwritten(tmp_path):
+    digits, model = lo.data.load("digits", n_train=40, n_val=20), nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    for x, y in recorder.watch(DataLoader(digits.train, batch_size=20)):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    with pytest.raises(lo.RunError) as refused:
+        trained(tmp_path / "run", 1, overwrite=True)
+    assert refused.value.code == "directory-busy"
+    assert len(recorder.finish()) == 2

@@ -1,0 +1,102 @@
+"""A study says run, task and query once, remembers what was answered, and answers as the functions do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+from leaveout.study import most_trusted
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory):
+    digits = lo.data.load("digits", n_train=80, n_val=20)
+    noisy = lo.data.flip(digits.train, 0.1, seed=1).examples
+    torch.manual_seed(0)
+    task = lo.Task(nn.Linear(64, 10), nn.CrossEntropyLoss(), noisy)
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.5)
+    run = lo.train(task, optimizer, epochs=4, batch_size=20, seed=0, out=tmp_path_factory.mktemp("study") / "run")
+    return run, task, digits.val, digits.test
+
+
+@pytest.fixture
+def study(problem):
+    return lo.Study(*problem[:3], show=lambda example: example[0].reshape(8, 8))
+
+
+def test_it_answers_as_the_functions_do(problem, study):
+    run, task, query, test = problem
+    scores = study.score(lo.SGDIE())
+    plain = lo.SGDIE().score(run, task, query)
+    assert torch.equal(scores.values, plain.values)
+    check = study.verify(scores, replays=8)
+    assert check.table.equals(lo.verify(plain, run, task, query, replays=8).table)
+    assert torch.equal(study.refine(scores, top=4).values, lo.refine(plain, run, task, query, top=4).values)
+    assert study.labels().table.equals(lo.labels(run, task, scores=plain, check=check).table)
+    curve = study.cleanse(scores, test, [4], random=1)
+    assert curve.table.equals(lo.cleanse(plain, run, task, test, [4], random=1).table)
+    assert torch.equal(study.timeline().values, lo.timeline(run, task, query).values)
+
+
+def test_it_remembers(problem, study):
+    scores = study.score(lo.SGDIE())
+    assert study.score(lo.SGDIE()) is scores
+    assert study.score(lo.SGDIE(), queries="each") is not scores
+    study = lo.Study(*problem[:3])
+    scores = study.score(lo.SGDIE())
+    check = study.verify(replays=8)
+    assert check.method == scores.method
+    assert study.verify(scores, replays=8) is check
+    assert study.verify(scores, replays=10) is not check
+    assert study.labels() is study.labels() is study.issues
+    assert study.cleanse(test_set=problem[3], remove=[4], random=0) is study.curve
+    assert study.cleanse(test_set=problem[3], remove=[4], random=0) is study.curve
+    assert "SGD-IE" in repr(study)
+
+
+def test_it_replays_everything_where_that_is_affordable(study):
+    assert study.score(budget=600).all_exact
+    assert study.choice is not None
+    assert not study.score(lo.SGDIE()).all_exact
+    assert study.best is not None
+    assert study.best.all_exact, "exact scores are preferred to newer ones"
+
+
+def test_the_most_trusted_scores(problem):
+    run, task, query, _ = problem
+    weak, good = lo.TracIn().score(run, task, query), lo.ACC("exact").score(run, task, query)
+    checks = {one.method: lo.verify(one, run, task, query, replays=16) for one in (weak, good)}
+    assert checks[good.method].random.kendall.low > checks[weak.method].random.kendall.low
+    unchecked = lo.SGDIE().score(run, task, query)
+    assert most_trusted([good, weak, unchecked], checks) is good
+    assert most_trusted([good, unchecked], {}) is unchecked
+    assert most_trusted([], {}) is None
+
+
+def test_scores_that_were_computed_elsewhere(problem, study):
+    run, task, query, _ = problem
+    scores = lo.SGDIE().score(run, task, query)
+    check = study.verify(scores, replays=8)
+    assert study.checks["SGD-IE"] is check
+    assert study.best is scores
+    with pytest.raises(lo.InputError) as refused:
+        study.cleanse(scores)
+    assert refused.value.code == "test-set-missing"
+
+
+def test_a_report_without_any_question_before(study, tmp_path):
+    page = study.report(tmp_path / "page.html")
+    assert page.exists()
+    assert len(study.scores) == 1
+
+
+def test_a_report_of_a_regression(tmp_path):
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.sum(1))
+    torch.manual_seed(0)
+    task = lo.Task(nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), nn.MSELoss(), data)
+    run = lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.1), 2, 10, 0, tmp_path / "run")
+    study = lo.Study(run, task, data)
+    assert study.report(tmp_path / "page.html").exists()
+    assert study.issues is None
