@@ -246,6 +246,10 @@ LONG = {
     "EmbeddingBag": Case(
         lambda h, m: h * m((h.detach() > 0).long(), None), lambda: (nn.EmbeddingBag(2, WIDTH, mode="sum"),)
     ),
+    "EmbeddingBag, mean with padding": Case(
+        lambda h, m: h * m((h.detach() > 0).long(), None),
+        lambda: (nn.EmbeddingBag(2, WIDTH, mode="mean", padding_idx=0),),
+    ),
     "temperature": Case(lambda h, m: h.tanh() / m.scale, lambda: (Scale(),)),
     **{
         name: layer(getattr(nn, name))
@@ -303,6 +307,12 @@ LONG = {
     "SoftMarginLoss": loss(nn.SoftMarginLoss, signs),
     "HingeEmbeddingLoss": loss(nn.HingeEmbeddingLoss, signs),
     "MultiMarginLoss": loss(nn.MultiMarginLoss, lambda y: y),
+    "MultiMarginLoss, squared and weighted": loss(
+        lambda: nn.MultiMarginLoss(p=2, weight=torch.tensor([1.0, 3.0], dtype=torch.float64)), lambda y: y
+    ),
+    "GaussianNLLLoss": Case(
+        lambda h: h.tanh(), loss=lambda o, y: F.gaussian_nll_loss(o[:, 0], y.double(), o[:, 1].exp(), reduction="none")
+    ),
     "MultiLabelSoftMarginLoss": loss(nn.MultiLabelSoftMarginLoss, one_hot),
 }
 

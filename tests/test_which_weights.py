@@ -56,6 +56,22 @@ def test_an_average_of_weights_is_said_not_to_be_scored(trained: Trained) -> Non
     assert torch.equal(scores.values, trained.score(trained.model).values)
 
 
+def test_labels_are_not_judged_by_an_average_of_weights(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 4, generator=generator)
+    data, model = TensorDataset(x, (x[:, 0] > 0).long()), nn.Linear(4, 2)
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.5), 3, 5, 0, tmp_path / "labels")
+    lo.labels(run, task)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(0.97)
+    with pytest.warns(lo.LeaveoutWarning, match=r"trained weights that are not the run's last"):
+        judged = lo.labels(run, lo.Task(other, nn.CrossEntropyLoss(), data))
+    assert judged.table.equals(lo.labels(run, task).table)
+
+
 def test_a_best_checkpoint_is_told_by_its_step(trained: Trained) -> None:
     with pytest.warns(lo.LeaveoutWarning, match=r"but those after step 11.*score run\.head\(12\)"):
         trained.score(trained.best)

@@ -38,8 +38,10 @@ def completed(
     items: Sequence[T],
     keys: Sequence[str],
     what: str,
-) -> list[Shard]:
-    """Call ``function((item, checkpoint))`` for every item; those that are kept under their keys are read instead.
+) -> Iterator[Shard]:
+    """Yield ``function((item, checkpoint))`` of every item, in order; those kept under their keys are read instead.
+
+    Whoever takes them decides how many are held together; only shards that are done before their turn wait here.
 
     Args:
         resources: the engine, and where shards are kept.
@@ -49,20 +51,29 @@ def completed(
         what: a word for the progress bar.
     """
     files = _files(resources, keys)
-    shards = {place: shard for place, file in enumerate(files) if (shard := _read(file)) is not None}
-    missing = [place for place in range(len(items)) if place not in shards]
+    missing = [place for place in range(len(items)) if not (files and _read(files[place]))]
     checkpoints = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
     todo = [(items[place], checkpoints[place]) for place in missing]
     # In this process, a shard shows a bar of its own, which counts the others in.
-    results = resources.map(function, todo, what) if resources.elsewhere else _in_turn(function, todo)
-    for number, shard in results:
+    done = resources.map(function, todo, what) if resources.elsewhere else _in_turn(function, todo)
+
+    def kept(place: int) -> Shard:  # read a second time, so that not all of them are held; if it is gone, done again
+        return _read(files[place]) or function((items[place], None))
+
+    waiting: dict[int, Shard] = {}
+    undone, turn = set(missing), 0
+    for number, shard in done:
         place = missing[number]
-        shards[place] = shard
         if files:
             _write(files[place], shard)
         if checkpoint := checkpoints[place]:
             checkpoint.unlink(missing_ok=True)
-    return [shards[place] for place in range(len(items))]
+        waiting[place] = shard
+        while turn in waiting or (turn < len(items) and turn not in undone):
+            yield waiting.pop(turn) if turn in waiting else kept(turn)
+            turn += 1
+    for place in range(turn, len(items)):
+        yield kept(place)
 
 
 def _in_turn(function: Callable[[T], Shard], items: Sequence[T]) -> Iterator[tuple[int, Shard]]:

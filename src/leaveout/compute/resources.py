@@ -20,7 +20,7 @@ R = TypeVar("R")
 ROWS, VECTORS, SHARD_BYTES = 64, 16, 500_000_000
 """What makes a shard that goes to another process or is kept: the same wherever it is done."""
 
-BESIDE = 64_000_000
+BESIDE = 32_000_000
 """What scoring may need beside its budget: traces and other code that is made for it, and what the allocator loses."""
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -60,7 +60,7 @@ class Resources:
     Args:
         memory: the most that is held, like ``"2GB"``, beside what is there already, the result (scores, and
             displacements if they are asked for), the states of the run between two kept ones with a shard of its
-            files, and 64 MB for traces and other code. Longer work is cut into chunks that fit; what does not fit is
+            files, and 32 MB for traces and other code. Longer work is cut into chunks that fit; what does not fit is
             kept in temporary files. A budget that does not hold one vector and its product is refused with the least
             that is needed. ``"auto"`` is half of what the machine has free. Each worker of an engine has this budget.
         progress: show progress bars; by default only on a terminal.
@@ -107,6 +107,10 @@ class Resources:
     def divided(self, parts: int) -> Resources:
         """Return the same with a budget for one of several things held together; half of what is free stays that."""
         return self if self.memory == "auto" else replace(self, memory=max(1, self.bytes // parts))
+
+    def without(self, held: int) -> Resources:
+        """Return the same with a budget smaller by what is held all along; half of what is free stays that."""
+        return self if self.memory == "auto" else replace(self, memory=max(1, self.bytes - held))
 
     def check(self, least: int, what: str) -> None:
         """Refuse a budget that is smaller than the least that the work needs."""

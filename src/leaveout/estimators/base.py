@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import VECTORS, Resources
 from leaveout.errors import MismatchError
 from leaveout.estimators.question import Question
-from leaveout.estimators.readout import Projected, Query
+from leaveout.estimators.readout import Collected, Projected, Query
 from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
@@ -35,6 +35,9 @@ from leaveout.trajectory.left_out import Groups, LeftOut, leave_out
 from leaveout.trajectory.trajectory import Trajectory
 
 T = TypeVar("T")
+
+COPIES = 4
+"""How many columns with a number for each row are held for a query vector: plain and corrected sums, and copies."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Request:
 
     def shards(
         self, function: Callable[[Request, T], dict[str, Tensor]], items: Sequence[T], words: Sequence[str], what: str
-    ) -> list[dict[str, Tensor]]:
-        """Call ``function(request, item)`` for every item, where the engine does it; ``words`` tell the items apart."""
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield ``function(request, item)`` of every item, wherever the engine does it; ``words`` tell items apart."""
         keys = [f"{self._identity} {what} {word}" for word in words] if self.resources.work is not None else []
         inside, elsewhere = replace(self, resources=self.resources.inside()), self.resources.elsewhere
 
@@ -68,12 +71,11 @@ class Request:
                 returned()
             return Shard(tensors, own.cost)
 
-        shards = completed(self.resources, work, items, keys, what)
-        for shard in shards:
+        for shard in completed(self.resources, work, items, keys, what):
             self.cost.hvps += shard.cost.hvps
             self.cost.gradients += shard.cost.gradients
             self.cost.peak_memory = max(self.cost.peak_memory, shard.cost.peak_memory)
-        return [shard.tensors for shard in shards]
+            yield shard.tensors
 
     @cached_property
     def _identity(self) -> str:
@@ -83,17 +85,24 @@ class Request:
         return identity(self.trajectory.run, query.task, query.params, *question)
 
     def rows(
-        self, function: Callable[[Request], tuple[Tensor, Params | None]], bytes_each: int, what: str
+        self,
+        function: Callable[[Request], tuple[Tensor, Params | None]],
+        bytes_each: int,
+        what: str,
+        least: int | None = None,
     ) -> tuple[Tensor, Params | None]:
-        """Return scores and displacements of all rows, by shards; ``function`` has those of a request's rows."""
-        budget.check(self.resources, self.trajectory, bytes_each, "one row")
+        """Return scores and displacements of all rows, by shards; ``function`` has those of a request's rows.
+
+        ``least`` says how many bytes one row needs, if not its own and those of a product.
+        """
+        self.resources.check(least or bytes_each + budget.product_bytes(self.trajectory), "one row")
         parts = list(self.left_out.chunks(self.resources.shard_size(2 * bytes_each, len(self.left_out))))
 
         def work(request: Request, part: LeftOut) -> dict[str, Tensor]:
             values, moved = function(replace(request, left_out=part))
             return {"values": values, **{f"moved/{name}": tensor for name, tensor in (moved or {}).items()}}
 
-        shards = self.shards(work, parts, [part.identity() for part in parts], what)
+        shards = list(self.shards(work, parts, [part.identity() for part in parts], what))
         values = torch.cat([one["values"] for one in shards])
         return values, _moved(shards) if self.displacements else None
 
@@ -105,24 +114,31 @@ class Request:
         alone: bool = False,
         vector_bytes: int | None = None,
     ) -> dict[str, Tensor]:
-        """Return what ``function`` gives for a readout's query vectors, a column each, by shards of them.
+        """Read scores from the inner products with a readout's vectors that ``function`` gives, by shards of them.
 
-        As many vectors are made and carried at a time as the budget holds. ``alone`` says that each has a sweep of its
-        own, and gets a shard of its own; ``vector_bytes`` says how many bytes a vector needs, if not those of a sweep.
+        As many vectors are made and carried at a time as the budget holds, and their products are read at once.
+        ``alone`` says that each has a sweep of its own, and gets a shard of its own; ``vector_bytes`` how many bytes a
+        vector needs, if not those of a sweep.
         """
-        bytes_each, count = vector_bytes or budget.backward_bytes(self.trajectory), readout.count(self.query)
+        column = len(self.left_out) * next(iter(self.query.params.values())).element_size()
+        bytes_each = (vector_bytes or budget.backward_bytes(self.trajectory)) + COPIES * column
         budget.check(self.resources, self.trajectory, bytes_each, "one query vector")
-        size = self.resources.shard_size(2 * bytes_each, count, VECTORS)
+        size = self.resources.shard_size(2 * bytes_each, readout.count(self.query), VECTORS)
         if alone and not self.resources.whole:
             size = 1
-        parts = [(start, min(start + size, count)) for start in range(0, count, size)]
-        words = [f"{self.left_out.identity()} vectors {number} of {size}" for number in range(len(parts))]
+        parts = readout.spans(self.query, size)
+        if size < (width := readout.width(self.query)):
+            budget.check(self.resources, self.trajectory, bytes_each + COPIES * width * column, "one query's outputs")
+        words = [f"{self.left_out.identity()} vectors {start} to {stop}" for start, stop in parts]
 
         def work(request: Request, part: tuple[int, int]) -> dict[str, Tensor]:
             return function(request, readout.part(request.query, *part))
 
-        shards = self.shards(work, parts, words, "sweeping")
-        return {name: torch.cat([one.pop(name) for one in shards], dim=1) for name in list(shards[0])}
+        collected: dict[str, Collected] = {}
+        for (start, _), tensors in zip(parts, self.shards(work, parts, words, "sweeping"), strict=True):
+            for name in list(tensors):
+                collected.setdefault(name, Collected(readout, self.query)).add(start, tensors.pop(name))
+        return {name: scores.values for name, scores in collected.items()}
 
     def scores(self, method: str, values: Float[Tensor, "rows queries"], moved: Params | None = None) -> Scores:
         """Return the values with everything that they need to be understood."""

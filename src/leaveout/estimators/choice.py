@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxtyping import Float
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params
@@ -80,14 +79,10 @@ class Choice:
         self.schedule.check(request.trajectory.run)
         if self.transport in (None, "exact"):
             return self._swept(request)
-        return self.read(request, self.products(request).corrected), None
+        return self.scores(request).corrected, None
 
-    def read(self, request: Request, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
-        """Compute scores from inner products."""
-        return self._projected(request).of_products(request.query, products)
-
-    def products(self, request: Request) -> Products:
-        """Compute the plain and the corrected inner products by one cheap sweep, in the cheaper order."""
+    def scores(self, request: Request) -> Products:
+        """Compute the plain and the corrected scores by one cheap sweep, in the cheaper order."""
         readout = self._projected(request)
         sweep = Sweep(request.trajectory, self.kind, schedule=self.schedule)
         if self.transport == "jump":
@@ -148,7 +143,7 @@ class Choice:
         if isinstance(readout, Projected) and not forward:
             cheaper = corrected or readout.count(request.query) > len(request.left_out)
             if self.direction == "backward" or not cheaper:
-                return readout.of_products(request.query, request.columns(pulled, readout)["products"]), None
+                return request.columns(pulled, readout)["products"], None
         return request.rows(pushed, budget.forward_bytes(request.trajectory), "forward")
 
     def _path(self, request: Request) -> Callable[[Params], Params] | None:

@@ -101,8 +101,7 @@ class InfluenceFunction(Estimator):
             return values, displacements if shard.displacements else None
 
         if isinstance(readout, Projected) and not request.displacements:
-            products = request.columns(solved, readout, vector_bytes=HELD * width)["products"]
-            return readout.of_products(request.query, products), None
+            return request.columns(solved, readout, vector_bytes=HELD * width)["products"], None
         return request.rows(moved, HELD * width, "solving")
 
 

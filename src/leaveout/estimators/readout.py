@@ -56,6 +56,12 @@ class Query:
         footprint = self.task.footprint(self.params, self.task.read([0], self.dataset))
         return self.fits(8 * footprint, BLOCK)
 
+    @cached_property
+    def output_width(self) -> int:
+        """Count the numbers that the model gives for one query example."""
+        with torch.no_grad():
+            return self.task.outputs(self.params, self.task.read([0], self.dataset))[0].numel()
+
     def fits(self, bytes_each: int, count: int) -> int:
         """Return how many of ``count`` things of this size go together; what is free just now has no say."""
         if self.resources.memory == "auto":
@@ -127,6 +133,10 @@ class Projected(Readout):
     """A readout that needs only inner products of the displacements with a few vectors, so it can go backward."""
 
     @abstractmethod
+    def width(self, query: Query) -> int:
+        """Count the vectors of each query, or of their mean where one serves for all."""
+
+    @abstractmethod
     def count(self, query: Query) -> int:
         """Count the vectors."""
 
@@ -138,24 +148,69 @@ class Projected(Readout):
         """Stack all vectors."""
         return self.part(query, 0, self.count(query))
 
-    def parts(self, query: Query, size: int) -> Iterator[Params]:
-        """Yield all vectors, at most ``size`` at a time."""
-        for start in range(0, self.count(query), size):
-            yield self.part(query, start, min(start + size, self.count(query)))
+    def spans(self, query: Query, size: int) -> list[tuple[int, int]]:
+        """List runs of at most ``size`` vectors: those of whole queries, or else parts of a single one."""
+        width, count = self.width(query), self.count(query)
+        if size >= width:
+            step = size - size % width
+            return [(start, min(start + step, count)) for start in range(0, count, step)]
+        inside = [(start, min(start + size, width)) for start in range(0, width, size)]
+        return [(first + start, first + stop) for first in range(0, count, width) for start, stop in inside]
 
     @abstractmethod
-    def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
-        """Compute scores from the inner products."""
+    def of_products(
+        self, query: Query, first: int, products: Float[Tensor, "rows vectors"]
+    ) -> Iterator[tuple[int, Float[Tensor, "rows some"]]]:
+        """Yield what products add to the scores, with its first column; they are of whole queries from ``first`` on."""
 
     def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
         """Compute scores from the displacements themselves."""
-        size = query.fits(8 * nbytes({PARAM: query.task.own(query.params)}), self.count(query))
-        products = [inner(moved, part) for part in self.parts(query, size)]
-        return self.of_products(query, torch.cat(products, dim=1))
+        scores, bytes_each = Collected(self, query), 8 * nbytes({PARAM: query.task.own(query.params)})
+        for start, stop in self.spans(query, query.fits(bytes_each, self.count(query))):
+            scores.add(start, inner(moved, self.part(query, start, stop)))
+        return scores.values
+
+
+class Collected:
+    """Reads scores of some rows as their inner products with a readout's vectors arrive: never are all held together.
+
+    The vectors of one query may arrive in several parts. These are held until the last one, and then read.
+    """
+
+    def __init__(self, readout: Projected, query: Query) -> None:
+        self._readout, self._query = readout, query
+        self._values: Tensor | None = None
+        self._waiting: Tensor | None = None
+
+    def add(self, start: int, products: Float[Tensor, "rows vectors"]) -> None:
+        """Take the inner products with the vectors from number ``start`` on; parts arrive in order."""
+        width, count = self._readout.width(self._query), products.shape[1]
+        query, first = divmod(start, width)
+        if self._values is None:
+            self._values = products.new_zeros((len(products), len(self._query.ids)))
+        if count < width:
+            if self._waiting is None:
+                self._waiting = products.new_zeros((len(products), width))
+            self._waiting[:, first : first + count] = products
+            if first + count < width:
+                return
+            products, self._waiting = self._waiting, None
+        for place, part in self._readout.of_products(self._query, query, products):
+            self._values[:, place : place + part.shape[1]] += part
+
+    @property
+    def values(self) -> Float[Tensor, "rows queries"]:
+        """Return the scores."""
+        assert self._values is not None  # noqa: S101 - a query is never empty
+        return self._values
 
 
 class Linear(Projected):
     """⟨∇L(query, θ_N), δ⟩."""
+
+    def width(self, query: Query) -> int:  # noqa: ARG002 - as for other readouts
+        """Return one."""
+        return 1
 
     def count(self, query: Query) -> int:
         """Count one vector per query, or one for their mean."""
@@ -173,21 +228,26 @@ class Linear(Projected):
         assert total is not None  # noqa: S101 - a query is never empty
         return each(lambda tensor: tensor.unsqueeze(0), total)
 
-    def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
-        """Return the products: they are the scores, a column each."""
-        return products.reshape(-1, len(query.ids))
+    def of_products(
+        self,
+        query: Query,  # noqa: ARG002 - as for other readouts
+        first: int,
+        products: Float[Tensor, "rows vectors"],
+    ) -> Iterator[tuple[int, Float[Tensor, "rows some"]]]:
+        """Yield the products: they are the scores, a column each."""
+        yield first, products
 
 
 class Outputs(Projected):
     """L(z + J·δ) − L(z): the outputs' change is linear, the loss of the outputs is not."""
 
     def count(self, query: Query) -> int:
-        """Count one vector per output and query."""
-        return query.size * self._width(query)
+        """Count one vector for each output of each query."""
+        return query.size * self.width(query)
 
     def part(self, query: Query, start: int, stop: int) -> Params:
         """Compute rows of the outputs' Jacobian: whole examples together, of the others those that are asked for."""
-        width, rows, place = self._width(query), [], start
+        width, rows, place = self.width(query), [], start
         while place < stop:
             example, first = divmod(place, width)
             last = min(stop - example * width, width)
@@ -201,22 +261,29 @@ class Outputs(Projected):
                 place += last - first
         return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
 
-    def _width(self, query: Query) -> int:
-        with torch.no_grad():
-            return query.task.outputs(query.params, query.task.read([0], query.dataset))[0].numel()
+    def width(self, query: Query) -> int:
+        """Count the outputs of one query."""
+        return query.output_width
 
-    def of_products(self, query: Query, products: Float[Tensor, "rows vectors"]) -> Float[Tensor, "rows queries"]:
+    def of_products(
+        self, query: Query, first: int, products: Float[Tensor, "rows vectors"]
+    ) -> Iterator[tuple[int, Float[Tensor, "rows some"]]]:
         """Compute the loss at the moved outputs, minus the loss at the recorded ones."""
-        changes, start = [], 0
-        for block in query.blocks():
+        start = 0
+        for block in query.blocks(range(first, first + products.shape[1] // self.width(query))):
             with torch.no_grad():
                 outputs, targets = query.task.outputs(query.params, block)
+                losses = query.task.over_models(query.task.output_measures, (0, None))
+                here = query.task.output_measures(outputs, targets)
                 stop = start + outputs.numel()
-                moved = outputs + products[:, start:stop].unflatten(1, outputs.shape)
-                losses = query.task.over_models(query.task.output_measures, (0, None))(moved, targets)
-                changes.append(losses - query.task.output_measures(outputs, targets))
+                size = query.fits(8 * outputs.numel() * outputs.element_size(), len(products))
+                changes = [
+                    losses(outputs + part.unflatten(1, outputs.shape), targets) - here
+                    for part in products[:, start:stop].split(size)
+                ]
+            change, place = torch.cat(changes), first + start // self.width(query)
+            yield (place, change) if query.single else (0, change.sum(1, keepdim=True) / query.size)
             start = stop
-        return query.reduce(torch.cat(changes, dim=1))
 
 
 class Exact(Readout):

@@ -88,7 +88,7 @@ class Replay(Estimator):
             values = shard.query.reduce(losses[:-1] - losses[-1:])
             return values, each(lambda tensor: tensor[:-1] - tensor[-1:], params) if shard.displacements else None
 
-        return request.rows(replays, bytes_each, "replaying")
+        return request.rows(replays, bytes_each, "replaying", least=2 * bytes_each)
 
 
 def replayed(

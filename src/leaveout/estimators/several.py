@@ -64,13 +64,11 @@ def one_by_one(
             with request.cost.metered(), kept_memory():
                 choice = chosen.choice()
                 choice.schedule.check(question.run)
-                products = choice.products(request)
-                corrected = choice.read(request, products.corrected)
-                plain = choice.read(request, products.plain)
+                scores = choice.scores(request)
             if estimator not in there:
-                yield estimator, request.scores(chosen.name, corrected)
+                yield estimator, request.scores(chosen.name, scores.corrected)
             if beside in pair and beside not in there:
-                yield beside, request.scores(beside.name, plain)
+                yield beside, request.scores(beside.name, scores.plain)
     for estimator in waiting:
         if estimator not in there:
             yield estimator, estimator.answer(question)

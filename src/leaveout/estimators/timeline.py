@@ -20,8 +20,10 @@ from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators.readout import Linear, Query
+from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
+from leaveout.sweep import budget
 from leaveout.sweep.sweep import Sweep
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, leave_out
@@ -74,19 +76,21 @@ def timeline(
         groups: these groups instead of single examples.
         resources: memory budget and progress.
     """
-    trajectory = Trajectory(run, task).compared()
-    mean_query = Query(
-        trajectory.task, trajectory.final()[PARAM], query, single=False, resources=(resources or Resources()).inside()
-    )
+    trajectory, resources = Trajectory(run, task).compared(), resources or Resources()
+    final = trajectory.final()[PARAM]
+    warn_of_other_weights(run, task.parameters(), final)
+    asked = Query(trajectory.task, final, query, single=False, resources=resources.inside())
+    asked.check()
+    budget.check(resources, trajectory, budget.backward_bytes(trajectory), "one query vector")
     left_out = leave_out(task.size, ids, groups)
     names, column = spans([run.record(i).epoch for i in range(len(run))])
-    vectors = Linear().vectors(mean_query)
+    vectors = Linear().vectors(asked)
     values = next(iter(vectors.values())).new_zeros((len(left_out), len(names)))
     with kept_memory():
-        for recorded, pulled in Sweep(trajectory).pulled(vectors, resources or Resources(), Cost()):
+        for recorded, pulled in Sweep(trajectory).pulled(vectors, resources, Cost()):
             row, position = left_out.pairs(recorded.record.ids)
             values[:, column[recorded.record.index]].index_add_(0, row, pulled.weights[0, position], alpha=-1)
-    return Timeline(values.cpu(), left_out.names, names, mean_query.fingerprint())
+    return Timeline(values.cpu(), left_out.names, names, asked.fingerprint())
 
 
 def spans(epochs: Sequence[int], most: int = MOST) -> tuple[tuple[str, ...], list[int]]:

@@ -187,7 +187,7 @@ def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cos
     parts = list(left_out.chunks(resources.shard_size(budget.replay_bytes(again.trajectory), len(left_out))))
     prefix = "" if resources.work is None else again.identity()
     keys = [] if resources.work is None else [f"{prefix} {part.identity()}" for part in parts]
-    shards = completed(resources, again, parts, keys, "training again")
+    shards = list(completed(resources, again, parts, keys, "training again"))
     cost.gradients += sum(shard.cost.gradients for shard in shards)
     measured = torch.cat([shard.tensors["measured"][:-1] for shard in shards] + [shards[0].tensors["measured"][-1:]])
     names = [*(name for name, _ in chosen), {"choice": NOTHING, "removed": 0, "draw": 0}]

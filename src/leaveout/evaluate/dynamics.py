@@ -18,6 +18,7 @@ from leaveout._util.trees import PARAM, Params, each
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError, check_seed, is_whole
+from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.task import batches
 from leaveout.task.batches import Batch
@@ -130,6 +131,7 @@ def dynamics(
     resources = resources or Resources()
     trajectory = Trajectory(run, task)
     trajectory.batch(0)  # compared with what was recorded
+    warn_of_other_weights(run, task.parameters(), trajectory.final_whole()[PARAM])
     steps = chosen_states(range(len(run) + 1) if folds else run.kept, states)
     tables = _Collected(task, len(steps))
     if folds is None:

@@ -60,7 +60,7 @@ def constants_of(model: nn.Module, rule: Rule, moving: Iterable[str] = ()) -> di
 
 
 def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) -> None:
-    """Say that a model holds trained weights which are not the ones that are scored: an average, a best checkpoint.
+    """Say that a model holds trained weights which are not the ones that count: an average, a best checkpoint.
 
     A model that was built anew, or that the run left at its beginning or its end, is the usual case. So weights count
     as trained only if they are one of the run's states, or nearer to its end than half of the way from its beginning.
@@ -80,7 +80,7 @@ def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) ->
     remedy = f"score run.head({same[0]}) for these" if same else "score run.head(steps) for an earlier state"
     warnings.warn(
         f"The task's model holds trained weights that are not the run's last ones{place} (a best checkpoint, an "
-        f"average of weights?). The scores are of the state after step {len(run) - 1} all the same, not of these: "
+        f"average of weights?). The run's own states count all the same, up to that after step {len(run) - 1}: "
         f"{remedy}, or put the run's last weights into the model.",
         LeaveoutWarning,
         stacklevel=4,

@@ -14,13 +14,14 @@ all of them. The products H(z)·δ_r do not depend on the query.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from leaveout._util.allocator import returned
 from leaveout._util.trees import Params, each, height, split
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
@@ -94,14 +95,30 @@ class Correction:
 
         A vector per step is kept for each: in memory, or in a temporary file where that saves sweeps.
         """
+        basis = None if subspace is None else self._basis(queries, subspace)
+        if basis is not None:  # the rest of the budget is for all else
+            rest = self.resources.without(basis.numel() * basis.element_size())
+            budget.check(rest, self.trajectory, budget.backward_bytes(self.trajectory), "one query vector and a basis")
+            return replace(self, resources=rest)._by_chunks(queries, basis)
+        return self._by_chunks(queries, None)
+
+    def _basis(self, queries: Params, subspace: Subspace) -> Float[Tensor, "rank width"]:
+        layout = Layout(self.trajectory.rule, each(lambda t: t[0], queries))
+        rank = min(subspace.rank, layout.width)
+        basis = top_directions(self.trajectory, layout, self.sweep.kind, rank, self.resources, self.cost)
+        if self.resources.memory != "auto":  # the search needs more than what comes after it
+            returned()
+        return basis
+
+    def _by_chunks(self, queries: Params, basis: Float[Tensor, "rank width"] | None) -> Products:
         count, width = height(queries), budget.param_bytes(self.trajectory) * len(self.trajectory)
         carried = self.resources.divided(2).chunk(2 * budget.backward_bytes(self.trajectory), count)
-        stored = self.resources.divided(2).chunk(2 * width, count)
-        disk = stored * 4 < carried or self.resources.divided(2).bytes < 2 * width
-        chunk = min(carried, max(1, FILE_BYTES // width) if disk else stored)
-        return _side_by_side([self._corrected_gradient(part, subspace, disk) for part in split(queries, chunk)])
+        kept = self.resources.divided(2).chunk(2 * width, count)
+        disk = kept * 4 < carried or self.resources.divided(2).bytes < 2 * width
+        chunk = min(carried, max(1, FILE_BYTES // width) if disk else kept)
+        return _side_by_side([self._corrected_gradient(part, basis, disk) for part in split(queries, chunk)])
 
-    def _corrected_gradient(self, queries: Params, subspace: Subspace | None, disk: bool) -> Products:
+    def _corrected_gradient(self, queries: Params, basis: Float[Tensor, "rank width"] | None, disk: bool) -> Products:
         layout = Layout(self.trajectory.rule, each(lambda t: t[0], queries))
         like = next(iter(queries.values()))
         plain = like.new_zeros((len(self.left_out), height(queries)))
@@ -110,10 +127,11 @@ class Correction:
         for recorded, pulled in self.sweep.pulled(queries, self.resources.divided(2), self.cost):
             pulled.add_to(plain, self.left_out.pairs(recorded.record.ids))
             reached[torch.tensor([recorded.record.index])] = layout.flatten(pulled.gradient)[None]
+            del pulled
         extra = torch.zeros_like(plain)
-        transport, stop = self._transport(layout, subspace, like), self._stop()
+        transport, stop = self._transport(layout, basis, like), self._stop()
         most = pair_count(self.sweep, self.resources)
-        size = most if subspace is None else max(1, most // 3)
+        size = most if basis is None else max(1, most // 3)
         for recorded in self.resources.track(self.trajectory.forward(), len(self.trajectory), "forward"):
             if recorded.record.index >= stop:
                 break
@@ -129,13 +147,9 @@ class Correction:
                 extra.index_add_(0, part, curved @ along, alpha=-1 / len(recorded.record.ids))
         return Products(plain, plain + extra)
 
-    def _transport(self, layout: Layout, subspace: Subspace | None, like: Tensor) -> Transport:
+    def _transport(self, layout: Layout, basis: Float[Tensor, "rank width"] | None, like: Tensor) -> Transport:
         free = Free(self.trajectory, layout, self.sweep.kind, len(self.left_out), self.resources, like)
-        if subspace is None:
-            return free
-        rank = min(subspace.rank, layout.width)
-        basis = top_directions(self.trajectory, layout, self.sweep.kind, rank, self.resources, self.cost)
-        return SubspaceTransport(self.trajectory, layout, free, basis)
+        return free if basis is None else SubspaceTransport(self.trajectory, layout, free, basis)
 
     def _stop(self) -> int:
         """Return the step after the last one that is corrected."""

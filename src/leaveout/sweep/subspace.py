@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, sum_of
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.sweep import budget
@@ -28,20 +27,30 @@ def top_directions(
     """
     count = min(len(trajectory), SAMPLES)
     chosen = {round(i) for i in torch.linspace(0, len(trajectory) - 1, count).tolist()}
-    recorded_steps = [trajectory.recorded_step(index) for index in sorted(chosen)]
-    like = next(iter(recorded_steps[0].before[PARAM].values()))
     width = min(rank + EXTRA, layout.width)
+    held = budget.directions_bytes(trajectory, width, len(chosen))
+    budget.check(resources, trajectory, held, f"the search for {width} directions")
+    chunk = budget.chunk(resources.without(held), trajectory, width)
+    curvatures = [_curvature(trajectory, index, kind) for index in sorted(chosen)]
+    like = next(iter(curvatures[0].params.values()))
     start = torch.randn(layout.width, width, generator=torch.Generator().manual_seed(0))
-    chunk = budget.chunk(resources, trajectory, width)
-    curvatures = [kind(trajectory.task, recorded.params, recorded.batch, chunk) for recorded in recorded_steps]
     product = start.to(like)
+    del start
     for _ in resources.track(range(ROUNDS + 1), ROUNDS + 1, "finding directions"):
         basis = torch.linalg.qr(product)[0]
-        columns = layout.unflatten(basis.T)
-        product = sum_of(layout.flatten(curvature.products(columns)[0]).T for curvature in curvatures) / len(
-            recorded_steps
-        )
-    cost.hvps += (ROUNDS + 1) * width * len(recorded_steps)
+        product = torch.zeros_like(basis)
+        for curvature in curvatures:
+            for place in range(0, width, chunk):
+                columns = layout.unflatten(basis[:, place : place + chunk].T)
+                product[:, place : place + chunk] += layout.flatten(curvature.products(columns)[0]).T
+        product /= len(curvatures)
+    cost.hvps += (ROUNDS + 1) * width * len(curvatures)
     # Which of the directions are curved most: the eigenvectors of H̄ within their span.
     values, vectors = torch.linalg.eigh(basis.T @ product)
     return (basis @ vectors[:, values.abs().argsort(descending=True)[:rank]]).T
+
+
+def _curvature(trajectory: Trajectory, index: int, kind: type[Curvature]) -> Curvature:
+    """Return the curvature at one step; of the step itself, nothing else is kept."""
+    recorded = trajectory.recorded_step(index)
+    return kind(trajectory.task, recorded.params, recorded.batch)

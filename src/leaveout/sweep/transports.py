@@ -189,8 +189,9 @@ class SubspaceTransport(Transport):
                 code="hyperparameters-differ",
             )
         chunk = budget.chunk(self._free.resources.divided(4), self._trajectory, len(self._basis))
-        curvature = self._free.kind(self._trajectory.task, recorded.params, recorded.batch, chunk)
-        curved = self._layout.flatten(curvature.products(self._layout.unflatten(self._basis))[0]) @ self._basis.T
+        curvature = self._free.kind(self._trajectory.task, recorded.params, recorded.batch)
+        products = (curvature.products(self._layout.unflatten(part))[0] for part in self._basis.split(chunk))
+        curved = torch.cat([self._layout.flatten(product) @ self._basis.T for product in products])
         gradient = self._inside[PARAM] @ curved
         gradient.index_add_(0, row, terms, alpha=-1 / len(recorded.record.ids))
         self._inside = self._trajectory.rule.definition.step(self._inside, gradient, values(hypers[0]))

@@ -9,14 +9,14 @@ import torch
 from torch.func import vmap
 
 from leaveout.task import batches
-from leaveout.task.rewriting import WrittenOut
+from leaveout.task.rewriting import WrittenOut, quiet_loops
 
 
 def side_by_side(function: Callable, in_dims: Any = 0) -> Callable:
     """``vmap``, with operations written out that it has no rule for."""
 
     def call(*args: Any) -> Any:
-        with WrittenOut():
+        with WrittenOut(), quiet_loops():
             return vmap(function, in_dims)(*args)
 
     return call

@@ -373,14 +373,16 @@ def _by_chunks(
     count = len(leaves(stacked)[0])
     if chunk is None or chunk >= count:
         return _run(task, name, function, *shared, *stacked)
-    parts = []
+    joined: list[Tensor] = []
     for start in range(0, count, chunk):
-        part = _slice(stacked, start, start + chunk)
-        common, result = _run(task, name, function, *shared, *part)
-        parts.append(result)
-    joined = [torch.cat(pieces) for pieces in zip(*(leaves(part) for part in parts), strict=True)]
+        common, result = _run(task, name, function, *shared, *_slice(stacked, start, start + chunk))
+        pieces = leaves(result)
+        # Small results kept one by one would lie between the large blocks that are freed, and hold the heap in pieces.
+        joined = joined or [piece.new_empty((count, *piece.shape[1:])) for piece in pieces]
+        for whole, piece in zip(joined, pieces, strict=True):
+            whole[start : start + chunk] = piece
     given = iter(joined)
-    return common, map_leaves(lambda _: next(given), parts[0])
+    return common, map_leaves(lambda _: next(given), result)
 
 
 def _slice(nest: Any, start: int, stop: int) -> Any:

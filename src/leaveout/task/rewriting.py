@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -16,19 +17,54 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class WrittenOut(TorchFunctionMode):
-    """Computes g·v/‖v‖ of ``weight_norm`` from its parts: the fused operation's second derivative is wrong."""
+    """Computes operations from their parts whose second derivative is wrong (``weight_norm``) or missing."""
 
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is torch._weight_norm:
-            return _weight_norm(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        return PARTS.get(function, function)(*args, **(kwargs or {}))
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     others = [d for d in range(v.ndim) if d != dim % v.ndim] if dim != -1 else list(range(v.ndim))
     return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=True))
+
+
+def _hardsigmoid(value: Tensor, inplace: bool = False) -> Tensor:  # noqa: ARG001, FBT - called as PyTorch's own
+    return (value / 6 + 0.5).clamp(0, 1)
+
+
+def _embedding_bag(indices: Tensor, weight: Tensor, offsets: Tensor | None = None, **options: Any) -> Tensor:
+    mode = options.get("mode", "mean")
+    if indices.ndim != 2 or offsets is not None or options.get("max_norm") is not None or mode == "max":
+        return F.embedding_bag(indices, weight, offsets, **options)
+    share = torch.ones_like(indices, dtype=weight.dtype)
+    if options.get("padding_idx") is not None:
+        share = (indices != options["padding_idx"]).to(weight.dtype)
+    if mode == "mean":
+        share = share / share.sum(1, keepdim=True).clamp(min=1)
+    if options.get("per_sample_weights") is not None:
+        share = share * options["per_sample_weights"]
+    return (share.unsqueeze(2) * F.embedding(indices, weight)).sum(1)
+
+
+def _multi_margin_loss(
+    outputs: Tensor, targets: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None, **options: Any
+) -> Tensor:
+    if outputs.ndim != 2 or options.get("reduction", "mean") != "none":
+        return F.multi_margin_loss(outputs, targets, p, margin, weight, **options)
+    place = targets.unsqueeze(1)
+    missing = (margin - outputs.gather(1, place) + outputs).clamp(min=0) ** p
+    missing = missing.scatter(1, place, 0.0).sum(1) / outputs.shape[1]
+    return missing if weight is None else missing * weight[targets]
+
+
+PARTS: dict[Callable, Callable] = {
+    torch._weight_norm: _weight_norm,
+    F.hardsigmoid: _hardsigmoid,
+    F.embedding_bag: _embedding_bag,
+    F.multi_margin_loss: _multi_margin_loss,
+}
 
 
 class Batched(TorchFunctionMode):
@@ -127,6 +163,16 @@ class _Stop(torch.autograd.Function):
     @staticmethod
     def jvp(_ctx: Any, tangent: Tensor) -> Tensor:
         return tangent.clone()
+
+
+@contextmanager
+def quiet_loops() -> Iterator[None]:
+    """Keeps ``vmap`` from warning of operations that it does one by one: they are right, and no user can change it."""
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
 
 
 @contextmanager

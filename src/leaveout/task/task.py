@@ -350,18 +350,17 @@ class Task:
 
     def footprint(self, params: Params, batch: Batch) -> int:
         """Bytes that one forward pass keeps for its backward pass, beside parameters and inputs."""
-        held: dict[int, int] = {}
+        held: dict[int, Tensor] = {}
         shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}
 
-        def note(tensor: Tensor) -> Tensor:
+        def note(tensor: Tensor) -> None:  # handed back, a result would be part of its own history, and never freed
             if tensor.data_ptr() not in shared:
-                held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-            return tensor
+                held[tensor.data_ptr()] = tensor.detach()
 
         tracked = {n: t.detach().requires_grad_(n in self.names) for n, t in params.items()}
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
             self.losses(tracked, batch)
-        return sum(held.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
     def unstopped(self) -> AbstractContextManager:
         """Within it, derivatives are those of the values: stop-gradients, which training keeps to, stop nothing."""
