@@ -131,7 +131,9 @@ class Case:
                 module.weights = weights
         x, y = self.data[0][ids], self.data[-1][ids]
         own = float(self.counts(y).sum())
-        factor = {"mean": own * parts, "sum": own, "window": window, "one": 1.0}[self.divide]
+        factor = {"mean": own * parts, "sum": own, "window": window, "one": 1.0, "fixed": own * self.window}[
+            self.divide
+        ]
         (weights[rows] * self.total(model(x[rows]), y[rows])).sum().div(factor).backward()
 
     def record(self, path, **options):
@@ -150,7 +152,13 @@ class Case:
                 for ids in parts:
                     x, y = (tensor[ids] for tensor in self.data)
                     own = float(self.counts(y).sum())
-                    factor = {"mean": own * len(parts), "sum": own, "window": window, "one": 1.0}[self.divide]
+                    factor = {
+                        "mean": own * len(parts),
+                        "sum": own,
+                        "window": window,
+                        "one": 1.0,
+                        "fixed": own * self.window,
+                    }[self.divide]
                     recorder.step(ids, [x, y], epoch=number // max(1, len(self.batches()) // self.epochs))
                     self.total(model(x), y).sum().div(factor).backward()
                 if self.clip_value is not None:

@@ -113,6 +113,11 @@ CASES = {
         nn.CrossEntropyLoss(),
         {"accumulation": "sum"},
     ),
+    "accumulated, a short last window divided as the others": (
+        lambda: Case(net(nn.Tanh()), data(), window=3, divide="fixed"),
+        nn.CrossEntropyLoss(),
+        {"accumulation": 3},
+    ),
     "masked tokens": (
         lambda: Case(Tokens(), token_data(), total=token_sums, counts=token_counts),
         nn.CrossEntropyLoss(),

@@ -131,6 +131,46 @@ def test_a_model_that_is_not_called_as_a_whole(tmp_path) -> None:
     follows(run, model)
 
 
+def test_ids_told_to_the_recorder_of_a_model_that_is_not_called_as_a_whole(tmp_path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lo.Recorder(tmp_path / "run", model, optimizer) as recorder:
+        torch.manual_seed(5)
+        for ids in torch.arange(24).split(4):
+            optimizer.zero_grad()
+            hidden, y = data()[ids]
+            recorder.step(ids)
+            for layer in model:
+                hidden = layer(hidden)
+            F.cross_entropy(hidden, y).backward()
+            optimizer.step()
+        run = recorder.finish()
+    assert run.record(0).parts[0].random is not None
+    follows(run, model)
+
+
+def test_a_window_that_ends_in_a_closure(tmp_path) -> None:
+    """The first micro-batch has moved the running statistics when the optimizer is called with the second."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lo.Recorder(tmp_path / "run", model, optimizer) as recorder:
+        torch.manual_seed(5)
+        for number, (x, y) in enumerate(recorder.watch(loader())):
+
+            def closure(x=x, y=y):
+                (F.cross_entropy(model(x), y) / 2).backward()
+
+            if number % 2:
+                optimizer.step(closure)
+                optimizer.zero_grad()
+            else:
+                closure()
+        run = recorder.finish()
+    assert not run.state(0)["param"]["1.running_mean"].any()
+    assert parts(run) == [[4, 4]] * 3
+    follows(run, model)
+
+
 def test_a_buffer_that_moves_only_later_is_refused(tmp_path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -6,9 +6,10 @@ as the bytes that zlib makes of it, with its type and shape beside them.
 
 from __future__ import annotations
 
+import copy
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +47,7 @@ def structure(batch: Batch) -> Any:
     place = iter(range(len(batches.leaves(batch))))
 
     def of(nest: Any) -> Any:
-        if isinstance(nest, dict):
+        if isinstance(nest, Mapping):
             return {"dict": {str(name): of(value) for name, value in nest.items()}}
         if isinstance(nest, tuple | list):
             return {"tuple" if isinstance(nest, tuple) else "list": [of(value) for value in nest]}
@@ -112,6 +113,22 @@ def gives_something_else(dataset: Dataset, ids: Tensor, batch: Batch, collate: C
         except Exception:  # noqa: BLE001 - a data set that cannot be read here is compared when it is scored
             return False
     return batches.fingerprint(again) != batches.fingerprint(batch)
+
+
+def is_random(dataset: Dataset, collate: Callable | None, count: int = 16) -> bool:
+    """Say whether a data set gives its first examples differently each time; no random generator is moved by asking.
+
+    >>> is_random(torch.utils.data.TensorDataset(torch.zeros(3)), default_collate)
+    False
+    """
+    ids = torch.arange(min(count, batches.size(dataset)))
+    collate = None if collate is default_collate else copy.copy(collate)  # some have a generator of their own
+    with _undisturbed():
+        try:
+            first = batches.read(dataset, ids.tolist(), collate)
+        except Exception:  # noqa: BLE001 - as above
+            return False
+        return gives_something_else(dataset, ids, first, collate)
 
 
 @contextmanager

@@ -51,6 +51,11 @@ class Pending:
     def __bool__(self) -> bool:
         return bool(self._batches)
 
+    @property
+    def passes(self) -> int:
+        """How many forward passes there were since the last step."""
+        return len(self._forwards.passes)
+
     def watch(self, ids: Tensor, batch: Any, params: Iterable[Tensor]) -> None:
         """Take a batch that a loader is about to hand out.
 
@@ -65,7 +70,7 @@ class Pending:
     def tell(self, ids: Tensor, batch: Any, denominator: float | None) -> None:
         """Take a batch that the loop names, before or after its forward pass."""
         marks = [] if batch is None else batches.fingerprint(batch)
-        self._batches.append(Drawn(ids, marks, batch, None, denominator))
+        self._batches.append(Drawn(ids, marks, batch, self._forwards.state(), denominator))
 
     def take(self, *, keep_batches: bool = False) -> Taken:
         """Return what the step that was just taken was taken on, and begin anew.

@@ -316,7 +316,8 @@ class Recorder:
         self._check_model(where, gradients=not closure)
         self._hypers = self.hypers()
         if self._steps == 0 and closure:
-            self._moving.begin()  # the forward pass is still to come
+            if not self._pending.passes:  # the forward passes are all still to come
+                self._moving.begin()
             self._start = self._state()
         elif self._steps == 0:
             self._begin(self._state())

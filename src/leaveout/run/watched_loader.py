@@ -51,7 +51,7 @@ class IndexedLoader:
     """
 
     def __init__(self, loader: DataLoader) -> None:
-        _check_loader(loader)
+        check_loader(loader)
         self.loader = loader
         self.size = batches.size(loader.dataset)
         self._drawn: deque[list[int]] = deque()
@@ -61,7 +61,7 @@ class IndexedLoader:
         self._twin = copy.copy(drawing)
         # DataLoader forbids setting these after construction; the copy has no iterator yet, so it is safe.
         attribute = "sampler" if drawing.batch_sampler is None else "batch_sampler"
-        self._twin.__dict__[attribute] = _NotingSampler(getattr(drawing, attribute), self._drawn)
+        self._twin.__dict__[attribute] = NotingSampler(getattr(drawing, attribute), self._drawn)
         self._twin.__dict__["_iterator"] = None
 
     def gives_something_else(self, ids: Tensor, batch: Any) -> bool:
@@ -102,7 +102,7 @@ class IndexedLoader:
             setattr(self.loader, INNER, inner)
 
 
-class _NotingSampler:
+class NotingSampler:
     """A sampler that appends what it draws to a queue; loaders hand batches out in the order they were drawn.
 
     Everything else that is asked of it, the sampler answers: accelerate sets the epoch through it.
@@ -127,7 +127,8 @@ class _NotingSampler:
         return getattr(self._indexed, name)
 
 
-def _check_loader(loader: Any) -> None:
+def check_loader(loader: Any) -> None:
+    """Refuse a loader whose batches have no numbers, or come in another order."""
     if not isinstance(loader, DataLoader):
         raise InputError(
             f"watch() takes a torch DataLoader, not a {type(loader).__name__}: use recorder.step(ids) in other loops.",

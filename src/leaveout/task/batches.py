@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -108,8 +108,13 @@ def pick(batch: Batch, i: int) -> Batch:
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
-    """The same nest with the function applied to everything that is not a tuple, list or dict."""
-    if isinstance(batch, dict):
+    """The same nest with the function applied to everything that is not a tuple, list or mapping.
+
+    >>> from collections import UserDict
+    >>> map_leaves(lambda leaf: leaf + 1, UserDict(x=(1, [2])))
+    {'x': (2, [3])}
+    """
+    if isinstance(batch, Mapping):  # as dictionaries, and what collators give in their stead
         return {key: map_leaves(function, value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
         values = [map_leaves(function, value) for value in batch]

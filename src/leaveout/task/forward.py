@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
@@ -90,7 +90,7 @@ def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]
 
 def default_targets(batch: Batch) -> Any:
     """The targets of a batch that ``default_forward`` understands."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return next(batch[key] for key in TARGET_KEYS if key in batch)
     return batch[-1]
 
@@ -100,7 +100,7 @@ def default_forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         *inputs, targets = batch
         return model(*inputs), targets
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         keys = [key for key in TARGET_KEYS if key in batch]
         if len(keys) == 1:
             return model(**{key: value for key, value in batch.items() if key != keys[0]}), batch[keys[0]]

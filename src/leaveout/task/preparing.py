@@ -46,9 +46,7 @@ def prepared(task: Task, parts: Sequence[MicroBatch], params: Params) -> Trainin
         (1.0 if task.parts.summed else float(size if counts is None else counts.sum()))
         for size, (_, counts) in zip(sizes, noted, strict=True)
     ]
-    factor = {"mean": [float(len(parts))] * len(parts), "sum": [1.0] * len(parts)}.get(
-        task.accumulation, [sum(own) / value for value in own]
-    )
+    factor = _factors(task.accumulation, own)
     total = sum(sizes)
     ready = []
     for part, (draws, counts), value, times in zip(parts, noted, own, factor, strict=True):
@@ -56,6 +54,18 @@ def prepared(task: Task, parts: Sequence[MicroBatch], params: Params) -> Trainin
         batch = _with_draws(task, part.batch, draws, params)
         ready.append(batch._replace(scale=_scale(part.batch, counts, total / denominator, params)))
     return ready[0] if len(ready) == 1 else Window(tuple(ready))
+
+
+def _factors(accumulation: str | int, own: list[float]) -> list[float]:
+    """Return how many times its own denominator each micro-batch's loss was divided by.
+
+    >>> _factors("mean", [4.0, 2.0]), _factors("window", [4.0, 2.0]), _factors(3, [4.0, 2.0])
+    ([2.0, 2.0], [1.5, 3.0], [3.0, 3.0])
+    """
+    if accumulation == "window":
+        return [sum(own) / value for value in own]
+    times = {"mean": len(own), "sum": 1}.get(str(accumulation), accumulation)
+    return [float(times)] * len(own)
 
 
 def trial_batch(task: Task, params: Params) -> TrainingBatch:

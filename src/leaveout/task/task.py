@@ -15,7 +15,7 @@ from torch.func import grad
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params, sum_of
-from leaveout.errors import InputError, UnsupportedError
+from leaveout.errors import InputError, UnsupportedError, is_whole
 from leaveout.optim.clip import clip_of
 from leaveout.task import batches
 from leaveout.task.batch_norm import weighted_batch_norm
@@ -60,7 +60,8 @@ class Task:
         statistics: of BatchNorm in training mode: an example that is left out leaves the batch's statistics too
             (``"leave"``), as if it had not been in the batch, or stays in them and only its loss goes (``"stay"``).
         accumulation: of a step on several micro-batches: their losses were averaged, ``"mean"``, as by
-            ``(loss / k).backward()``; added, ``"sum"``; or divided by the whole window's denominator, ``"window"``.
+            ``(loss / k).backward()``; added, ``"sum"``; divided by the whole window's denominator, ``"window"``; or
+            divided by a number k, that number, however many there were.
         measure: what queries are asked, if not their loss: ``"margin"``, ``"log_prob"``, ``"correct"``, or a function
             ``(outputs, targets) -> one number per example``. ``task.measuring(...)`` is the same task with another.
         trace: repeat recurring computations from a trace of their operations, which is quicker. What cannot be traced
@@ -81,7 +82,7 @@ class Task:
         clip_norm: float | tuple[float, float] | None = None,
         clip_value: float | None = None,
         statistics: str = "leave",
-        accumulation: str = "mean",
+        accumulation: str | int = "mean",
         measure: Measure = "loss",
         trace: bool = True,
         check: bool = True,
@@ -92,9 +93,10 @@ class Task:
             raise InputError(f"l2={l2!r} must be a finite number, 0 or more.", code="l2-out-of-range")
         if statistics not in ("leave", "stay"):
             raise InputError(f"statistics={statistics!r} is unknown: use 'leave' or 'stay'.", code="statistics-unknown")
-        if accumulation not in ("mean", "sum", "window"):
+        if accumulation not in ("mean", "sum", "window") and not is_whole(accumulation, 1):
             raise InputError(
-                f"accumulation={accumulation!r} is unknown: use 'mean', 'sum' or 'window'.", code="accumulation-unknown"
+                f"accumulation={accumulation!r} is unknown: use 'mean', 'sum', 'window' or a whole number from 1 on.",
+                code="accumulation-unknown",
             )
         self.clip = clip_of(clip_norm, clip_value)
         self.measure, self._measured = measure, measure_of(measure)

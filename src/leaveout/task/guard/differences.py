@@ -103,4 +103,4 @@ def norm(params: Params) -> float:
 
 def inner(left: Params, right: Params) -> float:
     """The inner product of two vectors."""
-    return float(sum((left[name] * right[name]).sum() for name in left))
+    return float(sum((left[name] * right[name]).sum().detach() for name in left))
