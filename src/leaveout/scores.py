@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,13 +200,53 @@ class Scores(Comparable):
         order = torch.argsort(self.mean(), descending=descending, stable=True)
         return [self.train_ids[i] for i in order[: min(k, count)].tolist()]
 
-    def to_frame(self) -> pd.DataFrame:
-        """Tabulate: training ids down, query ids across."""
-        return pd.DataFrame(
+    def to_frame(self, data: Any = None, columns: Sequence[str] = ()) -> pd.DataFrame:
+        """Tabulate: training ids down, query ids across.
+
+        Args:
+            data: the training set, where ``columns`` are wanted; such as a ``datasets.Dataset``.
+            columns: those of its columns that come first in the table.
+        """
+        frame = pd.DataFrame(
             self.values.detach().cpu().numpy(),
             index=pd.Index(self.train_ids, name="train"),
             columns=pd.Index(self.query_ids, name="query"),
         )
+        if not columns:
+            return frame
+        rows = self._rows_of(data, columns)
+        for place, name in enumerate(columns):
+            values = [data[row][name] for row in rows]
+            frame.insert(place, name, [v.tolist() if isinstance(v, Tensor) else v for v in values])
+        return frame
+
+    def to_dataset(self, data: Any, column: str = "influence") -> Any:
+        """Return the training set, a ``datasets.Dataset``, with a column more: the mean score of each row.
+
+        Rows that were not scored have None.
+        """
+        rows = self._rows_of(data, [])
+        if column in data.column_names:
+            raise InputError(f"The data has a column {column!r}: give column= another name.", code="column-there")
+        values: list[float | None] = [None] * len(data)
+        for row, value in zip(rows, self.mean().tolist(), strict=True):
+            values[row] = value
+        return data.add_column(column, values)
+
+    def _rows_of(self, data: Any, columns: Sequence[str]) -> list[int]:
+        """The rows of the data that were scored, if it has them, and the columns."""
+        known = getattr(data, "column_names", None)
+        missing = [name for name in columns if name not in (known or ())]
+        if known is None or missing:
+            what = f"has no column {missing[0]!r}" if missing else f"is a {type(data).__name__} without columns"
+            raise InputError(f"The data {what}: give the data set that was trained on.", code="columns-missing")
+        if strange := [i for i in self.train_ids if not isinstance(i, int) or i >= len(data)]:
+            raise InputError(
+                f"{strange[0]!r} was scored, which is not one of the data's {len(data)} rows: give the data set that "
+                "was trained on, and scores of examples, not of groups.",
+                code="rows-missing",
+            )
+        return [int(i) for i in self.train_ids]
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the scores to one safetensors file, whole or not at all."""
