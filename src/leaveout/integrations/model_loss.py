@@ -1,0 +1,134 @@
+"""The loss that a model of the transformers kind computes itself, written as one number per example.
+
+Such a model returns the mean of a whole batch. Which loss it is, is found by comparison: of the usual ones, that which
+gives the number that the model gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from leaveout.errors import UnsupportedError
+
+LABELS = "labels"
+ITEMS = "num_items_in_batch"
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class ClassLoss:
+    """Cross-entropy over classes, as sums and counts: of a sequence, or of all its tokens but the masked ones.
+
+    ``shift``: the output at a token is a guess of the next one. ``smoothing``: of labels.
+
+    >>> ClassLoss(shift=True)(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]))
+    (tensor([0.6931]), tensor([1.]))
+    """
+
+    shift: bool = False
+    smoothing: float = 0.0
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each example's summed loss and how many labels it has."""
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        kept = labels != IGNORED
+        flat = logits.reshape(-1, logits.shape[-1]), torch.where(kept, labels, 0).reshape(-1)
+        values = F.cross_entropy(*flat, reduction="none", label_smoothing=self.smoothing).reshape(labels.shape)
+        sums = torch.where(kept, values, 0).reshape(len(labels), -1).sum(1)
+        return sums, kept.reshape(len(labels), -1).sum(1).to(logits.dtype)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean squared error per example."""
+    return (outputs.reshape(len(outputs), -1) - targets.reshape(len(targets), -1)).square().mean(1)
+
+
+def several_labels(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean binary cross-entropy per example."""
+    return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").reshape(len(targets), -1).mean(1)
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """``(model, batch) -> (logits, labels)``, with or without labels among what the model is given."""
+
+    with_labels: bool = False
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Call the model."""
+        given = {name: value for name, value in batch.items() if self.with_labels or name != LABELS}
+        return logits_of(model(**given), self.with_labels), batch[LABELS]
+
+
+def logits_of(outputs: Any, with_labels: bool) -> Tensor:
+    """Return what the loss is taken of; a tuple begins with the loss where labels were given."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        return outputs["logits"]
+    return outputs[1 if with_labels else 0]
+
+
+def loss_of(outputs: Any) -> Tensor | None:
+    """Return the loss among a model's outputs, as Trainer looks for it."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    return outputs[0] if isinstance(outputs, tuple | list) else None
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Within it, the model is in evaluation mode and no gradients are taken; random generators are put back."""
+    modes = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def divides_by_items(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Say whether the model divides its loss by the number of items that it is told; some ignore it."""
+    if ITEMS not in inputs or LABELS not in inputs:
+        return False
+    items = torch.as_tensor(inputs[ITEMS])
+    with undisturbed(model):
+        losses = [loss_of(model(**{**inputs, ITEMS: items * times})) for times in (1, 2)]
+    return losses[0] is not None and not torch.equal(losses[0], losses[1])  # type: ignore[arg-type]
+
+
+def found_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Return the usual loss that is the model's own on this batch."""
+    with undisturbed(model):
+        outputs = model(**batch)
+    own = loss_of(outputs)
+    logits, labels = logits_of(outputs, with_labels=True), batch[LABELS]
+    for loss in _usual(logits, labels):
+        values = loss(logits, labels)
+        mean = values[0].sum() / values[1].sum() if isinstance(values, tuple) else values.mean()
+        if own is not None and torch.allclose(mean.float(), own.float(), rtol=1e-4, atol=1e-7):
+            return loss
+    raise UnsupportedError(
+        f"The loss that {type(model).__name__} computes is not one of those that are known by example: give "
+        "task(loss=...), a function of (logits, labels) that returns one loss per example, or (sums, counts).",
+        code="model-loss-unknown",
+    )
+
+
+def _usual(logits: Tensor, labels: Tensor) -> list[Any]:
+    """The losses that fit these shapes."""
+    if labels.is_floating_point():
+        return [squared_error, several_labels] if logits.numel() == labels.numel() else []
+    if logits.shape[:-1] != labels.shape:
+        return []
+    return [ClassLoss(shift=True), ClassLoss()] if labels.ndim == 2 else [ClassLoss()]

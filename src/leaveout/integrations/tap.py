@@ -1,0 +1,134 @@
+"""What integrations share: a loader that remembers what it gave out, and hooks that a model can be copied with."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from leaveout.run.watched_loader import IndexedLoader, NotingSampler, check_loader
+
+
+class Tap:
+    """A loader in the place of another: the same batches, each remembered with its ids until it is used.
+
+    Trainers draw batches ahead, so that what was drawn last is not what the model is given next. Batches are used in
+    the order in which they are drawn.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> tap = Tap(DataLoader(TensorDataset(torch.arange(4.0)), 2))
+    >>> ahead = list(tap)
+    >>> tap.next()[0], tap.next()[0], tap.next()
+    (tensor([0, 1]), tensor([2, 3]), None)
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._indexed = IndexedLoader(loader)
+        self._drawn: deque[tuple[Tensor, Any]] = deque()
+        self._epoch = -1
+
+    @property
+    def loader(self) -> DataLoader:
+        """The loader whose place it takes."""
+        return self._indexed.loader
+
+    @property
+    def epoch(self) -> int:
+        """How often it was iterated over, from 0 on."""
+        return max(self._epoch, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn.clear()
+        self._epoch += 1
+        for ids, batch in self._indexed:
+            self._drawn.append((ids, batch))
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def peek(self) -> tuple[Tensor, Any] | None:
+        """Return ids and batch that are used next; None where there are none."""
+        return self._drawn[0] if self._drawn else None
+
+    def next(self) -> tuple[Tensor, Any] | None:
+        """Return the same, and take it off."""
+        return self._drawn.popleft() if self._drawn else None
+
+
+class NotedLoader:
+    """A loader that notes what it draws while it stays where it is, for trainers that hand each batch over.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> loader = DataLoader(TensorDataset(torch.arange(4.0)), 2)
+    >>> noted = NotedLoader(loader)
+    >>> _ = list(loader)
+    >>> noted.next(), noted.next()
+    ([0, 1], [2, 3])
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        check_loader(loader)
+        self.loader = loader
+        self._drawn: deque[list[int]] = deque()
+        self._attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._sampler = getattr(loader, self._attribute)
+        # DataLoader forbids setting these; it draws from whatever is there when an iteration begins.
+        loader.__dict__[self._attribute] = _Anew(self._sampler, self._drawn)
+
+    def next(self) -> list[int]:
+        """Return the ids of the batch that is used next."""
+        return self._drawn.popleft()
+
+    def release(self) -> None:
+        """Let go of the loader."""
+        self.loader.__dict__[self._attribute] = self._sampler
+
+
+class _Anew(NotingSampler):
+    """What was drawn and not used in one epoch is not part of the next."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawn.clear()
+        yield from super().__iter__()
+
+
+class MethodHook:
+    """A hook that calls a method of an object; a model can be copied and saved with it: its copies do nothing."""
+
+    def __init__(self, owner: Any = None, method: str = "") -> None:
+        self._owner = (lambda: None) if owner is None else weakref.ref(owner)
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        """Call the method, if the object is still there."""
+        owner = self._owner()
+        if owner is not None:
+            getattr(owner, self._method)(*args)
+
+    def __reduce__(self) -> tuple:
+        return MethodHook, ()
+
+
+def is_given(batch: Any, inputs: Mapping[str, Any]) -> bool:
+    """Say whether a model that is given these keyword arguments is given this batch.
+
+    >>> is_given({"x": torch.zeros(1), "y": torch.ones(1)}, {"x": torch.zeros(1)})
+    True
+    """
+    if not isinstance(batch, Mapping):
+        return False
+    shared = [(batch[name], inputs[name]) for name in batch if isinstance(inputs.get(name), Tensor)]
+    return bool(shared) and all(
+        one.shape == other.shape and torch.equal(one.to(other.device), other) for one, other in shared
+    )

@@ -1,0 +1,189 @@
+"""Records a run of the Hugging Face ``Trainer``, its defaults included."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import TrainerCallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from leaveout.errors import RunError, UnsupportedError
+from leaveout.integrations.model_loss import (
+    ITEMS,
+    LABELS,
+    ClassLoss,
+    ModelCall,
+    divides_by_items,
+    found_loss,
+)
+from leaveout.integrations.tap import MethodHook, Tap, is_given
+from leaveout.run.kept_batches import is_random
+from leaveout.run.reader import Run
+from leaveout.run.recorder import Recorder
+from leaveout.run.watched_loader import INNER
+from leaveout.task import batches
+from leaveout.task.task import Task
+
+TRIAL = 16
+"""How many examples are looked at to find out which loss a model has."""
+
+
+class RecorderCallback(TrainerCallback):
+    """Records what a ``Trainer`` trains: ``Trainer(..., callbacks=[recorder])``, then ``recorder.run``.
+
+    Args:
+        path: a new directory for the run.
+        recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``.
+
+    A callback never sees what the model is given. So the examples' numbers come from the loader, and a hook of the
+    model notes which batch each forward pass is given, and the number of items that its loss is divided by.
+    """
+
+    def __init__(self, path: str | Path, **recorder_options: Any) -> None:
+        self._path, self._options = path, recorder_options
+        self._recorder: Recorder | None = None
+        self._run: Run | None = None
+        self._hook: Any = None
+        self._tap: Tap
+        self._adapter: Any
+        self._model: nn.Module
+        self._args: Any
+        self._last: Any = None
+        self._divides: bool | None = None
+        self._items_given = False
+
+    @property
+    def run(self) -> Run:
+        """The recorded run, once training has ended."""
+        if self._run is None:
+            raise RunError(
+                "Training has not ended yet, so there is no run: call trainer.train() first, with this callback among "
+                "the Trainer's callbacks.",
+                code="training-not-ended",
+            )
+        return self._run
+
+    def task(self, loss: Any = None, **options: Any) -> Task:
+        """Return the task of the run: the model, its loss per example, the training set, collator and clipping.
+
+        Args:
+            loss: ``(logits, labels) -> one loss per example``, or (sums, counts); needed only where the model has a
+                loss of its own making, or the Trainer a ``compute_loss_func``.
+            options: those of ``leaveout.Task``.
+        """
+        _ = self.run
+        loader = self._tap.loader
+        collate = Collated(loader.collate_fn, _columns(loader.dataset))
+        forward = options.pop("forward", None) or ModelCall(_needs_labels(self._model))
+        if loss is None:
+            loss = self._own_loss(loader.dataset, collate)
+        clip = self._args.max_grad_norm
+        return Task(
+            self._model,
+            loss,
+            loader.dataset,
+            forward=forward,
+            **{
+                "collate": collate,
+                "clip_norm": clip if clip and clip > 0 else None,
+                "accumulation": "sum" if self._items_given else "mean",
+                **options,
+            },
+        )
+
+    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
+        """Begin to record."""
+        if args.world_size > 1 or args.n_gpu > 1:
+            raise UnsupportedError(
+                f"This training runs on {max(args.world_size, args.n_gpu)} devices, of which only one is recorded: "
+                "train on one.",
+                code="several-processes",
+            )
+        self._args, self._model = args, kwargs["model"]
+        self._adapter = kwargs["train_dataloader"]
+        self._tap = Tap(getattr(self._adapter, INNER, self._adapter))
+        if not isinstance(getattr(self._adapter, INNER, None), DataLoader):
+            raise UnsupportedError(
+                f"The batches of a {type(self._adapter).__name__} cannot be followed: let get_train_dataloader return "
+                "what Trainer's own does.",
+                code="loader-ids-unknown",
+            )
+        options = self._options
+        if options.get("keep_batches") is None:
+            loader = self._tap.loader
+            options = {**options, "keep_batches": is_random(loader.dataset, loader.collate_fn)}
+        self._recorder = Recorder(self._path, self._model, kwargs["optimizer"], **options)
+        setattr(self._adapter, INNER, self._tap)
+        hook = MethodHook(self, "_before_forward")
+        self._hook = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Finish the run."""
+        if self._recorder is not None:
+            self._hook.remove()
+            setattr(self._adapter, INNER, self._tap.loader)
+            recorder, self._recorder = self._recorder, None
+            self._run = recorder.finish()
+
+    def _before_forward(self, model: nn.Module, _args: tuple, inputs: Mapping[str, Any]) -> None:
+        """Tell the recorder which batch the model is given."""
+        if not torch.is_grad_enabled() or self._recorder is None:
+            return
+        following = self._tap.peek()
+        repeated = self._last is not None and is_given(self._last, inputs)
+        if following is None or (repeated and not is_given(following[1], inputs)):
+            return  # one more forward pass of the same batch, or of something else
+        if self._divides is None:
+            self._divides = divides_by_items(model, inputs) or self._args.label_smoothing_factor > 0
+        self._items_given = ITEMS in inputs
+        self._tap.next()
+        ids, self._last = following
+        items = inputs.get(ITEMS) if self._divides else None
+        self._recorder.step(
+            ids, self._last, epoch=self._tap.epoch, denominator=None if items is None else float(torch.as_tensor(items))
+        )
+
+    def _own_loss(self, data: Dataset, collate: Any) -> Any:
+        smoothing = self._args.label_smoothing_factor
+        if smoothing:
+            inner = getattr(getattr(self._model, "base_model", None), "model", None)  # of an adapter's wrapper
+            names = {type(self._model).__name__, type(inner).__name__}
+            return ClassLoss(bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())), smoothing)
+        ids = range(min(TRIAL, batches.size(data)))
+        device = next(self._model.parameters()).device
+        return found_loss(self._model, batches.to(batches.read(data, ids, collate), device))
+
+
+class Collated:
+    """A collator that passes over columns that the training set does not have, such as the text of a query."""
+
+    def __init__(self, collate: Any, columns: frozenset[str] | None) -> None:
+        self._collate, self._columns = copy.copy(collate), columns
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """Join examples into a batch, a plain dictionary."""
+        if self._columns is not None:
+            examples = [
+                {name: value for name, value in example.items() if name in self._columns} for example in examples
+            ]
+        return batches.map_leaves(lambda leaf: leaf, self._collate(examples))
+
+
+def _columns(data: Any) -> frozenset[str] | None:
+    names = getattr(data, "column_names", None)
+    return frozenset(names) if isinstance(names, list) else None
+
+
+def _needs_labels(model: nn.Module) -> bool:
+    """Say whether the model must be given labels to return its outputs: as the decoder's inputs, or as it asks."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return True
+    asked = inspect.signature(model.forward).parameters.get(LABELS)
+    return asked is not None and asked.default is inspect.Parameter.empty

@@ -1,0 +1,287 @@
+"""Runs of the Hugging Face Trainer with its defaults, compared with training again by the Trainer itself."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import leaveout as lo
+
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+
+from leaveout.integrations.transformers import RecorderCallback  # noqa: E402
+
+LEFT_OUT = [0, 5]
+VOCABULARY = 24
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def bert(kind: str, **options) -> nn.Module:
+    config = transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **SIZES, **options)
+    return getattr(transformers, kind)(config)
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    )
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **SIZES)
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0, **sizes)
+    )
+
+
+class Plain(nn.Module):
+    """A module that is not of the library: it returns a tuple and knows nothing of items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 8)
+        self.body = nn.Sequential(nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        there = attention_mask[..., None].to(self.table.weight)
+        logits = self.body((self.table(input_ids) * there).sum(1) / there.sum(1))
+        return logits if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
+
+
+def rows(kind: str, count: int = 20, seed: int = 0):
+    """Sentences of several lengths, with the labels that a kind of model needs."""
+    order = torch.Generator().manual_seed(seed)
+    table = {"input_ids": [], "labels": [], "text": []}
+    for number in range(count):
+        words = torch.randint(4, VOCABULARY, (4 + number % 3,), generator=order).tolist()
+        tokens = torch.randint(4, VOCABULARY, (len(words),), generator=order).tolist()
+        labels = {"class": words[0] % 3, "number": words[0] / 10, "causal": words, "copy": tokens}
+        labels["tokens"] = [token % 3 if token % 4 else -100 for token in tokens]
+        table["input_ids"].append(words)
+        table["labels"].append(labels[kind])
+        table["text"].append(str(words))
+    return datasets.Dataset.from_dict(table)
+
+
+def padded(examples):
+    """Pads sentences and their labels to the longest, as the library's collators do."""
+    longest = max(len(example["input_ids"]) for example in examples)
+
+    def pad(values, fill):
+        return [*values, *[fill] * (longest - len(values))] if isinstance(values, list) else values
+
+    ids = torch.tensor([pad(example["input_ids"], 0) for example in examples])
+    labels = torch.tensor([pad(example["labels"], -100) for example in examples])
+    return transformers.BatchEncoding({"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels})
+
+
+CASES = {
+    "GPT-2": (gpt2, "causal", {}),
+    "GPT-2, accumulated": (gpt2, "causal", {"gradient_accumulation_steps": 2}),
+    "Llama, smoothed labels": (llama, "causal", {"label_smoothing_factor": 0.1}),
+    "BERT, classes, accumulated": (
+        lambda: bert("BertForSequenceClassification", num_labels=3),
+        "class",
+        {"gradient_accumulation_steps": 2},
+    ),
+    "BERT, a number": (lambda: bert("BertForSequenceClassification", num_labels=1), "number", {}),
+    "BERT, tokens": (lambda: bert("BertForTokenClassification", num_labels=3), "tokens", {}),
+    "T5": (t5, "copy", {"gradient_accumulation_steps": 3}),
+    "plain module": (Plain, "class", {"gradient_accumulation_steps": 2, "remove_unused_columns": False}),
+}
+
+
+def trainer_of(name: str, left_out: int | None = None, callbacks=(), **more):
+    """The Trainer of a case; with ``left_out``, that example's loss weighs nothing."""
+    build, kind, options = CASES[name]
+    transformers.set_seed(1)
+    model = build()
+    data = rows(kind)
+    gone = None if left_out is None else torch.tensor(data[left_out]["input_ids"])
+
+    class Weighted(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if gone is None or not model.training:
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            inputs = dict(inputs)
+            width = min(len(gone), inputs["input_ids"].shape[1])
+            row = (inputs["input_ids"][:, :width] == gone[:width]).all(1)
+            row &= inputs["attention_mask"].sum(1) == len(gone)
+            if inputs["labels"].is_floating_point():  # two losses: the batch, less the example's own share
+                both = model(**inputs).logits.flatten()
+                return ((both - inputs["labels"]).square() * ~row).mean()
+            before = (inputs["labels"] != -100).sum()
+            inputs["labels"] = inputs["labels"].masked_fill(row.view(-1, *[1] * (inputs["labels"].ndim - 1)), -100)
+            # GPT-2 and Llama divide by the number of items, which stays; BERT and T5 take the mean of what is left.
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            return loss if kind == "causal" else loss * (inputs["labels"] != -100).sum() / before
+
+    args = transformers.TrainingArguments(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        learning_rate=5e-3,
+        warmup_steps=2,
+        weight_decay=0.01,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        **{"save_strategy": "no", **options, **more.pop("args", {})},
+    )
+    if name == "plain module":
+        data = data.remove_columns("text")
+    return Weighted(model, args, train_dataset=data, data_collator=padded, callbacks=list(callbacks), **more)
+
+
+def trained(name: str, left_out: int | None = None) -> nn.Module:
+    trainer = trainer_of(name, left_out)  # which seeds the random generators
+    trainer.train()
+    return trainer.model
+
+
+@lru_cache
+def recorded(name: str):
+    recorder = RecorderCallback(f"{tempfile.mkdtemp()}/run", keep="all")
+    trainer = trainer_of(name, callbacks=[recorder])
+    trainer.train()
+    return recorder, trainer.model
+
+
+def query_loss(name: str, model: nn.Module) -> float:
+    """The mean over examples of their own mean losses, by the model's own loss."""
+    model = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        losses = []
+        for example in rows(CASES[name][1], 4, seed=9):
+            batch = padded([example])
+            outputs = model(**batch)
+            if smoothing := CASES[name][2].get("label_smoothing_factor"):
+                smoother = transformers.trainer_pt_utils.LabelSmoother(smoothing)
+                losses.append(smoother(outputs, batch["labels"], shift_labels=True))
+            else:
+                losses.append(outputs[0] if isinstance(outputs, tuple) else outputs.loss)
+    return float(torch.stack(losses).double().mean())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recording_changes_no_bit(name: str) -> None:
+    _, model = recorded(name)
+    both = model.state_dict(), trained(name).state_dict()
+    assert all(torch.equal(both[0][key], both[1][key]) for key in both[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_follows(name: str) -> None:
+    recorder, _ = recorded(name)
+    task = recorder.task()
+    scores = lo.SGDIE().score(recorder.run, task, rows(CASES[name][1], 4, seed=9))
+    assert torch.isfinite(scores.values).all()
+    assert scores.values.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replay_is_training_without_the_example(name: str) -> None:
+    recorder, model = recorded(name)
+    scores = lo.Replay().score(recorder.run, recorder.task(check=False), rows(CASES[name][1], 4, seed=9), ids=LEFT_OUT)
+    base = query_loss(name, model)
+    truth = torch.tensor([query_loss(name, trained(name, left_out)) - base for left_out in LEFT_OUT])
+    assert truth.abs().max() > 1e-3
+    assert torch.allclose(scores.values.flatten().float(), truth, rtol=0, atol=1e-3 * float(truth.abs().max()))
+
+
+def test_best_model_evaluation_and_checkpoints(tmp_path) -> None:
+    """The best model is put back before training ends; the run is that of the training all the same."""
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+    def train(callbacks=(), **args):
+        query = rows("causal", 4, seed=9)
+        trainer = trainer_of("GPT-2", callbacks=callbacks, eval_dataset=query, args={**often, **args})
+        trainer.train()
+        return trainer.model
+
+    recorder = RecorderCallback(tmp_path / "run", keep=4)
+    best = train([recorder], load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
+    final, last = recorder.run.final()["param"], dict(train().named_parameters())
+    assert all(torch.equal(final[name], last[name]) for name in final)
+    assert not all(torch.equal(final[name], param) for name, param in best.named_parameters())
+
+
+def test_random_masking_is_kept_with_the_run(tmp_path) -> None:
+    class Tokenizer(transformers.PreTrainedTokenizerFast):
+        def __init__(self) -> None:
+            from tokenizers import Tokenizer as Fast
+            from tokenizers.models import WordLevel
+
+            words = {word: i for i, word in enumerate(["[PAD]", "[MASK]", "[UNK]", *map(str, range(VOCABULARY - 3))])}
+            special = {"pad_token": "[PAD]", "mask_token": "[MASK]", "unk_token": "[UNK]"}
+            super().__init__(tokenizer_object=Fast(WordLevel(words, "[UNK]")), **special)
+
+    collator = transformers.DataCollatorForLanguageModeling(Tokenizer(), mlm_probability=0.4)
+
+    def train(callbacks=()):
+        transformers.set_seed(3)
+        args = transformers.TrainingArguments(
+            tmp_path / "out",
+            per_device_train_batch_size=4,
+            num_train_epochs=1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        )
+        data = rows("causal").remove_columns("labels")
+        trainer = transformers.Trainer(
+            bert("BertForMaskedLM"), args, train_dataset=data, data_collator=collator, callbacks=list(callbacks)
+        )
+        trainer.train()
+        return trainer.model.state_dict()
+
+    recorder = RecorderCallback(tmp_path / "run")
+    first, plain = train([recorder]), train()
+    assert all(torch.equal(first[key], plain[key]) for key in first)
+    assert recorder.run.batches(0)
+    scores = lo.SGDIE().score(recorder.run, recorder.task(), [{"input_ids": list(range(4, 16))}])
+    assert torch.isfinite(scores.values).all()
+
+
+def test_the_run_is_there_once_training_has_ended(tmp_path) -> None:
+    with pytest.raises(lo.LeaveoutError) as error:
+        _ = RecorderCallback(tmp_path / "run").run
+    assert error.value.code == "training-not-ended"
+
+
+def test_an_unknown_loss_is_refused(tmp_path) -> None:
+    class Own(Plain):
+        def forward(self, input_ids, attention_mask, labels=None):
+            outputs = super().forward(input_ids, attention_mask, labels)
+            return outputs if labels is None else (outputs[0] * 2, outputs[1])
+
+    recorder = RecorderCallback(tmp_path / "run")
+    trainer = trainer_of("plain module", callbacks=[recorder])
+    trainer.model.__class__ = Own
+    trainer.train()
+    with pytest.raises(lo.LeaveoutError) as error:
+        recorder.task()
+    assert error.value.code == "model-loss-unknown"
+    task = recorder.task(loss=lambda logits, y: 2 * nn.functional.cross_entropy(logits, y, reduction="none"))
+    lo.SGDIE().score(recorder.run, task, rows("class", 4))
+
+
+def test_the_example(tmp_path) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[1] / "examples/hugging_face_trainer.py"))["main"]
+    harmful = main(tmp_path)
+    assert len(set(harmful) & {3, 11, 27, 42}) >= 2
