@@ -1,0 +1,144 @@
+"""Records a run of a Lightning ``Trainer`` with automatic optimization."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from leaveout.errors import RunError, UnsupportedError
+from leaveout.integrations.model_loss import undisturbed
+from leaveout.integrations.step_loss import StepCall, loss_of_step, step_losses
+from leaveout.integrations.tap import NotedLoader
+from leaveout.run.kept_batches import is_random
+from leaveout.run.reader import Run
+from leaveout.run.recorder import Recorder
+from leaveout.task import batches
+from leaveout.task.task import Task
+
+TRIAL = 8
+"""How many examples are looked at to see that losses are taken per example."""
+
+
+class RecorderCallback(Callback):
+    """Records what a Lightning ``Trainer`` trains: ``Trainer(..., callbacks=[recorder])``, then ``recorder.run``.
+
+    Args:
+        path: a new directory for the run.
+        recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``.
+
+    One optimizer, one training loader, one process.
+    """
+
+    def __init__(self, path: str | Path, **recorder_options: Any) -> None:
+        self._path, self._options = path, recorder_options
+        self._recorder: Recorder | None = None
+        self._run: Run | None = None
+        self._module: LightningModule
+        self._noted: NotedLoader | None = None
+        self._settings: dict[str, Any] = {}
+
+    @property
+    def run(self) -> Run:
+        """The recorded run, once training has ended."""
+        if self._run is None:
+            raise RunError(
+                "Training has not ended yet, so there is no run: call trainer.fit() first, with this callback among "
+                "the Trainer's callbacks.",
+                code="training-not-ended",
+            )
+        return self._run
+
+    def task(self, loss: nn.Module | Any = None, **options: Any) -> Task:
+        """Return the task of the run: the module, a loss per example, the training set, collator and clipping.
+
+        Args:
+            loss: an ``nn`` loss module, or ``(outputs, targets) -> one loss per example``, of what the module itself
+                returns for the inputs. By default it is what ``training_step`` returns: the mean of a loss of
+                ``torch.nn.functional``, which is then taken per example.
+            options: those of ``leaveout.Task``.
+        """
+        _ = self.run
+        assert self._noted is not None  # noqa: S101 - there is a run
+        data, collate = self._noted.loader.dataset, self._noted.loader.collate_fn
+        if loss is None:
+            loss, options = step_losses, {"forward": StepCall(), **options}
+            _check_mean(self._module, batches.read(data, range(min(TRIAL, batches.size(data))), collate))
+        return Task(self._module, loss, data, **{"collate": collate, **self._settings, **options})
+
+    def setup(self, trainer: Trainer, _module: LightningModule, stage: str) -> None:
+        """Have the training loader, once it is made, note what it draws."""
+        if stage != "fit":
+            return
+        source: Any = trainer.fit_loop._data_source
+        given = source.dataloader
+
+        def noted() -> Any:
+            loader = given()
+            if not isinstance(loader, DataLoader):
+                raise UnsupportedError(
+                    f"The training data is a {type(loader).__name__}: give one torch DataLoader.",
+                    code="loader-expected",
+                )
+            if self._noted is None or self._noted.loader is not loader:
+                self._noted = NotedLoader(loader)
+            return loader
+
+        source.dataloader = noted
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what cannot be recorded."""
+        problems = []
+        if trainer.world_size > 1:
+            problems.append(f"it runs in {trainer.world_size} processes, of which only one is recorded; use devices=1")
+        if len(trainer.optimizers) > 1:
+            problems.append(f"it has {len(trainer.optimizers)} optimizers; train with one")
+        if not pl_module.automatic_optimization:
+            problems.append("automatic_optimization is off; use leaveout.Recorder in training_step's stead")
+        if problems:
+            raise UnsupportedError(
+                "This training cannot be recorded: " + "; ".join(problems) + ".", code="training-not-supported"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to record."""
+        assert self._noted is not None  # noqa: S101 - the loader is made by now
+        loader, self._module = self._noted.loader, pl_module
+        self._settings = {"accumulation": trainer.accumulate_grad_batches}  # also in a window that is shorter
+        if trainer.gradient_clip_val:
+            by_value = trainer.gradient_clip_algorithm == "value"
+            self._settings["clip_value" if by_value else "clip_norm"] = float(trainer.gradient_clip_val)
+        options = self._options
+        if options.get("keep_batches") is None:
+            options = {**options, "keep_batches": is_random(loader.dataset, loader.collate_fn)}
+        self._recorder = Recorder(self._path, pl_module, trainer.optimizers[0], **options)
+
+    def on_train_batch_start(self, trainer: Trainer, _module: LightningModule, batch: Any, _idx: int) -> None:
+        """Tell the recorder which batch comes."""
+        if self._recorder is not None and self._noted is not None:
+            self._recorder.step(self._noted.next(), batch, epoch=trainer.current_epoch)
+
+    def on_train_end(self, *_: Any) -> None:
+        """Finish the run."""
+        if self._recorder is not None and self._noted is not None:
+            self._noted.release()
+            recorder, self._recorder = self._recorder, None
+            self._run = recorder.finish()
+
+
+def _check_mean(module: LightningModule, batch: Any) -> None:
+    """Refuse a ``training_step`` whose loss is not the mean of losses per example."""
+    with undisturbed(module):
+        own, each = loss_of_step(module, batch), StepCall()(module, batch)[0]
+    count = len(batches.leaves(batch)[0])
+    if each.shape != (count,) or not torch.allclose(each.mean(), own, rtol=1e-4, atol=1e-7):
+        raise UnsupportedError(
+            f"The loss that {type(module).__name__}.training_step returns is not the mean of a loss of "
+            "torch.nn.functional: give task(loss=...), a loss of what the module itself returns for its inputs, and "
+            "forward=... where batches are not (inputs..., targets).",
+            code="model-loss-unknown",
+        )

@@ -1,0 +1,73 @@
+"""What ``training_step`` returns, the mean loss of a batch, taken per example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from leaveout.task import batches
+
+MEANS: frozenset[Callable] = frozenset(
+    {
+        F.cross_entropy,
+        F.nll_loss,
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+        F.soft_margin_loss,
+        F.multi_margin_loss,
+        F.gaussian_nll_loss,
+        F.poisson_nll_loss,
+    }
+)
+
+
+class PerExample(TorchFunctionMode):
+    """Within it, losses of ``torch.nn.functional`` that would be means of a batch are one number per example."""
+
+    def __torch_function__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in MEANS or kwargs.get("reduction", "mean") != "mean":
+            return function(*args, **kwargs)
+        values = function(*args, **{**kwargs, "reduction": "none"})
+        return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+class StepCall:
+    """``(module, batch) -> (losses, targets)`` by ``module.training_step``, which logs nothing meanwhile."""
+
+    def __call__(self, module: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Call ``training_step``."""
+        with PerExample():
+            value = loss_of_step(module, batch)
+        return value, batches.leaves(batch)[-1]
+
+
+def loss_of_step(module: Any, batch: Any) -> Tensor:
+    """Return the loss of ``training_step``, as it is."""
+    quiet = {"log": _nothing, "log_dict": _nothing}
+    held = {name: module.__dict__.pop(name) for name in quiet if name in module.__dict__}
+    module.__dict__.update(quiet)
+    try:
+        value = module.training_step(batch, 0)
+    finally:
+        for name in quiet:
+            del module.__dict__[name]
+        module.__dict__.update(held)
+    return value["loss"] if isinstance(value, dict) else value
+
+
+def step_losses(losses: Tensor, _targets: Any) -> Tensor:
+    """Return the losses that ``StepCall`` gives in the place of outputs."""
+    return losses
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """In the place of a module's ``log``."""

@@ -1,0 +1,197 @@
+"""Runs of a Lightning Trainer, compared with training again by the Trainer itself."""
+
+from __future__ import annotations
+
+import runpy
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import leaveout as lo
+
+lightning = pytest.importorskip("lightning")
+
+from leaveout.integrations.lightning import RecorderCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LEFT_OUT = [0, 7]
+
+
+def data(count: int = 20, seed: int = 0):
+    order = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 5, dtype=torch.float64, generator=order)
+    return torch.utils.data.TensorDataset(x, torch.randint(3, (count,), generator=order))
+
+
+class Net(lightning.LightningModule):
+    """With dropout, a schedule and what is logged; with ``left_out``, that example's loss weighs nothing."""
+
+    def __init__(self, left_out: int | None = None, norm: bool = False) -> None:
+        super().__init__()
+        middle = [nn.BatchNorm1d(6)] if norm else []
+        self.body = nn.Sequential(nn.Linear(5, 6), *middle, nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)).double()
+        self.gone = None if left_out is None else data()[left_out][0]
+
+    def forward(self, x):
+        return self.body(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.gone is None:
+            loss = F.cross_entropy(self.called(x), y)
+        else:
+            weights = (~(x == self.gone).all(1)).double()
+            loss = (F.cross_entropy(self.called(x), y, reduction="none") * weights).mean()
+        self.log("loss", loss)
+        return loss
+
+    def called(self, x):
+        return self(x)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05, eps=1e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Inside(Net):
+    """Never calls itself as a whole."""
+
+    def called(self, x):
+        return self.body(x)
+
+
+CASES = {
+    "defaults": (Net, {}),
+    "clipped by norm, accumulated, a short last window": (
+        Net,
+        {"gradient_clip_val": 0.3, "accumulate_grad_batches": 3},
+    ),
+    "clipped by value": (Inside, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+    "not called as a whole, accumulated": (Inside, {"accumulate_grad_batches": 2}),
+}
+
+
+def fit(module_class, options, left_out=None, callbacks=(), **more):
+    lightning.seed_everything(4, verbose=False)
+    module = module_class(left_out, **more)
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **options,
+    )
+    order = torch.Generator().manual_seed(6)
+    loader = torch.utils.data.DataLoader(data(), 4, shuffle=True, generator=order)
+    trainer.fit(module, loader, torch.utils.data.DataLoader(data(6, 9), 3))
+    return module
+
+
+@lru_cache
+def recorded(name: str):
+    recorder = RecorderCallback(f"{tempfile.mkdtemp()}/run", keep="all")
+    return recorder, fit(*CASES[name], callbacks=[recorder])
+
+
+def query_loss(module) -> float:
+    module.eval()
+    x, y = data(6, 9).tensors
+    with torch.no_grad():
+        return float(F.cross_entropy(module(x), y))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recording_changes_no_bit(name: str) -> None:
+    _, module = recorded(name)
+    both = module.state_dict(), fit(*CASES[name]).state_dict()
+    assert all(torch.equal(both[0][key], both[1][key]) for key in both[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_follows(name: str) -> None:
+    recorder, _ = recorded(name)
+    own = lo.SGDIE().score(recorder.run, recorder.task(), data(6, 9)).values
+    given = lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss()), data(6, 9)).values
+    assert own.abs().max() > 0
+    assert torch.allclose(own, given, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replay_is_training_without_the_example(name: str) -> None:
+    recorder, module = recorded(name)
+    scores = lo.Replay().score(recorder.run, recorder.task(), data(6, 9), ids=LEFT_OUT).values.flatten()
+    base = query_loss(module)
+    truth = [query_loss(fit(*CASES[name], left_out)) - base for left_out in LEFT_OUT]
+    assert scores.tolist() == pytest.approx(truth, rel=1e-8, abs=1e-12)
+
+
+def test_buffers_that_move_in_the_first_window(tmp_path) -> None:
+    """The last micro-batch runs inside the optimizer's closure, after others have moved the statistics."""
+    recorder = RecorderCallback(tmp_path / "run", keep="all")
+    fit(Net, {"accumulate_grad_batches": 2}, callbacks=[recorder], norm=True)
+    assert "body.1.running_mean" in recorder.run.manifest.buffers
+    assert not recorder.run.state(0)["param"]["body.1.running_mean"].any()
+    lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss()), data(6, 9))
+
+
+def test_random_data_is_kept(tmp_path) -> None:
+    class Noisy(torch.utils.data.TensorDataset):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + 0.1 * torch.randn(5, dtype=torch.float64), y
+
+    recorder = RecorderCallback(tmp_path / "run")
+    lightning.seed_everything(4, verbose=False)
+    module = Net()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[recorder], **quiet)
+    trainer.fit(module, torch.utils.data.DataLoader(Noisy(*data().tensors), 4))
+    assert recorder.run.batches(0)
+    lo.SGDIE().score(recorder.run, recorder.task(), data(6, 9))
+
+
+def test_two_optimizers_are_refused(tmp_path) -> None:
+    class Two(Net):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+        automatic_optimization = False
+
+    with pytest.raises(lo.LeaveoutError) as error:
+        fit(Two, {}, callbacks=[RecorderCallback(tmp_path / "run")])
+    assert error.value.code == "training-not-supported"
+    assert "2 optimizers" in str(error.value)
+    assert "automatic_optimization" in str(error.value)
+
+
+def test_a_loss_that_is_no_mean_is_refused(tmp_path) -> None:
+    class Weighted(Net):
+        def training_step(self, batch, batch_idx):
+            weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+            return F.cross_entropy(self(batch[0]), batch[1], weight)
+
+    recorder = RecorderCallback(tmp_path / "run")
+    fit(Weighted, {}, callbacks=[recorder])
+    with pytest.raises(lo.LeaveoutError) as error:
+        recorder.task()
+    assert error.value.code == "model-loss-unknown"
+    weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss(weight)), data(6, 9))
+
+
+def test_the_example(tmp_path) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[1] / "examples/lightning_trainer.py"))["main"]
+    assert main(tmp_path, epochs=1).values.abs().max() > 0
