@@ -171,9 +171,10 @@ def test_two_optimizers_are_refused(tmp_path) -> None:
         automatic_optimization = False
 
     with pytest.raises(lo.LeaveoutError) as error:
-        fit(Two, {}, callbacks=[RecorderCallback(tmp_path / "run")])
+        fit(Two, {"precision": "bf16-mixed"}, callbacks=[RecorderCallback(tmp_path / "run")])
     assert error.value.code == "training-not-supported"
     assert "2 optimizers" in str(error.value)
+    assert "precision" in str(error.value)
     assert "automatic_optimization" in str(error.value)
 
 

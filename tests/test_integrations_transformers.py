@@ -130,7 +130,6 @@ def trainer_of(name: str, left_out: int | None = None, callbacks=(), **more):
             return loss if kind == "causal" else loss * (inputs["labels"] != -100).sum() / before
 
     args = transformers.TrainingArguments(
-        tempfile.mkdtemp(),
         per_device_train_batch_size=4,
         num_train_epochs=2,
         learning_rate=5e-3,
@@ -140,7 +139,7 @@ def trainer_of(name: str, left_out: int | None = None, callbacks=(), **more):
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
-        **{"save_strategy": "no", **options, **more.pop("args", {})},
+        **{"output_dir": tempfile.mkdtemp(), "save_strategy": "no", **options, **more.pop("args", {})},
     )
     if name == "plain module":
         data = data.remove_columns("text")
@@ -262,6 +261,20 @@ def test_the_run_is_there_once_training_has_ended(tmp_path) -> None:
     with pytest.raises(lo.LeaveoutError) as error:
         _ = RecorderCallback(tmp_path / "run").run
     assert error.value.code == "training-not-ended"
+
+
+def test_what_cannot_be_followed_is_refused(tmp_path) -> None:
+    checkpoints = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}
+    first = trainer_of("GPT-2", args={**checkpoints, "max_steps": 2})
+    first.train()
+    callbacks = [RecorderCallback(tmp_path / "run")]
+    again = trainer_of("GPT-2", callbacks=callbacks, args={**checkpoints, "neftune_noise_alpha": 1.0, "bf16": True})
+    with pytest.raises(lo.LeaveoutError) as error:
+        again.train(resume_from_checkpoint=True)
+    assert error.value.code == "training-not-supported"
+    assert "checkpoint" in str(error.value)
+    assert "noise" in str(error.value)
+    assert "precision" in str(error.value)
 
 
 def test_an_unknown_loss_is_refused(tmp_path) -> None:

@@ -99,6 +99,8 @@ class RecorderCallback(Callback):
             problems.append(f"it has {len(trainer.optimizers)} optimizers; train with one")
         if not pl_module.automatic_optimization:
             problems.append("automatic_optimization is off; use leaveout.Recorder in training_step's stead")
+        if "mixed" in str(trainer.precision):
+            problems.append(f"it uses mixed precision ({trainer.precision}); train with precision='32-true'")
         if problems:
             raise UnsupportedError(
                 "This training cannot be recorded: " + "; ".join(problems) + ".", code="training-not-supported"

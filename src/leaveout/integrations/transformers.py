@@ -98,13 +98,20 @@ class RecorderCallback(TrainerCallback):
             },
         )
 
-    def on_train_begin(self, args: Any, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
         """Begin to record."""
+        problems = []
         if args.world_size > 1 or args.n_gpu > 1:
+            problems.append("it runs on several devices, of which only one is recorded; train on one")
+        if state.global_step > 0:
+            problems.append("it goes on from a checkpoint; record it from its beginning")
+        if getattr(args, "neftune_noise_alpha", None):
+            problems.append("it adds noise to embeddings (neftune_noise_alpha); leave that out")
+        if args.bf16 or args.fp16:
+            problems.append("it uses mixed precision; train in float32")
+        if problems:
             raise UnsupportedError(
-                f"This training runs on {max(args.world_size, args.n_gpu)} devices, of which only one is recorded: "
-                "train on one.",
-                code="several-processes",
+                "This training cannot be recorded: " + "; ".join(problems) + ".", code="training-not-supported"
             )
         self._args, self._model = args, kwargs["model"]
         self._adapter = kwargs["train_dataloader"]
