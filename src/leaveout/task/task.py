@@ -31,6 +31,7 @@ from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called, Forward, default_forward
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
+from leaveout.task.kinks import kinked
 from leaveout.task.losses import Loss, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
 from leaveout.task.preparing import trial_batch
@@ -116,6 +117,7 @@ class Task:
         self.parts = taken_apart(loss)
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
+        self.kinks = False
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
@@ -217,6 +219,12 @@ class Task:
             self._views[key] = task
         return self._views[key]
 
+    def kinked(self) -> Task:
+        """The same task, in whose second derivatives kinks have their curvature."""
+        task = copy.copy(self)
+        task.kinks = True
+        return task
+
     def own(self, params: Params) -> Params:
         """Those parameters that derivatives are taken for, and the buffers that training moves."""
         return {name: params[name] for name in (*self.chosen, *self.buffers)}
@@ -232,7 +240,10 @@ class Task:
         # A running statistic has a derivative only where BatchNorm is written out.
         held = {name: params[name] for name in self.buffers}
         with weighted_batch_norm(None, held) if held else nullcontext():
-            return self.called.pure({**params, **held}, batch, frozenset())[0]
+            return self._pure({**params, **held}, batch, frozenset())[0]
+
+    def _pure(self, *args: Any) -> tuple[tuple[Tensor, Any], Params]:
+        return kinked(self.called, *args) if self.kinks else self.called.pure(*args)
 
     def _trained(
         self, params: Params, batch: TrainingBatch, weights: Tensor | None = None
@@ -245,7 +256,7 @@ class Task:
         nothing: AbstractContextManager[Params] = nullcontext({})
         with weighted_batch_norm(leaving, held) if self.coupled else nothing as new:
             within = replay(draws) if draws else None
-            both, after = self.called.pure({**params, **held}, batch.batch, self.training, within)
+            both, after = self._pure({**params, **held}, batch.batch, self.training, within)
         return both, {name: new.get(name, after[name]) for name in self.buffers}
 
     def live_losses(self, batch: Batch) -> Float[Tensor, " batch"]:
