@@ -56,7 +56,9 @@ def convolutional(settings: Settings) -> Iterator[Trained]:
     """A recorded run of two convolutions with average pooling on MNIST."""
     dtype = getattr(torch, settings["dtype"])
     loaded = data.load("mnist", settings["n"], settings["queries"], settings["seed"])
-    parts = [TensorDataset(part.x.view(-1, 1, 28, 28).to(dtype), part.y) for part in (loaded.train, loaded.val)]
+    train_set, val = (
+        TensorDataset(part.x.view(-1, 1, 28, 28).to(dtype), part.y) for part in (loaded.train, loaded.val)
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings["seed"])
         model = nn.Sequential(
@@ -64,7 +66,7 @@ def convolutional(settings: Settings) -> Iterator[Trained]:
             *(nn.Conv2d(8, 8, 5), nn.ReLU(), nn.AvgPool2d(2)),
             *(nn.Flatten(), nn.Linear(8 * 4 * 4, 10)),
         ).to(dtype)
-    with trained(model, *parts, settings) as problem:
+    with trained(model, train_set, val, settings) as problem:
         yield problem
 
 
@@ -91,12 +93,12 @@ def _measured(estimator: Estimator, problem: Trained | Problem, truth: torch.Ten
 def tables(frame: pd.DataFrame) -> str:
     """A row per network: tau without and with, what it gained, the errors and the time."""
     rows = []
-    gains = {}
+    gains: dict[str, float] = {}
     for name, own in frame.groupby("network", sort=False):
         by = {method: part.set_index("seed").sort_index() for method, part in own.groupby("method")}
         plain, bent = by["SGD-IE"], by["SGD-IE(kinks)"]
         change = bent["kendall"] - plain["kendall"]
-        gains[name] = change.mean()
+        gains[str(name)] = float(change.mean())
         errors = " -> ".join(f"{part['relative error'].median():.2f}" for part in (plain, bent))
         corrected = " -> ".join(f"{by[one]['kendall'].mean():.3f}" for one in ("ACC(free)", "ACC(free, kinks)"))
         ratio = (bent["seconds"] / plain["seconds"]).median()
@@ -120,10 +122,10 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 SETTING = """ReLU networks, SGD at 0.1, float64; tau is Kendall's, with exact replays of all examples (of 100 for the
-convolutional network, which pools by averages: 512 examples, batch 64, 6 epochs), mean loss of the queries. Digits: 200 examples (400 with two layers of
-32 or 64), batch 50, 20 epochs. 8-8 networks with one logit: 400 examples, batch 100, 30 epochs, or 200, batch 50, 20
-epochs. RMSE is divided by the standard deviation of the truth. Time is the ratio of processor seconds. Mean (standard
-deviation) over seeds."""
+convolutional network), mean loss of the queries. Digits: 200 examples (400 with two layers of 32 or 64), batch 50, 20
+epochs. 8-8 networks with one logit: 400 examples, batch 100, 30 epochs, or 200, batch 50, 20 epochs. The convolutional
+network pools by averages: 512 examples, batch 64, 6 epochs. RMSE is divided by the standard deviation of the truth.
+Time is the ratio of processor seconds. Mean (standard deviation) over seeds."""
 
 KINKS = Spec(
     "kinks",
