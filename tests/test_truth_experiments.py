@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 import leaveout as lo
-from leaveout.paper.reproduce import SPECS, ceiling, choosing, lds, networks, smoothness, tsloo, words
+from leaveout.paper.reproduce import SPECS, ceiling, choosing, kinks, lds, networks, smoothness, tsloo, words
 
 SMALL = {"data": "digits", "n": 30, "queries": 10, "hidden": [6], "dtype": "float64", "epochs": 2, "batch": 10}
 SMALL |= {"optimizer": "sgd", "lr": 0.1, "activation": "gelu", "schedule": "constant", "seed": 1}
@@ -40,6 +40,21 @@ def test_smoothness_is_measured_beside_the_ranking_of_sgd_ie():
     cells = smoothness.cells(1, quick=False)
     assert {cell["eps"] for cell in cells if cell["training"] == "SGD"} == {None}
     assert len({SPECS["smoothness"].file(cell) for cell in cells}) == len(cells) == 19
+
+
+def test_kinks_are_measured_beside_plain_products():
+    settings = {**SMALL, "activation": "relu", "replays": 12, "network": "small"}
+    rows = kinks.compute(settings)
+    with networks.network(settings) as problem:
+        asked = (problem.run, problem.task, problem.val)
+        truth = lo.Replay().score(*asked, ids=range(12)).mean()
+        scores = lo.SGDIE(kinks=True).score(*asked).mean()[:12]
+    (row,) = (row for row in rows if row["method"] == "SGD-IE(kinks)")
+    assert row["kendall"] == pytest.approx(lo.metrics.kendall(scores, truth))
+    assert row["relative error"] == pytest.approx(float((scores - truth).square().mean().sqrt() / truth.std()))
+    assert "| small |" in shown("kinks", settings, rows)
+    cells = kinks.cells(2, quick=False)
+    assert len({SPECS["kinks"].file(cell) for cell in cells}) == len(cells) == 22
 
 
 def test_the_ceiling_is_the_mean_spearman_between_moved_starts():

@@ -55,7 +55,7 @@ def one_by_one(
     for estimator in list(waiting):
         chosen = estimator.resolved(question.run, question.task)
         if isinstance(chosen, ACC) and chosen.transport != "exact":
-            beside = SGDIE(readout=chosen.readout, layers=chosen.layers)
+            beside = SGDIE(readout=chosen.readout, layers=chosen.layers, kinks=chosen.kinks)
             pair = [one for one in (estimator, beside) if one in waiting]
             waiting = {one: None for one in waiting if one not in pair}
             if all(one in there for one in pair):

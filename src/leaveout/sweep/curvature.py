@@ -24,13 +24,14 @@ from leaveout.task.derivatives import (
     gradients_with,
     hessian_products,
     is_single,
+    kink_widths,
     outer_changes,
     outer_products,
     weight_products,
     weighted_changes,
 )
 from leaveout.task.task import Task
-from leaveout.task.training_batch import has_shared_draws, take
+from leaveout.task.training_batch import Window, has_shared_draws, take
 
 
 class Curvature(ABC):
@@ -100,14 +101,23 @@ class Curvature(ABC):
 class Hessian(Curvature):
     """The true curvature: SGD-IE, ACC."""
 
+    @property
+    def _whole(self) -> tuple[Task, Params, Batch]:
+        """What derivatives of the batch are taken of, and where."""
+        return self.task, self.params, self.batch
+
+    def _single(self, examples: Batch) -> tuple[Task, Params, Batch]:
+        """What derivatives of single examples are taken of, and where."""
+        return self.task, self.params, examples
+
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; one alone may go without the gradient, which is quicker."""
         if height(vectors) == 1:
-            value, one, weights = directional(self.task, self.params, self.batch, each(lambda t: t[0], vectors))
+            value, one, weights = directional(*self._whole, each(lambda t: t[0], vectors))
             if value is not None:
                 self.gradient = value
             return each(lambda t: t[None], one), weights[None]
-        value, curved, reads = hessian_products(self.task, self.params, self.batch, vectors, self.chunk)
+        value, curved, reads = hessian_products(*self._whole, vectors, self.chunk)
         self.gradient = value
         return curved, reads
 
@@ -116,12 +126,32 @@ class Hessian(Curvature):
     ) -> Params:
         """Compute H(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
         stacks = (vectors, weights, added)
-        self.gradient, changes = weighted_changes(self.task, self.params, self.batch, stacks, self.chunk)
+        self.gradient, changes = weighted_changes(*self._whole, stacks, self.chunk)
         return changes
 
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
         """Compute g(z) and H(z)·v for every example."""
-        return example_products(self.task, self.params, examples, vectors, self.chunk)
+        return example_products(*self._single(examples), vectors, self.chunk)
+
+
+class KinkedHessian(Hessian):
+    """The Hessian in which kinks (ReLU and the like) have the curvature that their crossing makes on average.
+
+    Gradients are the same. The bumps' widths are those of the whole batch, also where examples are looked at alone.
+    """
+
+    @property
+    def _whole(self) -> tuple[Task, Params, Batch]:
+        if isinstance(self.batch, Window):  # of which each micro-batch would have widths of its own
+            return self._single(self.batch)
+        return self.task.kinked(), self.params, self.batch
+
+    def _single(self, examples: Batch) -> tuple[Task, Params, Batch]:
+        return self.task.kinked(), {**self.params, **self._widths}, examples
+
+    @cached_property
+    def _widths(self) -> Params:
+        return kink_widths(self.task, self.params, self.batch)
 
 
 class GaussNewton(Curvature):
@@ -187,9 +217,14 @@ class Flat(Curvature):
         return gradients, each(torch.zeros_like, gradients)
 
 
+def hessian(kinks: bool) -> type[Curvature]:
+    """Choose the Hessian, with or without the curvature of kinks."""
+    return KinkedHessian if kinks else Hessian
+
+
 def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
     """Refuse stop-gradients where a product with J = ∂ḡ/∂θ would have to serve for one with its transpose."""
-    if kind is Hessian and not task.abilities.symmetric:
+    if issubclass(kind, Hessian) and not task.abilities.symmetric:
         raise UnsupportedError(
             f"{task.abilities.reason}, so that the derivative of the gradient is not a symmetric matrix, which this "
             "method takes it for: use SGDIE(), ACC(transport='exact') or Replay().",

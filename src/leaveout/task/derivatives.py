@@ -20,8 +20,9 @@ from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch, leaves, map_leaves
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Form
+from leaveout.task.kinks import inverse_widths
 from leaveout.task.rewriting import Passing, WrittenOut
-from leaveout.task.training_batch import Picked, TrainingBatch, size_of
+from leaveout.task.training_batch import Picked, TrainingBatch, parts_of, size_of
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -163,6 +164,11 @@ def gradients_with(
         return (), task.over_models(lambda one: task.gradient(p, one, b))(w)
 
     return _by_chunks(task, "gradients_with", gradients, (params, batch), (weights,), chunk)[1]
+
+
+def kink_widths(task: Task, params: Params, batch: Batch) -> Params:
+    """1/h of every function with kinks, over the whole batch, by the names under which they go with parameters."""
+    return _run(task, "kink_widths", lambda p, b: inverse_widths(task.outputs, p, parts_of(b)), params, batch)
 
 
 def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | None = None) -> Params:
@@ -353,6 +359,7 @@ def no_form(reason: str) -> UnsupportedError:
 def _run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
     given = function if exact else _written_out(function)
     # A loop over examples would be traced turn by turn, and slowly.
+    name = f"{name} kinks" if task.kinks else name
     return task.tracer(name, given, *args, exact=exact) if task.abilities.vmap else given(*args)
 
 

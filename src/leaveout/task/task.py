@@ -29,6 +29,7 @@ from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called, Forward, bare, default_forward
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
+from leaveout.task.kinks import kinked
 from leaveout.task.losses import Loss, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
 from leaveout.task.preparing import trial_batch
@@ -117,6 +118,7 @@ class Task:
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
+        self.kinks = False
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
@@ -230,6 +232,12 @@ class Task:
             self._views["uncast"] = task
         return self._views["uncast"]
 
+    def kinked(self) -> Task:
+        """The same task, in whose second derivatives kinks have their curvature."""
+        task = copy.copy(self)
+        task.kinks = True
+        return task
+
     def own(self, params: Params) -> Params:
         """Those parameters that derivatives are taken for, and the buffers that training moves."""
         return {name: params[name] for name in (*self.chosen, *self.buffers)}
@@ -245,7 +253,10 @@ class Task:
         # A running statistic has a derivative only where BatchNorm is written out.
         held = {name: value for name, value in params.items() if name in self.called.buffer_names}
         with weighted_batch_norm(None, held) if held else nullcontext():
-            return self.called.pure(params, batch, frozenset())[0]
+            return self._pure(params, batch, frozenset())[0]
+
+    def _pure(self, *args: Any) -> tuple[tuple[Tensor, Any], Params]:
+        return kinked(self.called, *args) if self.kinks else self.called.pure(*args)
 
     def _trained(
         self, params: Params, batch: TrainingBatch, weights: Tensor | None = None
@@ -259,7 +270,7 @@ class Task:
         with weighted_batch_norm(leaving, held) if self.coupled else nothing as new:
             within = replay(draws) if draws else None
             with self.casting():
-                both, after = self.called.pure({**params, **held}, batch.batch, self.training, within)
+                both, after = self._pure({**params, **held}, batch.batch, self.training, within)
         return both, {name: new.get(name, after[name]) for name in self.buffers}
 
     def casting(self) -> AbstractContextManager:

@@ -7,6 +7,7 @@ from leaveout.paper.reproduce.cleansing import CLEANSING, CLEANSING_FULL
 from leaveout.paper.reproduce.epochs import EPOCHS
 from leaveout.paper.reproduce.family import FAMILY, METHODS
 from leaveout.paper.reproduce.groups import GROUPS
+from leaveout.paper.reproduce.kinks import KINKS
 from leaveout.paper.reproduce.labels import LABELS
 from leaveout.paper.reproduce.lds import LDS
 from leaveout.paper.reproduce.mismatch import MISMATCH
@@ -21,7 +22,7 @@ SPECS = {
     spec.name: spec
     for spec in (
         *(CONVEX, NONCONVEX, FAMILY, METHODS, SENSITIVITY, EPOCHS, GROUPS, BOUNDS),
-        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS, SMOOTHNESS, CEILING, CHOOSING, TSLOO, LDS),
+        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS, SMOOTHNESS, CEILING, CHOOSING, TSLOO, LDS, KINKS),
     )
 }
 

@@ -154,6 +154,10 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
         return given[1] == 0
     if node.target in VIEWS:
         return given[0] in zeros
+    if node.target is aten.sub.Tensor:  # what is held constant, from itself
+        return given[0] is given[1] and not node.kwargs
+    if node.target is aten.mul.Tensor:
+        return given[0] in zeros or given[1] in zeros
     if node.target in PRODUCTS:
         return given[0] in zeros or given[1] in zeros
     if node.target is aten.convolution.default:
