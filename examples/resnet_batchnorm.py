@@ -76,7 +76,7 @@ def main(folder: Path, examples: int = 200, epochs: int = 4, width: int = 8, rep
     # 1. Train as always, with a recorder.
     torch.manual_seed(0)
     model, loss_fn = resnet18(shape[0], width), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     loader = DataLoader(train_set, batch_size=40, shuffle=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
     with lo.Recorder(folder / "run", model, optimizer, overwrite=True) as recorder:

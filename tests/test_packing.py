@@ -105,3 +105,21 @@ def test_an_lstm_over_packed_sequences_is_scored_as_plain_training_says(tmp_path
     assert sgdie == pytest.approx(slopes, rel=1e-6)
     forward = lo.SGDIE(direction="forward").score(run, task, query, ids=ids).values.flatten().tolist()
     assert forward == pytest.approx(sgdie, rel=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (4, 1, 3)])
+def test_draws_are_those_of_training_in_float32(lengths: tuple[int, ...], tmp_path) -> None:
+    """PyTorch computes packed sequences of equal lengths as a padded batch, with draws of another shape."""
+    order = torch.Generator().manual_seed(0)
+    train_set = [(torch.randint(9, (n,), generator=order), torch.tensor(n % 2)) for n in lengths]
+    recorders = []
+
+    def record(model, optimizer):
+        recorders.append(lo.Recorder(tmp_path / "run", model, optimizer))
+        return recorders[-1]
+
+    model = trained(Reader().float(), train_set, record)
+    run = recorders[0].finish()
+    task = lo.Task(model, nn.CrossEntropyLoss(), train_set, collate=collate)
+    for method in (lo.TracIn(), lo.ACC("jump")):  # each step is compared with the recorded one
+        assert method.score(run, task, train_set).values.abs().max() > 0

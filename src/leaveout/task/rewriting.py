@@ -97,6 +97,9 @@ class Batched(TorchFunctionMode):
             packet = getattr(torch.ops.aten, function.__name__)
             with torch.backends.mkldnn.flags(enabled=False):  # its fused kernels cannot be taken apart
                 return (packet.data if is_packed else packet.input).decompose(*args, **(kwargs or {}))
+        if inside and is_packed:
+            with torch.backends.mkldnn.flags(enabled=False):  # draws of one shape, also where all lengths are equal
+                return function(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
