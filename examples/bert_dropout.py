@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import leaveout as lo
 
 TOPICS = (
-    "oven butter onion simmer flour pan garlic roast sauce whisk dough salt boil spoon recipe crust".split(),
-    "soil seedling prune compost mulch weeds shovel sow hedge roots trellis bulbs lawn rake frost pot".split(),
+    "oven butter onion simmer flour pan garlic roast sauce whisk dough salt boil spoon recipe crust",
+    "soil seedling prune compost mulch weeds shovel sow hedge roots trellis bulbs lawn rake frost pot",
 )
-BOTH = "tomato basil water fresh leaves cut season pepper green sun warm week small add thyme potato".split()
+BOTH = "tomato basil water fresh leaves cut season pepper green sun warm week small add thyme potato"
 PAD, START, OTHER = 0, 1, 2
 
 
@@ -42,6 +42,7 @@ class Bert(nn.Module):
         self.dropout, self.head = nn.Dropout(0.1), nn.Linear(width, 2)
 
     def forward(self, words: Tensor) -> Tensor:
+        """Return the classes' logits."""
         x = self.dropout(self.word(words) + self.place.weight[: words.shape[1]])
         x = self.encoder(x, src_key_padding_mask=words == PAD)
         return self.head(self.dropout(x[:, 0]))
@@ -54,7 +55,7 @@ def texts(count: int, val: int) -> tuple[list[str], Tensor]:
         return [*data.train.raw, *data.val.raw], torch.cat([data.train.y, data.val.y]).long()
     draw = random.Random(0)
     labels = [draw.randrange(2) for _ in range(count + val)]
-    made = [" ".join(draw.choices(TOPICS[label], k=3) + draw.choices(BOTH, k=6)) for label in labels]
+    made = [" ".join(draw.choices(TOPICS[label].split(), k=3) + draw.choices(BOTH.split(), k=6)) for label in labels]
     return made, torch.tensor(labels)
 
 

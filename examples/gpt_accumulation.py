@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,7 +25,7 @@ import leaveout as lo
 
 MASKED = -100
 LENGTH = 48
-WHO, DOES, WHAT = "a cat|the dog|my cow|an owl".split("|"), "eats|sees|likes".split("|"), "fish|milk|hay|mice".split("|")
+PARTS = ("a cat,the dog,my cow,an owl", "eats,sees,likes,wants", "fish,milk,hay,mice")
 
 
 def texts(count: int) -> list[str]:
@@ -34,7 +34,7 @@ def texts(count: int) -> list[str]:
     if "LEAVEOUT_DATA" in os.environ:
         messages = [" ".join(text.split()) for text in lo.data.load("20news", n_train=800, n_val=1).train.raw]
         return [text[: draw.randint(20, LENGTH)].lower() for text in messages if len(text) >= LENGTH][:count]
-    return [" ".join(draw.choice(part) for part in (WHO, DOES, WHAT)) + "." for _ in range(count)]
+    return [" ".join(draw.choice(part.split(",")) for part in PARTS) + "." for _ in range(count)]
 
 
 def next_characters(texts: list[str]) -> tuple[Tensor, Tensor, int]:

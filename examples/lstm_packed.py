@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader
 import leaveout as lo
 
 TOPICS = (
-    "oven butter onion simmer flour pan garlic roast sauce whisk dough salt boil spoon recipe crust".split(),
-    "soil seedling prune compost mulch weeds shovel sow hedge roots trellis bulbs lawn rake frost pot".split(),
+    "oven butter onion simmer flour pan garlic roast sauce whisk dough salt boil spoon recipe crust",
+    "soil seedling prune compost mulch weeds shovel sow hedge roots trellis bulbs lawn rake frost pot",
 )
-BOTH = "tomato basil water fresh leaves cut season pepper green sun warm week small add thyme potato".split()
+BOTH = "tomato basil water fresh leaves cut season pepper green sun warm week small add thyme potato"
 Pair = tuple[Tensor, Tensor]
 
 
@@ -41,6 +41,7 @@ class Reader(nn.Module):
         self.head = nn.Linear(width, 2)
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        """Return the classes' logits."""
         packed = pack_padded_sequence(self.word(words), lengths.cpu(), batch_first=True, enforce_sorted=False)
         return self.head(self.lstm(packed)[1][0][-1])
 
@@ -59,7 +60,8 @@ def texts(count: int, val: int) -> tuple[list[str], list[int]]:
         return [*data.train.raw, *data.val.raw], torch.cat([data.train.y, data.val.y]).int().tolist()
     draw = random.Random(0)
     labels = [draw.randrange(2) for _ in range(count + val)]
-    made = [draw.choices(TOPICS[label], k=2) + draw.choices(BOTH, k=draw.randint(2, 8)) for label in labels]
+    own, both = [topic.split() for topic in TOPICS], BOTH.split()
+    made = [draw.choices(own[label], k=2) + draw.choices(both, k=draw.randint(2, 8)) for label in labels]
     return [" ".join(draw.sample(words, len(words))) for words in made], labels
 
 

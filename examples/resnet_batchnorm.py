@@ -35,6 +35,7 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's outputs."""
         out = self.norm2(self.conv2(relu(self.norm1(self.conv1(x)))))
         return relu(out + self.shortcut(x))
 

@@ -61,7 +61,6 @@ def trained(model: nn.Module, train_set: list, record=None, out: int = -1, weigh
     # The same ids again, to know whose loss to weigh.
     numbered = [(*one, torch.tensor(i)) for i, one in enumerate(train_set)]
 
-
     def with_ids(pairs: list) -> tuple[Tensor, ...]:
         return *collate([one[:2] for one in pairs]), torch.stack([number for *_, number in pairs])
 
