@@ -67,7 +67,7 @@ class Augmented(Dataset):
         return (crop.flip(-1) if torch.rand(()) < 0.5 else crop), self.y[i]
 
 
-def main(folder: Path, examples: int = 200, epochs: int = 4, width: int = 8, replays: int = 12) -> dict[str, float]:
+def main(folder: Path, examples: int = 120, epochs: int = 4, width: int = 4, replays: int = 12) -> dict[str, float]:
     name = "cifar10" if "LEAVEOUT_DATA" in os.environ else "digits"
     data = lo.data.load(name, n_train=examples, n_val=60)
     shape = (3, 32, 32) if name == "cifar10" else (1, 8, 8)
