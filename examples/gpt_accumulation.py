@@ -53,7 +53,7 @@ def token_losses(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return cross_entropy(outputs, targets, reduction="none").sum(1), (targets != MASKED).sum(1)
 
 
-def main(folder: Path, examples: int = 240, epochs: int = 4, replays: int = 32) -> dict[str, float]:
+def main(folder: Path, examples: int = 240, epochs: int = 4, replays: int = 16) -> dict[str, float]:
     written = texts(examples + 40)
     x, y, characters = next_characters(written)
     train_set, val_set = TensorDataset(x[:examples], y[:examples]), TensorDataset(x[examples:], y[examples:])

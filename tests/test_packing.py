@@ -120,5 +120,6 @@ def test_draws_are_those_of_training_in_float32(lengths: tuple[int, ...], tmp_pa
     model = trained(Reader().float(), train_set, record)
     run = recorders[0].finish()
     task = lo.Task(model, nn.CrossEntropyLoss(), train_set, collate=collate)
-    for method in (lo.TracIn(), lo.ACC("jump")):  # each step is compared with the recorded one
+    assert lo.ACC().resolved(run, task).transport == "jump"
+    for method in (lo.TracIn(), lo.ACC()):  # each step is compared with the recorded one
         assert method.score(run, task, train_set).values.abs().max() > 0

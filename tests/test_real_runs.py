@@ -289,3 +289,10 @@ def test_gauss_newton_of_a_linear_model_is_its_hessian(name: str, tmp_path) -> N
     task = lo.Task(case.model, loss, train_set, **options)
     embedded, exact = (method.score(run, task, query(case)).values for method in (lo.DVEmb(), lo.SGDIE()))
     assert torch.allclose(embedded, exact, rtol=1e-7, atol=1e-10)
+
+
+def test_exact_acc_of_an_example_that_some_clipped_batches_lack() -> None:
+    run, task, case = recorded("clipped by norm")
+    everyone = lo.ACC("exact").score(run, task, query(case)).values
+    one = lo.ACC("exact", direction="forward").score(run, task, query(case), ids=[3]).values
+    assert torch.allclose(one, everyone[3:4], rtol=1e-9, atol=1e-12)
