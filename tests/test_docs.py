@@ -27,6 +27,7 @@ DOCUMENTS = [
     "docs/architecture.md",
     "docs/file-format.md",
     "docs/load.md",
+    "docs/real-runs.md",
     "docs/scaling.md",
     "docs/contributing.md",
     "docs/results/README.md",

@@ -9,6 +9,8 @@ import leaveout as lo
 from leaveout.errors import UnsupportedError
 from leaveout.sweep.curvature import Hessian
 from leaveout.task.forms import Form
+from leaveout.task.guard.agreement import slope
+from leaveout.task.guard.points import trial
 
 
 def data(n: int = 8) -> TensorDataset:
@@ -147,3 +149,17 @@ class UsesOld(nn.Linear):
 def test_what_torch_func_cannot_differentiate():
     with pytest.raises(UnsupportedError, match=r"torch\.func cannot take its gradient.*setup_context"):
         lo.Task(UsesOld(4, 2).double(), nn.CrossEntropyLoss(), data())
+
+
+def test_a_kink_beside_the_state_does_not_make_a_right_derivative_wrong():
+    """A unit that is 3e-7 from its kink: differences of the loss by larger steps cross it."""
+    torch.manual_seed(0)
+    model, train = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double(), data(3)
+    with torch.no_grad():
+        model[2].weight[:, 0] = torch.tensor([5.0, -5.0])
+        model[0].bias[0] += 3e-7 - model[0](train.tensors[0])[0, 0]
+    task, batch = lo.Task(model, nn.CrossEntropyLoss(), train), list(train.tensors)
+    at = {name: param.detach() for name, param in model.named_parameters()}
+    assert slope(task.quiet(), at, batch, trial(task, at, batch, near=False).point)
+    away = task.compared_at(0, at)
+    assert away.abilities.slope

@@ -260,3 +260,39 @@ def test_methods_that_need_single_examples_say_so(method: lo.Estimator) -> None:
     with pytest.raises(lo.UnsupportedError) as error:
         method.score(run, task, query(case))
     assert error.value.code in ("examples-coupled", "curvature-not-symmetric", "derivative-not-available")
+
+
+COUNTED = ["accumulated", "accumulated, added", "masked tokens", "masked tokens of a window, own loss"]
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_free_acc_is_the_same_in_both_orders_of_its_sum(name: str) -> None:
+    run, task, case = recorded(name)
+    forward, backward = (
+        lo.ACC("free", direction=direction).score(run, task, query(case)).values
+        for direction in ("forward", "backward")
+    )
+    assert torch.allclose(forward, backward, rtol=1e-9, atol=1e-12)
+    assert torch.equal(backward, lo.ACC().score(run, task, query(case)).values)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_gauss_newton_of_a_linear_model_is_its_hessian(name: str, tmp_path) -> None:
+    """DVEmb is SGD-IE where the outputs are linear in the parameters, also with counts and micro-batches."""
+    build, loss, options = CASES[name]
+    case = build()
+    torch.manual_seed(3)
+    tokens = case.data[1].ndim == 2
+    case.model = nn.Sequential(nn.Linear(5, 12 if tokens else 3), nn.Unflatten(1, (4, 3)) if tokens else nn.Identity())
+    case.model.double()
+    run, train_set = case.record(tmp_path / "run")
+    task = lo.Task(case.model, loss, train_set, **options)
+    embedded, exact = (method.score(run, task, query(case)).values for method in (lo.DVEmb(), lo.SGDIE()))
+    assert torch.allclose(embedded, exact, rtol=1e-7, atol=1e-10)
+
+
+def test_exact_acc_of_an_example_that_some_clipped_batches_lack() -> None:
+    run, task, case = recorded("clipped by norm")
+    everyone = lo.ACC("exact").score(run, task, query(case)).values
+    one = lo.ACC("exact", direction="forward").score(run, task, query(case), ids=[3]).values
+    assert torch.allclose(one, everyone[3:4], rtol=1e-9, atol=1e-12)

@@ -521,7 +521,7 @@ def test_clipped_gradients(method: lo.Estimator, tmp_path: Path) -> None:
         "step-does-not-follow",
         where,
         "does not follow",
-        "without gradient clipping",
+        "clip_norm= or clip_value= where gradients were clipped",
         unchanged=tmp_path,
     ):
         method.score(run, task_of(model, data), data)

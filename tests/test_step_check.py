@@ -76,7 +76,7 @@ def test_the_gradient_that_was_used_is_read_off_the_state(optimizer: str, tmp_pa
 def test_a_clipped_first_step_of_adam_is_refused(method: lo.Estimator, keep: str | int, tmp_path: Path) -> None:
     """The parameters hardly show it: Adam's first step is the gradient's sign, whatever its length."""
     run, task, _ = trained(tmp_path / "run", "adam", change=clipped, keep=keep)
-    words = r"Step 0 does not follow.*exp_avg.*cosine 1\.0000.*was it clipped\? Its norm is 0\.05"
+    words = r"Step 0 does not follow.*exp_avg.*cosine 1\.0000.*was it clipped\? Its norm is 0\.05: give clip_norm=0\.05"
     with pytest.raises(lo.MismatchError, match=words if keep == "all" else r"Step 4 does not follow.*exp_avg"):
         method.score(run, task, task.train_set)
 
@@ -91,8 +91,11 @@ def test_a_check_does_not_call_it_rounding(tmp_path: Path) -> None:
 
 CAUSES: dict[str, tuple[dict, str]] = {
     "divided": ({"scale": lambda _: 0.25}, r"its length is 0\.25 times: were 4 micro-batches averaged"),
-    "summed": ({"scale": lambda _: 6.0}, r"was the loss summed over the 6 examples"),
-    "multiplied": ({"scale": lambda _: 3.0}, r"were 3 micro-batches summed"),
+    "summed": ({"scale": lambda _: 6.0}, r"was the loss summed over the 6 examples of the batch, reduction='sum'"),
+    "multiplied": (
+        {"scale": lambda _: 3.0},
+        r"were 3 micro-batches summed, accumulation='sum'.*sums, counts",
+    ),
     "scaled": ({"scale": lambda _: 2.4}, r"2\.4 times: was the loss multiplied"),
     "other examples": ({"unseen": 6}, r"only partly the direction.*were other examples part of the step"),
     "maximised": ({"scale": lambda _: -1.0}, r"points the other way"),

@@ -41,6 +41,20 @@ class Trained:
             self.run = recorder.finish()
         self.data = TensorDataset(x, y)
 
+    def loss(self, steps: int, without: int = -1) -> float:
+        """The loss of a plain training of so many steps, with an example's weight at zero."""
+        order = torch.Generator().manual_seed(0)
+        x, y = torch.randn(10, 4, generator=order).double(), torch.randn(10, 1, generator=order).double()
+        model = network(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        for _ in range(steps):
+            ids = torch.randperm(10, generator=order)[:5]
+            optimizer.zero_grad()
+            losses = (model(x[ids]) - y[ids]).square().flatten()
+            (losses * (ids != without)).mean().backward()
+            optimizer.step()
+        return float(nn.functional.mse_loss(model(x), y).detach())
+
     def score(self, model: nn.Module, run: lo.Run | None = None) -> lo.Scores:
         return lo.TracIn().score(run or self.run, lo.Task(model, nn.MSELoss(), self.data), self.data)
 
@@ -88,3 +102,28 @@ def test_usual_models_are_not_spoken_of(trained: Trained, tmp_path: Path) -> Non
             trained.score(network(seed))
         some = Trained(tmp_path / "some", keep=7)
         some.score(some.best, some.run.head(12))
+
+
+@pytest.mark.parametrize("keep", ["all", 7])
+@pytest.mark.parametrize("method", [lo.SGDIE(), lo.ACC(), lo.Replay()], ids=lambda m: m.name)
+def test_at_scores_the_state_after_so_many_steps(method: lo.Estimator, keep: str | int, tmp_path: Path) -> None:
+    """As retraining says that stops there: with every example, and without one of them."""
+    trained = Trained(tmp_path / "run", keep)
+    task = lo.Task(trained.model, nn.MSELoss(), trained.data)
+    scores = method.score(trained.run, task, trained.data, at=12)
+    head = trained.run.head(12)
+    others = (method.score(head, task, trained.data), *lo.score(method, trained.run, task, trained.data, at=12))
+    assert all(torch.equal(scores.values, other.values) for other in others)
+    assert scores.run_fingerprint == head.fingerprint
+    if isinstance(method, lo.Replay):
+        truth = trained.loss(12, without=3) - trained.loss(12)
+        assert float(scores.mean()[3]) == pytest.approx(truth, rel=1e-9)
+        assert abs(truth - trained.loss(20, without=3) + trained.loss(20)) > 1e-3 * abs(truth)
+
+
+@pytest.mark.parametrize("at", [0, 21, -1, 2.5, "best"])
+def test_a_state_that_the_run_does_not_have_is_refused(at: object, trained: Trained) -> None:
+    task = lo.Task(trained.model, nn.MSELoss(), trained.data)
+    with pytest.raises(lo.InputError, match="run of 20 steps") as refusal:
+        lo.SGDIE().score(trained.run, task, trained.data, at=at)
+    assert refusal.value.code == "at-out-of-range"

@@ -88,7 +88,9 @@ class ACC(Estimator):
             return self
         # Clipping is not linear in the gradient, and BatchNorm's gradient not in the examples' weights.
         clipped = task is not None and task.clip is not None
-        linear = run.rule.linear and not clipped and not run.manifest.buffers
+        # Whose draw is where in packed sequences is not known: no example is looked at alone.
+        shared = task is not None and task.called.packs and any(part.random is not None for part in run.record(0).parts)
+        linear = run.rule.linear and not clipped and not run.manifest.buffers and not shared
         if displacements or self.readout == "exact" or self.direction == "forward":
             linear = linear and not displacements and self.readout != "exact"
             return replace(self, transport="free" if linear else "exact")

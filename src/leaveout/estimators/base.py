@@ -198,6 +198,7 @@ class Estimator(ABC):
         groups: Groups | None = None,
         displacements: bool = False,
         resources: Resources | None = None,
+        at: int | None = None,
     ) -> Scores:
         """Estimate how the query loss would change without each training example.
 
@@ -210,8 +211,11 @@ class Estimator(ABC):
             groups: leave these out together instead: lists of ids, or a dict of names to lists.
             displacements: keep each row's parameter displacement as ``scores.displacements``.
             resources: memory budget and progress.
+            at: score the model after so many steps (the best checkpoint, say) and not the last one: the scores are
+                those of ``run.head(at)``, which ``verify`` and the like then need.
         """
-        return self.answer(Question(run, task, query, queries, ids, groups, displacements, resources or Resources()))
+        resources = resources or Resources()
+        return self.answer(Question(run, task, query, queries, ids, groups, displacements, resources, at))
 
     def answer(self, question: Question) -> Scores:
         """Estimate what ``score`` does, for a question that is one value."""

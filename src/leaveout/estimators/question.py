@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch.utils.data import Dataset
 
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError
+from leaveout.errors import InputError, is_whole
 from leaveout.run.reader import Run
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups
@@ -27,6 +27,7 @@ class Question:
         groups: leave these out together instead: lists of ids, or a dict of names to lists.
         displacements: keep each row's parameter displacement.
         resources: memory budget and progress.
+        at: ask of the model after so many steps, the run's end by default; ``run`` is then the head of it.
     """
 
     run: Run
@@ -37,6 +38,7 @@ class Question:
     groups: Groups | None = None
     displacements: bool = False
     resources: Resources = field(default_factory=Resources)
+    at: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.run, Run):
@@ -46,3 +48,11 @@ class Question:
             )
         if self.queries not in ("mean", "each"):
             raise InputError(f"queries={self.queries!r} is unknown: use 'mean' or 'each'.", code="queries-unknown")
+        if self.at is not None:
+            if not is_whole(self.at, 1, len(self.run)):
+                raise InputError(
+                    f"at={self.at!r} is not a state of a run of {len(self.run)} steps: give the number of steps that "
+                    "lead to it, from 1 on.",
+                    code="at-out-of-range",
+                )
+            object.__setattr__(self, "run", self.run.head(int(self.at)))

@@ -29,8 +29,9 @@ def score(
     ids: Sequence[int] | None = None,
     groups: Groups | None = None,
     resources: Resources | None = None,
+    at: int | None = None,
 ) -> list[Scores]:
-    """Score with every estimator, in their order.
+    """Score with every estimator, in their order; with ``at``, the model after so many steps.
 
     SGD-IE comes for nothing from the sweep of an ACC with a cheap transport and the same readout; their scores then
     carry the same cost, that of both.
@@ -38,7 +39,7 @@ def score(
     estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)
     if not estimators:
         raise InputError("No estimator was given: give at least one, such as lo.ACC().", code="estimator-missing")
-    question = Question(run, task, query, queries, ids, groups, resources=resources or Resources())
+    question = Question(run, task, query, queries, ids, groups, resources=resources or Resources(), at=at)
     results = dict(one_by_one(estimators, question))
     return [results[estimator] for estimator in estimators]
 

@@ -138,7 +138,8 @@ class Rule:
 
     def _stacked(self, function: Step, hypers: Sequence[Hyper]) -> Callable[[State, Params], State]:
         def whole(state: State, gradient: Params) -> State:
-            clipped = gradient if self.clip is None else vmap(self._clipped)(gradient)
+            rows = len(next(iter(gradient.values())))
+            clipped = gradient if self.clip is None or not rows else vmap(self._clipped)(gradient)
             return self._each(function, state, clipped, hypers)
 
         if self.definition.stacking != "elementwise" and self.clip is not None:

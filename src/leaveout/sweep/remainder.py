@@ -17,7 +17,7 @@ from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.free_transport import Layout, drift, sketch
 from leaveout.sweep.sweep import Sweep
 from leaveout.sweep.transports import place, turns
-from leaveout.task.batches import leaves, map_leaves
+from leaveout.task.training_batch import Window, has_shared_draws, size_of, take
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.recorded_step import RecordedStep
 
@@ -80,7 +80,7 @@ class Remainders:
         keep: Tensor | None,
         step: tuple[Tensor, Tensor],
     ) -> tuple[Params, Float[Tensor, "1 batch"]]:
-        (row, position), (enter, carry), size = pairs, step, len(leaves(curvature.batch)[0])
+        (row, position), (enter, carry), size = pairs, step, size_of(curvature.batch)
         vector, flat_vector = each(lambda t: t[0], along), self._layout.flatten(along)[0]
         gradient, mean = (self._like.new_zeros((1, self._layout.width)) for _ in range(2))
         reads = self._like.new_zeros((1, size))
@@ -104,8 +104,10 @@ class Remainders:
     def _own(self, curvature: Curvature, vector: Params, part: slice) -> tuple[Tensor, Tensor]:
         """Compute g(z) and H(z)·a of a part of the batch, a row per example."""
         batch = curvature.batch
-        whole = part.start == 0 and part.stop >= len(leaves(batch)[0])
-        gradients, curved = curvature.own(batch if whole else map_leaves(lambda t: t[part], batch), vector)
+        size = size_of(batch)
+        whole = part.start == 0 and part.stop >= size
+        apart = whole and not isinstance(batch, Window) and not has_shared_draws(batch)
+        gradients, curved = curvature.own(batch if apart else take(batch, torch.arange(size)[part]), vector)
         return self._layout.flatten(gradients), self._layout.flatten(curved)
 
     def _of_pairs(

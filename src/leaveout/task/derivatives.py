@@ -22,7 +22,7 @@ from leaveout.task.folding import Folded
 from leaveout.task.forms import Form
 from leaveout.task.kinks import inverse_widths
 from leaveout.task.rewriting import Passing, WrittenOut
-from leaveout.task.training_batch import Picked, TrainingBatch, parts_of, size_of
+from leaveout.task.training_batch import Picked, TrainingBatch, joined, parts_of, size_of
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -305,17 +305,18 @@ def _outer(
     """
     if not task.abilities.outer:
         raise no_form(task.abilities.reason)
-    own, size = task.own(params), size_of(batch)
+    own, size, batch = task.own(params), size_of(batch), joined(batch)
+    scale = batch.scale if isinstance(batch, TrainingBatch) and isinstance(batch.scale, Tensor) else 1.0
 
     def both(q: Params) -> tuple[Tensor, Any]:
         outputs, targets = task.outputs({**params, **q}, batch)
-        return (task.output_losses(outputs, targets) if fisher else outputs), targets
+        return (task.output_losses(outputs, targets) * scale if fisher else outputs), targets
 
     outputs, pull, targets = vjp(both, own, has_aux=True)  # type: ignore[misc]
     ones = _ones(params, batch)
 
     def losses(at: Tensor) -> Tensor:
-        return at if fisher else task.output_losses(at, targets)
+        return at if fisher else task.output_losses(at, targets) * scale
 
     def slopes(at: Tensor, weights: Tensor) -> Tensor:
         return grad(lambda o: (weights * losses(o)).sum())(at)

@@ -43,6 +43,7 @@ class Called(nn.Module):
         self.named = list(model.named_modules())
         self.buffer_names = frozenset(name for name, _ in model.named_buffers())
         self.recurrent = any(isinstance(module, nn.RNNBase) for _, module in self.named)
+        self.packs = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, Any]:
         """Outputs and targets, with the model as it is."""
@@ -56,15 +57,17 @@ class Called(nn.Module):
         A model that writes into a buffer writes into the one given. ``within`` sees the model's operations first.
         """
         swapped = {f"model.{name}": value for name, value in params.items()}
+        batched = Batched()
         # Fused attention kernels have neither forward-mode nor second derivatives.
         with (
             sdpa_kernel(SDPBackend.MATH),
             plain_attention(),
-            Batched() if self.recurrent else nullcontext(),
+            batched if self.recurrent else nullcontext(),
             self._modes(training),
             within or nullcontext(),
         ):
             both = functional_call(self, swapped, (batch,))
+        self.packs = self.packs or batched.packs
         return both, {name: swapped[f"model.{name}"] for name in params}
 
     @contextmanager

@@ -117,7 +117,9 @@ def _with_draws(task: Task, batch: Batch, draws: Draws, params: Params) -> Train
     if names not in task.axes and count > 1:
         try:
             rows = _rows(task, params)
-            task.axes[names] = None if task.coupled else example_axes(rows, batch, draws)
+            # Whose draw is where in a packed batch depends on its lengths.
+            whole = task.coupled or task.called.packs
+            task.axes[names] = None if whole else example_axes(rows, batch, draws)
         except UnsupportedError:
             task.axes[names] = None
     axes = task.axes.get(names)

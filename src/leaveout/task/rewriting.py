@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from leaveout.task.batches import leaves
+from leaveout.task.packing import numbers, packed, unpacked
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+PACKING: dict[Any, Callable] = {torch._pack_padded_sequence: packed, torch._pad_packed_sequence: unpacked}
 
 
 class WrittenOut(TorchFunctionMode):
@@ -71,21 +73,39 @@ class Batched(TorchFunctionMode):
     """Starts recurrent layers from a state that varies with whatever the inputs and weights vary with.
 
     They write into it in place, which ``vmap`` refuses for a state that all examples or models share. And they are
-    taken apart into the operations that they are made of, as ``vmap`` has no rule for the whole.
+    taken apart into the operations that they are made of, as ``vmap`` has no rule for the whole. The parts have no
+    dropout between layers, so outside of transforms, where draws are noted, the layers are left whole.
+
+    ``packs`` says whether sequences were packed within.
     """
+
+    packs = False
 
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        packed = len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+        if function in PACKING:
+            self.packs = True
+            return PACKING[function](*args, **(kwargs or {}))
+        is_packed = len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
         inside = getattr(function, "__name__", "") in RECURRENT and len(args) == 9
-        if inside and (packed or any(map(_is_batched, leaves(args)))):
-            at = 2 if packed else 1  # (inputs, sizes, state, weights, ...) or (inputs, state, weights, ...)
-            args = (*args[:at], _varied(args[at], [args[0], *args[at + 1]]), *args[at + 1 :])
+        taken_apart = any(map(_is_wrapped if is_packed else _is_batched, leaves(args)))
+        if inside and taken_apart:
+            at = 2 if is_packed else 1  # (inputs, sizes, state, weights, ...) or (inputs, state, weights, ...)
+            sizes = map(numbers, args[1:at])
+            args = (args[0], *sizes, _varied(args[at], [args[0], *args[at + 1]]), *args[at + 1 :])
             packet = getattr(torch.ops.aten, function.__name__)
             with torch.backends.mkldnn.flags(enabled=False):  # its fused kernels cannot be taken apart
-                return (packet.data if packed else packet.input).decompose(*args, **(kwargs or {}))
+                return (packet.data if is_packed else packet.input).decompose(*args, **(kwargs or {}))
+        if inside and is_packed:
+            with torch.backends.mkldnn.flags(enabled=False):  # draws of one shape, also where all lengths are equal
+                return function(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
+
+
+def _is_wrapped(leaf: Any) -> bool:
+    """Whether a transform carries this tensor."""
+    return isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf)
 
 
 def _is_batched(leaf: Any) -> bool:

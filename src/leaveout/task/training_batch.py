@@ -96,6 +96,20 @@ def take(batch: Batch, index: Tensor) -> Batch:
     return Picked(tuple(groups), torch.argsort(torch.cat(places)))
 
 
+def joined(batch: Batch) -> Batch:
+    """Return a window as one batch with a scale per example; refuse one whose micro-batches differ in shape."""
+    if not isinstance(batch, Window):
+        return batch
+    whole = take(batch, torch.arange(size_of(batch)))
+    if isinstance(whole, Picked):
+        raise UnsupportedError(
+            "This method takes a step's micro-batches together, and theirs differ in shape: pad all examples to one "
+            "length, or use SGDIE(), TracIn(), ACC() or Replay().",
+            code="micro-batches-differ",
+        )
+    return whole
+
+
 def _rows(index: Tensor, leaf: Tensor) -> Tensor:
     return leaf[index]
 

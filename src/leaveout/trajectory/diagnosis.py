@@ -19,8 +19,9 @@ CLIPS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Norms at which gradients are often clipped."""
 
 REMEDY = (
-    "Give the Task the loss, l2 and model that were trained, and train without gradient clipping, accumulation, mixed "
-    "precision or randomness."
+    "Give the Task what the loop did: the loss, l2 and model that were trained; clip_norm= or clip_value= where "
+    "gradients were clipped; accumulation= where a step had several micro-batches; a loss that returns (sums, counts) "
+    "where the mean was over tokens or weights. Mixed precision is not followed."
 )
 
 
@@ -93,9 +94,9 @@ def _compared(used: Params, recomputed: Params, examples: int) -> str:
     if cosine < 0.999:
         return (
             f"{start}has only partly the direction of the recomputed one (cosine {cosine:.3f}, {ratio:.3g} times as "
-            "long): were other examples part of the step (accumulated or skipped batches), was the forward pass random "
-            "or in another mode (dropout, BatchNorm), were gradients clipped by value or rounded (mixed precision), or "
-            f"is the loss, l2 or a class weight another? {REMEDY}"
+            "long): were other examples part of the step (skipped batches), were gradients clipped by value, were "
+            "micro-batches or tokens counted otherwise, was the forward pass random by other means than PyTorch's "
+            f"generators, or is the loss, l2 or a class weight another? {REMEDY}"
         )
     start += f"has the direction of the recomputed one (cosine {cosine:.4f}), its length is {ratio:.3g} times: "
     return f"{start}{_length_cause(length, ratio, examples)} {REMEDY}"
@@ -105,13 +106,16 @@ def _length_cause(length: float, ratio: float, examples: int) -> str:
     """What makes a gradient longer or shorter, the most telling sign first."""
     clip = next((c for c in CLIPS if abs(length / c - 1) < 1e-3), None)
     if ratio < 1 and clip is not None:
-        return f"was it clipped? Its norm is {clip:g}."
+        return f"was it clipped? Its norm is {clip:g}: give clip_norm={clip:g}."
     if _is_near_whole(1 / ratio):
-        return f"were {round(1 / ratio)} micro-batches averaged, or the loss divided by {round(1 / ratio)}?"
+        whole = round(1 / ratio)
+        return f"were {whole} micro-batches averaged (not all of them recorded), or the loss divided by {whole}?"
     if abs(ratio / examples - 1) < 1e-2:
-        return f"was the loss summed over the {examples} examples of the batch, and not averaged?"
+        return f"was the loss summed over the {examples} examples of the batch, reduction='sum', and not averaged?"
     if _is_near_whole(ratio):
-        return f"were {round(ratio)} micro-batches summed, or the loss multiplied by {round(ratio)}?"
+        return (
+            f"were {round(ratio)} micro-batches summed, accumulation='sum', or the loss multiplied by {round(ratio)}?"
+        )
     if abs(ratio - 1) < 1e-2:
         return "is l2, a weight in the loss or the precision of the training a little different?"
     if ratio < 1:
