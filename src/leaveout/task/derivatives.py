@@ -17,11 +17,12 @@ from torch.func import grad, jvp, vjp
 
 from leaveout._util.trees import Params, each, inner, inner_rows, pullback
 from leaveout.errors import UnsupportedError
-from leaveout.task.batches import Batch, leaves, map_leaves
+from leaveout.task.batches import Batch, map_leaves
+from leaveout.task.calls import by_chunks, form_of, ones, run
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Form
 from leaveout.task.kinks import inverse_widths
-from leaveout.task.rewriting import Passing, WrittenOut
+from leaveout.task.rewriting import Passing
 from leaveout.task.training_batch import Picked, TrainingBatch, joined, parts_of, size_of
 
 if TYPE_CHECKING:
@@ -33,34 +34,34 @@ Rows: TypeAlias = tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows
 
 def gradient(task: Task, params: Params, batch: Batch) -> Params:
     """ḡ, to the last bit what autograd gives: recorded steps are taken again with it."""
-    return _run(task, "gradient", lambda p, b: task.gradient(p, _ones(p, b), b), params, batch, exact=True)
+    return run(task, "gradient", lambda p, b: task.gradient(p, ones(p, b), b), params, batch, exact=True)
 
 
 def stacked_gradients(task: Task, stack: Params, weights: Float[Tensor, "rows batch"], batch: Batch) -> Params:
     """(1/|Z|) Σ w_z g(z) of every model of a stack, with its own weights, on one batch."""
     function = task.over_models(task.gradient, (0, 0, None))
-    return _run(task, "stacked_gradients", function, stack, weights, batch, exact=True)
+    return run(task, "stacked_gradients", function, stack, weights, batch, exact=True)
 
 
 def hessian_products(
     task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
 ) -> tuple[Params, Params, Float[Tensor, "vectors batch"]]:
     """ḡ, and for every vector u of a stack Jᵀ·u and ⟨u, g(z)⟩/|Z|; J = ∂ḡ/∂θ is H(Z) where nothing stops gradients."""
-    form = _form(task, task.abilities.vectors)
+    form = form_of(task, task.abilities.vectors)
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, tuple[Params, Tensor]]:
         if form is Form.REVERSE_REVERSE:  # both are parts of one pull-back
-            value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), _ones(p, b))
+            value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), ones(p, b))
             return value, task.over(pull)(v)
         if form is Form.FORWARD_REVERSE:
-            value = task.gradient(p, _ones(p, b), b)
+            value = task.gradient(p, ones(p, b), b)
             return value, task.over(lambda vector: _pushed(task, p, b, vector)[1:])(v)
-        value, pull = pullback(lambda w: task.gradient(p, w, b), _ones(p, b))
+        value, pull = pullback(lambda w: task.gradient(p, w, b), ones(p, b))
         transposed = _transposed(task, p, b)
         return value, task.over(lambda vector: (transposed(vector), pull(vector)[0]))(v)
 
     name = f"hessian_products {form.name}"
-    value, (curved, reads) = _by_chunks(task, name, products, (params, batch), (vectors,), chunk)
+    value, (curved, reads) = by_chunks(task, name, products, (params, batch), (vectors,), chunk)
     return value, curved, reads
 
 
@@ -68,7 +69,7 @@ def directional(
     task: Task, params: Params, batch: Batch, vector: Params
 ) -> tuple[Params | None, Params, Float[Tensor, " batch"]]:
     """As ``hessian_products``, for one vector, by the quickest form; ḡ is None where the form does without it."""
-    form = _form(task, task.abilities.vector)
+    form = form_of(task, task.abilities.vector)
 
     def products(p: Params, b: Batch, v: Params) -> tuple:
         if form is Form.REVERSE_FORWARD:  # neither the gradient nor any per-example gradient is formed
@@ -81,12 +82,12 @@ def directional(
         if form is Form.FORWARD_REVERSE:
             return _pushed(task, p, b, v)
         if form is Form.REVERSE_REVERSE:
-            value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), _ones(p, b))
+            value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), ones(p, b))
             return (value, *pull(v))
-        value, pull = pullback(lambda w: task.gradient(p, w, b), _ones(p, b))
+        value, pull = pullback(lambda w: task.gradient(p, w, b), ones(p, b))
         return value, _transposed(task, p, b)(v), pull(v)[0]
 
-    result = _run(task, f"directional {form.name}", products, params, batch, vector)
+    result = run(task, f"directional {form.name}", products, params, batch, vector)
     return result if len(result) == 3 else (None, *result)
 
 
@@ -105,11 +106,11 @@ def _pushed(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[P
 
 def _transposed(task: Task, params: Params, batch: Batch) -> Callable[[Params], Params]:
     """U ↦ Jᵀ·u, as the transpose of v ↦ J·v with gradients stopped once."""
-    ones = _ones(params, batch)
+    units = ones(params, batch)
 
     def push(vector: Params) -> Params:
         with Passing():
-            return jvp(lambda q: task.gradient({**params, **q}, ones, batch), (task.own(params),), (vector,))[1]
+            return jvp(lambda q: task.gradient({**params, **q}, units, batch), (task.own(params),), (vector,))[1]
 
     _, pull = pullback(push, each(torch.zeros_like, task.own(params)))
     return lambda vector: pull(vector)[0]
@@ -122,7 +123,7 @@ def weighted_changes(
 
     With an example's weight zero and changing by −1, that is a row without the example, in one pass.
     """
-    form = _form(task, task.abilities.changes)
+    form = form_of(task, task.abilities.changes)
 
     def products(p: Params, b: Batch, v: Params, w: Tensor, dw: Tensor) -> tuple[Params, Params]:
         def slope(q: Params, weights: Tensor) -> Params:
@@ -135,9 +136,9 @@ def weighted_changes(
             with Passing() if form is Form.THROUGH else nullcontext():
                 return jvp(slope, (task.own(p), weights), (vector, change))[1]
 
-        return slope(task.own(p), _ones(p, b)), task.over(one)(v, w, dw)
+        return slope(task.own(p), ones(p, b)), task.over(one)(v, w, dw)
 
-    return _by_chunks(task, f"weighted_changes {form.name}", products, (params, batch), stacks, chunk)
+    return by_chunks(task, f"weighted_changes {form.name}", products, (params, batch), stacks, chunk)
 
 
 def weight_products(
@@ -149,10 +150,10 @@ def weight_products(
         return each(lambda t: t.mean(0), gradients), inner(vectors, gradients) / size_of(batch)
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
-        value, pull = pullback(lambda w: task.gradient(p, w, b), _ones(p, b))
+        value, pull = pullback(lambda w: task.gradient(p, w, b), ones(p, b))
         return value, task.over(lambda vector: pull(vector)[0])(v)
 
-    return _by_chunks(task, "weight_products", products, (params, batch), (vectors,), chunk)
+    return by_chunks(task, "weight_products", products, (params, batch), (vectors,), chunk)
 
 
 def gradients_with(
@@ -163,12 +164,12 @@ def gradients_with(
     def gradients(p: Params, b: Batch, w: Tensor) -> tuple[tuple, Params]:
         return (), task.over_models(lambda one: task.gradient(p, one, b))(w)
 
-    return _by_chunks(task, "gradients_with", gradients, (params, batch), (weights,), chunk)[1]
+    return by_chunks(task, "gradients_with", gradients, (params, batch), (weights,), chunk)[1]
 
 
 def kink_widths(task: Task, params: Params, batch: Batch) -> Params:
     """1/h of every function with kinks, over the whole batch, by the names under which they go with parameters."""
-    return _run(task, "kink_widths", lambda p, b: inverse_widths(task.outputs, p, parts_of(b)), params, batch)
+    return run(task, "kink_widths", lambda p, b: inverse_widths(task.outputs, p, parts_of(b)), params, batch)
 
 
 def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | None = None) -> Params:
@@ -183,7 +184,7 @@ def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | 
 
         return (), task.over(one)(b)
 
-    return _by_chunks(task, "example_gradients", gradients, (params,), (examples,), chunk)[1]
+    return by_chunks(task, "example_gradients", gradients, (params,), (examples,), chunk)[1]
 
 
 def example_products(
@@ -194,7 +195,7 @@ def example_products(
     The value of the derivative of the gradient is the gradient itself: both come from one pass.
     """
     _check_separable(task, examples)
-    form = _form(task, task.abilities.example)
+    form = form_of(task, task.abilities.example)
     shared = is_single(vectors, params)
     if isinstance(examples, Picked):
         parts = [example_products(task, params, *group, chunk) for group in _groups(examples, vectors, shared)]
@@ -215,7 +216,7 @@ def example_products(
         return (), task.over(one, (0, None) if shared else 0)(b, v)
 
     fixed, stacked = ((params, vectors), (examples,)) if shared else ((params,), (vectors, examples))
-    return _by_chunks(task, f"example_products {form.name} {shared}", products, fixed, stacked, chunk)[1]
+    return by_chunks(task, f"example_products {form.name} {shared}", products, fixed, stacked, chunk)[1]
 
 
 def outer_products(
@@ -230,7 +231,7 @@ def outer_products(
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, tuple[Params, Tensor]]:
         return _outer(task, p, b, fisher, lambda one: task.over(one)(v))
 
-    value, (curved, reads) = _by_chunks(task, f"outer_products {fisher}", products, (params, batch), (vectors,), chunk)
+    value, (curved, reads) = by_chunks(task, f"outer_products {fisher}", products, (params, batch), (vectors,), chunk)
     return value, curved, reads
 
 
@@ -242,7 +243,7 @@ def outer_changes(
     def products(p: Params, b: Batch, *rows: Any) -> tuple[Params, Params]:
         return _outer(task, p, b, fisher, lambda one: task.over(lambda *row: one(*row)[0])(*rows))
 
-    return _by_chunks(task, f"outer_changes {fisher}", products, (params, batch), stacks, chunk)
+    return by_chunks(task, f"outer_changes {fisher}", products, (params, batch), stacks, chunk)
 
 
 def example_outer_products(
@@ -265,7 +266,7 @@ def example_outer_products(
         return (), task.over(one, (0, None) if shared else 0)(b, v)
 
     fixed, stacked = ((params, vectors), (examples,)) if shared else ((params,), (vectors, examples))
-    return _by_chunks(task, f"example_outer_products {fisher} {shared}", products, fixed, stacked, chunk)[1]
+    return by_chunks(task, f"example_outer_products {fisher} {shared}", products, fixed, stacked, chunk)[1]
 
 
 def _check_separable(task: Task, examples: Batch) -> None:
@@ -313,7 +314,7 @@ def _outer(
         return (task.output_losses(outputs, targets) * scale if fisher else outputs), targets
 
     outputs, pull, targets = vjp(both, own, has_aux=True)  # type: ignore[misc]
-    ones = _ones(params, batch)
+    units = ones(params, batch)
 
     def losses(at: Tensor) -> Tensor:
         return at if fisher else task.output_losses(at, targets) * scale
@@ -321,7 +322,7 @@ def _outer(
     def slopes(at: Tensor, weights: Tensor) -> Tensor:
         return grad(lambda o: (weights * losses(o)).sum())(at)
 
-    def one(vector: Params, weights: Tensor = ones, added: Tensor | None = None) -> tuple[Params, Tensor]:
+    def one(vector: Params, weights: Tensor = units, added: Tensor | None = None) -> tuple[Params, Tensor]:
         change = _along(task, lambda q: both(q)[0], own, vector)
         bent = weights * change if fisher else _along(task, lambda o: slopes(o, weights), outputs, change)
         curved = each(lambda c, v: c + task.l2 * weights.mean() * v, pull(bent / size)[0], vector)
@@ -331,7 +332,7 @@ def _outer(
         decay = task.l2 * inner_rows(*({n: t[None] for n, t in side.items()} for side in (own, vector)))
         return curved, (_along(task, losses, outputs, change) + decay) / size
 
-    value = each(lambda g, q: g + task.l2 * q, pull(slopes(outputs, ones) / size)[0], own)
+    value = each(lambda g, q: g + task.l2 * q, pull(slopes(outputs, units) / size)[0], own)
     return value, over(one)
 
 
@@ -341,61 +342,3 @@ def _along(task: Task, function: Callable, at: Any, vector: Any) -> Any:
         return jvp(function, (at,), (vector,))[1]
     value, pull = pullback(function, at)
     return pullback(lambda cotangent: pull(cotangent)[0], torch.zeros_like(value))[1](vector)[0]
-
-
-def _form(task: Task, form: Form | None) -> Form:
-    if form is None:
-        raise no_form(task.abilities.reason)
-    return form
-
-
-def no_form(reason: str) -> UnsupportedError:
-    """The refusal of a method that needs a second derivative which no form gives."""
-    return UnsupportedError(
-        f"The derivative of this task's gradient cannot be computed: {reason}. TracIn() and Replay() need none.",
-        code="derivative-not-available",
-    )
-
-
-def _run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
-    given = function if exact else _written_out(function)
-    # A loop over examples would be traced turn by turn, and slowly.
-    name = f"{name} kinks" if task.kinks else name
-    return task.tracer(name, given, *args, exact=exact) if task.abilities.vmap else given(*args)
-
-
-def _written_out(function: Callable) -> Callable:
-    """The function with operations written out; not around its trace, which would be slowed down."""
-
-    def call(*args: Any) -> Any:
-        with WrittenOut():
-            return function(*args)
-
-    return call
-
-
-def _by_chunks(
-    task: Task, name: str, function: Callable, shared: tuple, stacked: tuple, chunk: int | None
-) -> tuple[Any, Any]:
-    """``function(*shared, *stacked)`` for runs of the stacked arguments; it gives a shared result and a stacked one."""
-    count = len(leaves(stacked)[0])
-    if chunk is None or chunk >= count:
-        return _run(task, name, function, *shared, *stacked)
-    joined: list[Tensor] = []
-    for start in range(0, count, chunk):
-        common, result = _run(task, name, function, *shared, *_slice(stacked, start, start + chunk))
-        pieces = leaves(result)
-        # Small results kept one by one would lie between the large blocks that are freed, and hold the heap in pieces.
-        joined = joined or [piece.new_empty((count, *piece.shape[1:])) for piece in pieces]
-        for whole, piece in zip(joined, pieces, strict=True):
-            whole[start : start + chunk] = piece
-    given = iter(joined)
-    return common, map_leaves(lambda _: next(given), result)
-
-
-def _slice(nest: Any, start: int, stop: int) -> Any:
-    return map_leaves(lambda leaf: leaf[start:stop], nest)
-
-
-def _ones(params: Params, batch: Batch) -> Tensor:
-    return next(iter(params.values())).new_ones(size_of(batch))

@@ -1,0 +1,79 @@
+"""How derivatives are computed: traced where they recur, in chunks that fit, with operations written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from leaveout._util.trees import Params
+from leaveout.errors import UnsupportedError
+from leaveout.task.batches import Batch, leaves, map_leaves
+from leaveout.task.forms import Form
+from leaveout.task.rewriting import WrittenOut
+from leaveout.task.training_batch import size_of
+
+if TYPE_CHECKING:
+    from leaveout.task.task import Task
+
+
+def form_of(task: Task, form: Form | None) -> Form:
+    """The form, or the refusal of a method for which there is none."""
+    if form is None:
+        raise no_form(task.abilities.reason)
+    return form
+
+
+def no_form(reason: str) -> UnsupportedError:
+    """The refusal of a method that needs a second derivative which no form gives."""
+    return UnsupportedError(
+        f"The derivative of this task's gradient cannot be computed: {reason}. TracIn() and Replay() need none.",
+        code="derivative-not-available",
+    )
+
+
+def run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
+    """Call a function of nested tensors, by its trace where there is one; ``exact`` keeps every bit."""
+    given = function if exact else _written_out(function)
+    # A loop over examples would be traced turn by turn, and slowly.
+    name = f"{name} kinks" if task.kinks else name
+    return task.tracer(name, given, *args, exact=exact) if task.abilities.vmap else given(*args)
+
+
+def _written_out(function: Callable) -> Callable:
+    """The function with operations written out; not around its trace, which would be slowed down."""
+
+    def call(*args: Any) -> Any:
+        with WrittenOut():
+            return function(*args)
+
+    return call
+
+
+def by_chunks(
+    task: Task, name: str, function: Callable, shared: tuple, stacked: tuple, chunk: int | None
+) -> tuple[Any, Any]:
+    """``function(*shared, *stacked)`` for runs of the stacked arguments; it gives a shared result and a stacked one."""
+    count = len(leaves(stacked)[0])
+    if chunk is None or chunk >= count:
+        return run(task, name, function, *shared, *stacked)
+    joined: list[Tensor] = []
+    for start in range(0, count, chunk):
+        common, result = run(task, name, function, *shared, *_slice(stacked, start, start + chunk))
+        pieces = leaves(result)
+        # Small results kept one by one would lie between the large blocks that are freed, and hold the heap in pieces.
+        joined = joined or [piece.new_empty((count, *piece.shape[1:])) for piece in pieces]
+        for whole, piece in zip(joined, pieces, strict=True):
+            whole[start : start + chunk] = piece
+    given = iter(joined)
+    return common, map_leaves(lambda _: next(given), result)
+
+
+def _slice(nest: Any, start: int, stop: int) -> Any:
+    return map_leaves(lambda leaf: leaf[start:stop], nest)
+
+
+def ones(params: Params, batch: Batch) -> Tensor:
+    """A weight of one for every example."""
+    return next(iter(params.values())).newones(size_of(batch))
