@@ -76,4 +76,4 @@ def _slice(nest: Any, start: int, stop: int) -> Any:
 
 def ones(params: Params, batch: Batch) -> Tensor:
     """A weight of one for every example."""
-    return next(iter(params.values())).newones(size_of(batch))
+    return next(iter(params.values())).new_ones(size_of(batch))

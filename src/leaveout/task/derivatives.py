@@ -18,7 +18,7 @@ from torch.func import grad, jvp, vjp
 from leaveout._util.trees import Params, each, inner, inner_rows, pullback
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch, map_leaves
-from leaveout.task.calls import by_chunks, form_of, ones, run
+from leaveout.task.calls import by_chunks, form_of, no_form, ones, run
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Form
 from leaveout.task.kinks import inverse_widths
