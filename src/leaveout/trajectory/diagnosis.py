@@ -21,7 +21,7 @@ CLIPS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 REMEDY = (
     "Give the Task what the loop did: the loss, l2 and model that were trained; clip_norm= or clip_value= where "
     "gradients were clipped; accumulation= where a step had several micro-batches; a loss that returns (sums, counts) "
-    "where the mean was over tokens or weights. Mixed precision is not followed."
+    "where the mean was over tokens or weights."
 )
 
 
