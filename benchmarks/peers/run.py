@@ -45,11 +45,11 @@ def compute(settings: Settings) -> list[Row]:
     torch.set_num_threads(1)  # so that processor time is time
     tool = importlib.import_module(f"with_{settings['tool']}")
     with recorded(dict(settings)) as subject:
-        found = [_row(estimate, subject.ids) for estimate in _guarded(tool.estimates(subject))]
+        rows = [_row(estimate, subject.ids) for estimate in _guarded(tool.estimates(subject))]
         if settings["tool"] == "leaveout":
             exact = tool.truth(subject)
-            found.append({**_row(exact, None), "ids": subject.ids})
-    return found
+            rows.append({**_row(exact, None), "ids": subject.ids})
+    return rows
 
 
 def _guarded(estimates: Iterator[Estimate]) -> Iterator[Estimate]:
@@ -146,8 +146,8 @@ def main() -> None:
         frame = runner.finished(spec(), asked.out, asked.seeds, quick=asked.quick)
         folder = runner.folder_of(spec(), asked.out, quick=asked.quick)
         versions = {row["torch"] for row in (json.loads(file.read_text()) for file in (folder / "cells").iterdir())}
-        text = f"# leaveout and its neighbours\n\nWritten by `run.py --report`; torch {', '.join(sorted(versions))}, one thread, processor time.\n\n"
-        (folder / "table.md").write_text(text + tables(frame) + "\n")
+        origin = f"Written by `run.py --report`; torch {', '.join(sorted(versions))}, one thread, processor time."
+        (folder / "table.md").write_text(f"# leaveout and its neighbours\n\n{origin}\n\n{tables(frame)}\n")
 
 
 if __name__ == "__main__":

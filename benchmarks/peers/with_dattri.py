@@ -46,7 +46,9 @@ def estimates(subject: Subject) -> Iterator[Estimate]:
         if small:
             decay = {"regularization": DECAY}
             yield timed(
-                "IFAttributorExplicit", "regularised by the weight decay", lambda: influence(IFAttributorExplicit, **decay)
+                "IFAttributorExplicit",
+                "regularised by the weight decay",
+                lambda: influence(IFAttributorExplicit, **decay),
             )
     yield timed("DVEmbAttributor", "every recorded step", lambda: _dvemb(subject, loss))
 

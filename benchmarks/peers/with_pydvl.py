@@ -20,13 +20,14 @@ def estimates(subject: Subject) -> Iterator[Estimate]:
         torch.manual_seed(0)
         mean = lambda outputs, targets: subject.losses(outputs, targets).mean()  # noqa: E731
         tool = kind(subject.copied(), mean, **options).fit(DataLoader(subject.train, batch_size=100))
-        pieces = []
-        for rows in torch.arange(len(subject.query)).split(50):
-            pieces.append(tool.influences(*subject.query[rows], *subject.train.tensors))
+        chunks = torch.arange(len(subject.query)).split(50)
+        pieces = [tool.influences(*subject.query[rows], *subject.train.tensors) for rows in chunks]
         return torch.cat(pieces).mean(0) / len(subject.train)
 
     sketch = {"rank": 50, "regularization": DECAY}
-    yield timed("NystroemSketchInfluence", f"rank 50, damping {DECAY:g}", lambda: scored(NystroemSketchInfluence, **sketch))
+    yield timed(
+        "NystroemSketchInfluence", f"rank 50, damping {DECAY:g}", lambda: scored(NystroemSketchInfluence, **sketch)
+    )
     if small:
         options = {"regularization": DECAY}
         yield timed("DirectInfluence", "regularised by the weight decay", lambda: scored(DirectInfluence, **options))

@@ -57,7 +57,10 @@ def _scored(subject: Subject, **options: object) -> Tensor:
     model, n, q = subject.copied(), len(subject.train), len(subject.query)
     with tempfile.TemporaryDirectory() as folder:
         tool = TRAKer(
-            *(model, LogOdds(subject), n, folder), device="cpu", logging_level=logging.ERROR, **{"proj_dim": 2048, **options}
+            *(model, LogOdds(subject), n, folder),
+            device="cpu",
+            logging_level=logging.ERROR,
+            **{"proj_dim": 2048, **options},
         )
         tool.load_checkpoint(model.state_dict(), model_id=0)
         for rows in torch.arange(n).split(50):
