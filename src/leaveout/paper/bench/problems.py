@@ -10,10 +10,12 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from leaveout.builtin import data, models
 from leaveout.builtin.data import Data
 from leaveout.compute.resources import Resources
+from leaveout.paper.reproduce.words import sequences
 from leaveout.run.reader import Run
 from leaveout.run.train import train
 from leaveout.task.task import Task
@@ -58,6 +60,27 @@ def images(n: int, epochs: int, *, size: int = 64) -> tuple[Data, Task, Run]:
     task = Task(net, nn.CrossEntropyLoss(), dataset.train)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     return dataset, task, train(task, optimizer, epochs, size, 0, folder(), resources=QUIET)
+
+
+def texts(n: int, queries: int) -> tuple[TensorDataset, TensorDataset]:
+    """Take sequences of 64 words of 20News, 2,000 different ones, each with the words that follow."""
+    tokens = sequences(2_000, 64)
+    train, val, _ = data.split(len(tokens), n, queries, 0)
+    return tuple(TensorDataset(tokens[rows][:, :-1], tokens[rows][:, 1:]) for rows in (train, val))  # type: ignore[return-value]
+
+
+def small_gpt() -> nn.Module:
+    """Build a GPT of four layers of width 128 on 64 of 2,000 words: 1.3 million parameters."""
+    return models.build("gpt", seed=0, words=2_000, width=128, layers=4, heads=4, positions=64)
+
+
+def language(n: int, epochs: int, *, keep: str = "all") -> tuple[TensorDataset, Task, Run]:
+    """Train the GPT on n texts in batches of 32 by AdamW; the first value is 100 other texts to ask about."""
+    train_set, val = texts(n, 100)
+    net = small_gpt()
+    task = Task(net, nn.CrossEntropyLoss(), train_set)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    return val, task, train(task, optimizer, epochs, 32, 0, folder(), keep=keep, resources=QUIET)
 
 
 def plain_training(task: Task, run: Run, model: nn.Module, loss: nn.Module) -> float:
