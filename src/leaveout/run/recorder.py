@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
-from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
+from leaveout.errors import InputError, LeaveoutWarning, RunError, is_whole
 from leaveout.optim import Hyper, hypers_of, rule_of, unwrapped
+from leaveout.run.following import Choice, Used, size_of, used
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
@@ -92,6 +93,7 @@ class Recorder:
         called, model = model, bare(model)
         rule = rule_of(optimizer, model)
         self._keep = Keep(keep, parse_bytes(disk, "disk"))
+        self._choice = Choice(rule)
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
         check_modules(called)
@@ -196,6 +198,7 @@ class Recorder:
         """
         if not self._hooks or self._steps == 0:
             return
+        self._settle()
         state = self._last.final()
         try:
             if self._writer.flush(state) and state is not None:
@@ -262,19 +265,25 @@ class Recorder:
             return
         # A run that was resumed and took no further step has its last state on disk.
         taken = complete and self._steps > (0 if self.before is None else len(self.before))
+        self._settle()
         final = self._last.final() if taken else None
-        self._cut |= taken and final is None
+        lost = taken and final is None and self._writer.newest is None
+        self._cut |= lost
         try:
             self._writer.finish(final, complete=complete and not self._cut)
         except OSError as error:
             self._give_up(error)
-        if taken and final is None:
+        if lost:
             raise RunError(
                 f"The parameters were changed after step {self._steps - 1} and before finish(), so that the state "
                 "it led to is gone: call finish() before other weights are put into the model, or record with "
                 "keep='all'. open_run(path, partial=True) reads the run up to the last state that is on disk.",
                 code="last-state-lost",
             )
+
+    def _settle(self) -> None:
+        if self._writer.settle(self._last.final):
+            self._choice.written_to()
 
     def _give_up(self, error: OSError) -> None:
         """The disk takes no more: what is there stays."""
@@ -318,7 +327,10 @@ class Recorder:
                 code="batch-missing",
             )
         closure = any(callable(argument) for argument in (*args, *kwargs.values()))
-        self._check_model(where, gradients=not closure)
+        check_trained(where, self._model, self._params, gradients=not closure)
+        self._last.check(where, self._steps)
+        self._moving.check(where)
+        self._settle()
         self._hypers = self.hypers()
         if self._steps == 0 and closure:
             if not self._pending.passes:  # the forward passes are all still to come
@@ -335,18 +347,6 @@ class Recorder:
             self._writer.begin(described(self._model, self._rule, self._params, moving, self._loaders.size), start)
         except OSError as error:
             self._give_up(error)
-
-    def _check_model(self, where: str, *, gradients: bool) -> None:
-        """Refuse a step of a model that is not as the recording needs it."""
-        check_trained(where, self._model, self._params, gradients=gradients)
-        if self._last.changed():
-            raise UnsupportedError(
-                f"{where}, the parameters are not those that step {self._steps - 1} left: something other "
-                "than optimizer.step() wrote to them (weights loaded, clamped, averaged or reset), which cannot be "
-                "replayed. Leave them alone between steps, or finish() here and record what follows as another run.",
-                code="parameters-changed",
-            )
-        self._moving.check(where)
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         if not self._hooks:
@@ -365,12 +365,13 @@ class Recorder:
         )
         held = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
         self._steps += 1
-        state = self._state() if self._keep.wants(self._steps) else None
-        if state is not None:
-            self._keep.note(self._steps, nbytes(state))
-        self._last.note(total, state)
+        kept: State | Used | None = None
+        if self._keep.wants(self._steps):
+            kept = self._choice.kept(self._steps, self._used, self._hypers, self._state)
+            self._keep.note(self._steps, size_of(kept))
+        self._last.note(total, None if isinstance(kept, Used) else kept)
         try:
-            self._writer.append(record, state, held)
+            self._writer.append(record, kept, held)
         except OSError as error:
             self._give_up(error)
 
@@ -391,6 +392,9 @@ class Recorder:
             f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: {blame}; the steps before it are kept.",
             code="step-not-finite",
         )
+
+    def _used(self) -> Used | None:
+        return used(self._params, self._moving.now())
 
     def _state(self) -> State:
         state = state_of(self._optimizer, self._rule, self._params)
