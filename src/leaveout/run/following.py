@@ -42,9 +42,11 @@ class Used(NamedTuple):
         """
         held = {memory(tensor) for tensor in self.gradients.values()}
         now = (param.grad for param in self.params)
-        return self.versions == _versions(self.gradients) and not any(
-            grad is not None and memory(grad) in held for grad in now
-        )
+        return self.unchanged() and not any(grad is not None and memory(grad) in held for grad in now)
+
+    def unchanged(self) -> bool:
+        """Say whether nobody wrote to the gradients in a way that is counted."""
+        return self.versions == _versions(self.gradients)
 
     def copied(self) -> Used:
         """Return the same as copies, which stay as they are."""

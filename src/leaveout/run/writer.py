@@ -126,6 +126,8 @@ class Writer:
         if given is None or given.intact():
             return False
         state = final()
+        if state is None and given.unchanged():
+            return False  # not by a loop that writes behind the count: that one would have been noticed before
         # Buffers may have moved on with the next forward pass.
         self.replace_newest(state and {**state, PARAM: {**state[PARAM], **given.moved}})
         return True
