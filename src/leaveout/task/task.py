@@ -111,6 +111,7 @@ class Task:
         self.chosen = self.names
         self.check = check
         self._at: dict[int, Abilities] = {}
+        self.kink_sizes: dict[tuple[int, int], float | None] = {}
         images = any(isinstance(module, nn.Conv2d) for module in model.modules())
         self.tracer = Tracer(images, never=not trace)
         self.loss = loss
@@ -163,7 +164,7 @@ class Task:
     def untraced(self) -> Task:
         """The same task, of which nothing has been traced or compared yet."""
         task = copy.copy(self)
-        task.tracer, task._at, task._views = self.tracer.fresh(), {}, {}
+        task.tracer, task._at, task._views, task.kink_sizes = self.tracer.fresh(), {}, {}, {}
         return task
 
     def quiet(self) -> Task:
