@@ -117,7 +117,7 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
     for name, jitter, own in _kinds(frame):
         lines.setdefault(name, []).append((jitter, float(own["between moves"].mean())))
     series = [
-        Series(name, *map(list, zip(*sorted(points), strict=True)), colour)  # type: ignore[arg-type]
+        Series(name, [x for x, _ in sorted(points)], [y for _, y in sorted(points)], colour)
         for colour, (name, points) in enumerate(lines.items())
     ]
     panel = Panel("truth and truth", series, "size of the move", "Spearman, two moved starts", log_x=True)

@@ -78,7 +78,7 @@ def tables(frame: pd.DataFrame) -> str:
         rows.append([SHOWN[str(data)], str(budget), exact, *shown, worst, spread(own["kept tau"])])
     head = ["data", "budget", "all exact", "chosen", "its tau", "best tau in the list", "most missed", "tau as kept"]
     once = frame[frame["budget"] == next(iter(BUDGETS))]
-    names = [column for column in frame if column.startswith("tau of ")]
+    names = [str(column) for column in frame if str(column).startswith("tau of ")]
     lists = [
         [SHOWN[str(data)], *(spread(own[name]) if own[name].notna().any() else "-" for name in names)]
         for data, own in once.groupby("data", sort=False)
