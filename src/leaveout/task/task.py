@@ -111,7 +111,6 @@ class Task:
         self.chosen = self.names
         self.check = check
         self._at: dict[int, Abilities] = {}
-        self.kink_sizes: dict[tuple[int, int], float | None] = {}
         images = any(isinstance(module, nn.Conv2d) for module in model.modules())
         self.tracer = Tracer(images, never=not trace)
         self.loss = loss
@@ -119,7 +118,7 @@ class Task:
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
-        self.kinks = False
+        self.kinks, self.kink_sizes = False, dict[tuple[int, int], float | None]()
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
