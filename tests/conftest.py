@@ -20,6 +20,14 @@ def _one_thread():
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Compare derivatives once per structure and process, except where the comparison is what is tested."""
+    from comparisons import share  # not above: leaveout is imported after its types are hooked in
+
+    share(item.get_closest_marker("compared_anew") is None)
+
+
 @pytest.fixture
 def untyped():
     """Without the checks of types that the tests add: what is refused here is refused for users."""

@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 
+pytestmark = pytest.mark.compared_anew
+
 WIDTH, N = 4, 6
 BATCHES = [[0, 1, 2], [3, 4, 5], [2, 0, 4], [1, 5, 3]]
 LR, MOMENTUM = 0.1, 0.5

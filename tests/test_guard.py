@@ -12,6 +12,8 @@ from leaveout.task.forms import Form
 from leaveout.task.guard.agreement import slope
 from leaveout.task.guard.points import trial
 
+pytestmark = pytest.mark.compared_anew
+
 
 def data(n: int = 8) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)

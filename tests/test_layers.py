@@ -19,6 +19,8 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout.errors import UnsupportedError
 
+pytestmark = pytest.mark.compared_anew
+
 WIDTH = 6
 
 
