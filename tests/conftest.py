@@ -1,5 +1,6 @@
 """Shared settings of the tests."""
 
+import gc
 import os
 
 import jaxtyping
@@ -39,6 +40,12 @@ def untyped():
 def pytest_configure(config):
     """Make leaveout's own warnings errors; not in pyproject.toml, which would import it before types are hooked in."""
     config.addinivalue_line("filterwarnings", "error::leaveout.LeaveoutWarning")
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector what was imported: it would look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header():
