@@ -33,7 +33,7 @@ METHODS = (lo.SGDIE(), lo.ACC("free"), lo.ACC("exact"), lo.TracIn(), lo.Replay()
 
 
 @pytest.mark.parametrize("keep", mostly_full(["all", 5], 5))
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("method", mostly_full(METHODS, METHODS[0], METHODS[-1]), ids=lambda m: m.name)
 def test_rounding_is_the_distance_to_a_run_in_float64(method: lo.Estimator, keep: str | int, tmp_path: Path) -> None:
     run, task = trained(tmp_path / "run", keep=keep)
     query = digits_like(6)

@@ -16,6 +16,7 @@ from torch.utils.data import WeightedRandomSampler as Weighted
 
 import leaveout as lo
 from leaveout._util.trees import PARAM
+from problems import mostly_full
 from refusal import refused
 
 SIZE = 22
@@ -420,7 +421,7 @@ def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y, reduction="none").mean()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("kind", mostly_full([torch.optim.SGD, torch.optim.Adam], torch.optim.SGD))
 def test_watching_telling_and_training_record_the_same_run(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
     data = TensorDataset(Numbered().x, Numbered().y)
     query = TensorDataset(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
@@ -688,6 +689,7 @@ for x, y in recorder.watch(loader):
 """
 
 
+@pytest.mark.full
 def test_a_program_that_forgets_to_finish_is_told_and_loses_nothing(tmp_path: Path) -> None:
     def program(text: str) -> str:
         return subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True).stderr
