@@ -39,7 +39,7 @@ def kept(path, keep, *, optimizer="nesterov", disk="2GB", epochs=6):
 
 
 @pytest.mark.parametrize("optimizer", ["nesterov", "adam"])
-@pytest.mark.parametrize("keep", mostly_full([1, 4, 7, 1000, "auto"], 4, "auto"))
+@pytest.mark.parametrize("keep", mostly_full([1, 4, 7, 1000, "auto"], 4))
 def test_states_between_kept_ones_are_computed_again(tmp_path, keep, optimizer):
     whole, task = kept(tmp_path / "all", "all", optimizer=optimizer)
     run, _ = kept(tmp_path / "some", keep, optimizer=optimizer, disk=100)
