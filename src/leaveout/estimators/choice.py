@@ -35,6 +35,8 @@ class Choice:
         sketch: the width of the random projection that remainders are kept in, if any.
         schedule: where the correction is applied.
         project: the width of the random projection that gradients go through, if any.
+        together: for jumps, a group's examples leave a batch in one; otherwise the jumps of single examples are added.
+        saturated: for jumps, see ``sweep/saturation.py``.
     """
 
     kind: type[Curvature]
@@ -44,6 +46,8 @@ class Choice:
     sketch: int | None = None
     schedule: Schedule = ALWAYS
     project: int | None = None
+    together: bool = False
+    saturated: bool = True
 
     def __post_init__(self) -> None:
         readout_of(self.readout)
@@ -92,10 +96,9 @@ class Choice:
                 )
 
             def jumps(shard: Request, vectors: Params) -> dict[str, Tensor]:
-                together = shard.left_out.named() is None
-                return jump_products(
-                    sweep, shard.left_out, vectors, shard.resources, shard.cost, together=together
-                )._asdict()
+                together = self.together or shard.left_out.named() is None
+                work = (sweep, shard.left_out, vectors, shard.resources, shard.cost)
+                return jump_products(*work, together=together, saturated=self.saturated)._asdict()
 
             return Products(**request.columns(jumps, readout))
         subspace = self.transport if isinstance(self.transport, Subspace) else None
