@@ -8,9 +8,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.sweep import checkpoint
 from oracle import Oracle
 from problems import Problem, shared
 from test_estimators import BATCHES, close
+from test_sweep_checkpoints import StoppedError, stop_after
 
 NONLINEAR = ["adam", "adamw"]
 
@@ -129,6 +131,17 @@ def test_groups_add_the_jumps_of_their_examples(problem):
 
 def test_a_small_budget_changes_nothing(problem):
     close(scored(problem, resources=lo.Resources(shard=2)), scored(problem), tolerance=1e-12)
+
+
+def test_a_sweep_that_was_stopped_ends_with_the_same_bits(tmp_path, monkeypatch):
+    problem = shared("mlp", "adamw", batches=BATCHES)
+    monkeypatch.setattr(checkpoint, "EVERY", 0.0)
+    monkeypatch.setattr(checkpoint, "SHARE", 0)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(StoppedError):
+            scored(problem, resources=lo.Resources(work=tmp_path))
+    assert scored(problem, resources=lo.Resources(work=tmp_path)).equal(scored(problem))
 
 
 def test_only_chosen_occurrences_jump(problem):

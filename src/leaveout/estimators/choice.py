@@ -16,6 +16,7 @@ from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.fast_acc import Correction, Products
 from leaveout.sweep.free_transport import Layout, sketch
 from leaveout.sweep.jump import jump_products
+from leaveout.sweep.saturation import PARTS
 from leaveout.sweep.schedule import Schedule
 from leaveout.sweep.sweep import ALWAYS, Sweep
 from leaveout.sweep.transports import Subspace
@@ -100,7 +101,9 @@ class Choice:
                 work = (sweep, shard.left_out, vectors, shard.resources, shard.cost)
                 return jump_products(*work, together=together, saturated=self.saturated)._asdict()
 
-            return Products(**request.columns(jumps, readout))
+            moments = len(PARTS) * budget.param_bytes(request.trajectory)
+            vector = budget.backward_bytes(request.trajectory) + moments
+            return Products(**request.columns(jumps, readout, vector_bytes=vector))
         subspace = self.transport if isinstance(self.transport, Subspace) else None
         if self.direction == "backward" and subspace:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.", code="direction-fixed")
