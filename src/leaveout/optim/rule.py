@@ -70,8 +70,8 @@ class Rule:
 
     def divisions(self, hypers: Sequence[Hyper]) -> list[Division | None]:
         """Each group's division by a root at one step, in plain numbers."""
-        found = [self.definition.division(values(hyper)) for hyper in hypers]
-        return [one and Division(*one[:2], *(float(number) for number in one[2:])) for one in found]
+        divisions = [self.definition.division(values(hyper)) for hyper in hypers]
+        return [one and Division(*one[:2], *(float(number) for number in one[2:])) for one in divisions]
 
     def following(self, clip: Clip | None, assigned: Sequence[str]) -> Rule:
         """Return the same with clipping before the step and buffers that it assigns."""
@@ -190,10 +190,10 @@ TYPE = "_dtype"
 
 def allowed_slots(definition: Definition) -> list[tuple[str, ...]]:
     """The slots that runs of an optimizer can have: the further ones in their order, each there or not."""
-    found = [definition.slots]
+    allowed = [definition.slots]
     for slot, _ in definition.optional:
-        found += [(*slots, slot) for slots in found]
-    return found
+        allowed += [(*slots, slot) for slots in allowed]
+    return allowed
 
 
 def allowed_extras(definition: Definition) -> list[str]:

@@ -81,8 +81,8 @@ class Saturation:
 
     def _divisions(self, hypers: Sequence[Hyper]) -> list[tuple[str, Division]]:
         divisions = self._rule.divisions(hypers)
-        found = ((name, divisions[group]) for name, group in self._rule.groups.items())
-        return [(name, division) for name, division in found if division is not None]
+        by_name = ((name, divisions[group]) for name, group in self._rule.groups.items())
+        return [(name, division) for name, division in by_name if division is not None]
 
     def _mix(self, part: str, name: str, weight: Tensor, rate: Tensor, keeps: tuple[float, float]) -> None:
         """Add a step to a mean over later steps, and make it the mean as the step before sees it."""
