@@ -172,11 +172,13 @@ class Recorder:
         *,
         epoch: int = 0,
         denominator: float | None = None,
+        autocast: str | None = None,
     ) -> None:
         """Say which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
 
         Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of the examples'
-        losses was divided by, where the task cannot know (see ``Task(accumulation=)``).
+        losses was divided by, where the task cannot know (see ``Task(accumulation=)``); ``autocast`` the type that
+        operations are cast to, where the model is not called as a whole and so cannot be asked.
         """
         found = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
@@ -187,7 +189,7 @@ class Recorder:
         if not self._hooks:
             return  # the disk is full, or the run is finished
         self._past.resume_draws()
-        self._pending.tell(found, batch, denominator)
+        self._pending.tell(found, batch, denominator, autocast)
 
     def flush(self) -> None:
         """Write what is recorded so far, with the state after the last step; call it with each checkpoint you save.
