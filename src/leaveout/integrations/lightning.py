@@ -99,7 +99,7 @@ class RecorderCallback(Callback):
 
         source.dataloader = noted
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, _module: LightningModule) -> None:
         """Refuse what cannot be recorded."""
         problems = []
         if trainer.world_size > 1:

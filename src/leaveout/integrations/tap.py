@@ -135,7 +135,7 @@ def resumed(path: Path, options: dict[str, Any], steps: int) -> dict[str, Any]:
     if steps and not (path / MANIFEST).exists():
         warnings.warn(
             f"The training goes on from a checkpoint after {steps} steps, and {path} has no run of these: the run "
-            "begins there, and its scores say what examples did from there on. Record from the beginning for all of it.",
+            "begins there, and scores say what examples did from then on. Record from the beginning for all of it.",
             LeaveoutWarning,
             stacklevel=3,
         )
