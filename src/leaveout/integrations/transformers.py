@@ -141,8 +141,9 @@ class RecorderCallback(TrainerCallback):
         hook = MethodHook(self, "_before_forward")
         self._hook = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
-    def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, *given: Any, **_: Any) -> None:
         """Have the run on disk before the checkpoint is, so that whoever has the checkpoint has the run."""
+        _args, _state, control = given
         if self._recorder is not None and control.should_save:
             self._recorder.flush()
 
