@@ -177,7 +177,7 @@ class Recorder:
         """Say which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
 
         Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of losses was
-        divided by, where the task cannot know; ``autocast`` the type of casts, where the model is not called as a whole.
+        divided by, where the task cannot know; ``autocast`` the type of casts, where the model is not called whole.
         """
         numbers = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
