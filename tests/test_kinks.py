@@ -368,7 +368,7 @@ def test_the_size_of_kinks_is_that_of_dense_matrices(recorded):
         pair = [dense(model, x[ids], y[ids], [(0, jump)])[0].mean(0) for jump in (0.8, 0.0)]
         sizes.append(float(torch.linalg.matrix_norm(0.3 * (pair[0] - pair[1]), 2)))
     measured = kink_size(Trajectory(run, task))
-    assert min(sizes) * 0.5 < measured <= max(sizes) * (1 + 1e-9)
+    assert np.quantile(sizes, 0.25) * 0.5 < measured <= np.quantile(sizes, 0.25) * (1 + 1e-6)  # few steps: all of them
     one = kink_size(Trajectory(run.head(1), task))
     assert 0.5 * sizes[0] < one <= sizes[0] * (1 + 1e-9)
 

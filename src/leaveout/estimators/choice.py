@@ -17,6 +17,7 @@ from leaveout.sweep.fast_acc import Correction, Products
 from leaveout.sweep.free_transport import Layout, sketch
 from leaveout.sweep.jump import jump_products
 from leaveout.sweep.kink_size import hessian
+from leaveout.sweep.saturation import PARTS
 from leaveout.sweep.schedule import Schedule
 from leaveout.sweep.sweep import ALWAYS, Sweep
 from leaveout.sweep.transports import Subspace
@@ -39,6 +40,8 @@ class Choice:
         schedule: where the correction is applied.
         project: the width of the random projection that gradients go through, if any.
         kinks: whether the Hessian has the curvature of kinks; ``"auto"``: where the run is such that it can help.
+        together: for jumps, a group's examples leave a batch in one; otherwise the jumps of single examples are added.
+        saturated: for jumps, see ``sweep/saturation.py``.
     """
 
     kind: type[Curvature]
@@ -49,6 +52,8 @@ class Choice:
     schedule: Schedule = ALWAYS
     project: int | None = None
     kinks: bool | str = False
+    together: bool = False
+    saturated: bool = True
 
     def __post_init__(self) -> None:
         readout_of(self.readout)
@@ -99,12 +104,13 @@ class Choice:
                 )
 
             def jumps(shard: Request, vectors: Params) -> dict[str, Tensor]:
-                together = shard.left_out.named() is None
-                return jump_products(
-                    sweep, shard.left_out, vectors, shard.resources, shard.cost, together=together
-                )._asdict()
+                together = self.together or shard.left_out.named() is None
+                work = (sweep, shard.left_out, vectors, shard.resources, shard.cost)
+                return jump_products(*work, together=together, saturated=self.saturated)._asdict()
 
-            return Products(**request.columns(jumps, readout))
+            moments = len(PARTS) * budget.param_bytes(request.trajectory)
+            vector = budget.backward_bytes(request.trajectory) + moments
+            return Products(**request.columns(jumps, readout, vector_bytes=vector))
         subspace = self.transport if isinstance(self.transport, Subspace) else None
         if self.direction == "backward" and subspace:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.", code="direction-fixed")
