@@ -7,7 +7,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -215,10 +215,18 @@ def _by_rows(kind: str, subject: _Subject) -> Plan:
     return Plan(kind, once + (rate + each * more) * subject.steps + reading, memory + held, 0)
 
 
+def _measured(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> Cost:
+    """What a scoring took; the time in which the processor did something else, or waited for data, is not counted."""
+    wall, own = time.perf_counter(), time.process_time()
+    cost = scored(task, run)
+    share = (time.process_time() - own) / (time.perf_counter() - wall)
+    return replace(cost, seconds=cost.seconds * min(1.0, share))
+
+
 def _begun(scored: Callable[[Task, Run], Cost], subject: _Subject) -> Cost:
     """What the first steps cost, with what is done once."""
     gc.collect()  # in the midst of it, a sweep would be taken for work
-    return scored(subject.task.quiet(), subject.run.head(min(FIRST, len(subject.run))))
+    return _measured(scored, subject.task.quiet(), subject.run.head(min(FIRST, len(subject.run))))
 
 
 def _rate(
@@ -231,17 +239,17 @@ def _rate(
     if begun.seconds > SHARE or first == len(run):
         return 0.0, begun.seconds / first, begun.peak_memory
     more = min(len(run), STEPS)
-    cost = scored(quiet, run.head(more))
+    cost = _measured(scored, quiet, run.head(more))
     rate = max(0.0, (cost.seconds - begun.seconds) / max(1, more - first))
     once = max(0.0, cost.seconds - more * rate)
     if rate > QUICK or more < STEPS:
         return once, rate, cost.peak_memory
     traced = subject.task.untraced()
     few, many = run.head(more), run.head(min(len(run), 3 * STEPS))
-    cold = scored(traced, few)  # what is repeated often enough is traced here
+    cold = _measured(scored, traced, few)  # what is repeated often enough is traced here
     if len(many) == len(few):
         return 0.0, cold.seconds / len(few), cold.peak_memory
-    short, long = (min(scored(traced, part).seconds for _ in range(2)) for part in (few, many))
+    short, long = (min(_measured(scored, traced, part).seconds for _ in range(2)) for part in (few, many))
     rate = max(0.0, (long - short) / (len(many) - len(few)))
     return max(0.0, cold.seconds - len(few) * rate), rate, cold.peak_memory
 
@@ -260,6 +268,6 @@ def _queries(subject: _Subject) -> Query:
 
 def _timed(work: Callable[[], object]) -> float:
     work()
-    start = time.perf_counter()
+    wall, own = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return min(time.perf_counter() - wall, time.process_time() - own)

@@ -59,7 +59,7 @@ class Used(NamedTuple):
         return {**self.gradients, **self.moved}
 
 
-def used(params: Mapping[str, Tensor], moved: Params) -> Used | None:
+def used(params: Mapping[str, Tensor], moved: Callable[[], Params]) -> Used | None:
     """Return what the step just taken was given; None where some parameter had no gradient, or one of another type."""
     gradients: Params = {}
     for name, param in params.items():
@@ -67,7 +67,7 @@ def used(params: Mapping[str, Tensor], moved: Params) -> Used | None:
         if grad is None or grad.is_sparse or grad.dtype != param.dtype or grad.shape != param.shape:
             return None
         gradients[name] = grad.detach()
-    return Used(tuple(params.values()), gradients, moved, _versions(gradients))
+    return Used(tuple(params.values()), gradients, moved(), _versions(gradients))
 
 
 def size_of(kept: State | Used) -> int:
