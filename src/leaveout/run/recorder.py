@@ -276,8 +276,8 @@ class Recorder:
             self._give_up(error)
         if lost:
             raise RunError(
-                f"The parameters were changed after step {self._steps - 1} and before finish(), so that the state it led "
-                "to is gone: call finish() before other weights are put into the model, or record with keep='all'. "
+                f"The parameters were changed after step {self._steps - 1} and before finish(), so that the state it "
+                "led to is gone: call finish() before other weights are put into the model, or record with keep='all'. "
                 "open_run(path, partial=True) reads the run up to the last state that is on disk.",
                 code="last-state-lost",
             )
