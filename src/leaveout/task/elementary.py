@@ -74,7 +74,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """log Σ exp z − z_y, one per element; what is anything else is left to PyTorch."""
+    """Compute log Σ exp z − z_y, one per element; what is anything else is left to PyTorch."""
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
     if not plain or reduction != "none" or targets.is_floating_point() or outputs.ndim < 2:
         return None

@@ -36,7 +36,7 @@ def resnet_sweep() -> list[Row]:
     """Compare SGD-IE with training on a ResNet-18 with BatchNorm."""
     problem = slim_resnet(32)
     training, sgdie = _timed(problem, SGDIE())
-    how = f"CIFAR-10, batches of 64, momentum, a quarter of the original's width, 32 steps: training "
+    how = "CIFAR-10, batches of 64, momentum, a quarter of the original's width, 32 steps: training "
     how += f"{training:.1f} s, SGD-IE {sgdie:.1f} s, the quicker of two each, traced before"
     return [Row("SGD-IE / training, ResNet-18 with BatchNorm", sgdie / training, "<=", 3.2, how)]
 
@@ -109,7 +109,7 @@ def alone(what: str) -> None:
     work: Callable[[], object] = problem.train if what == "train" else _scored(problem, SGDIE(), "mean")
     with cost.metered():
         work()
-    print(cost.peak_memory)
+    sys.stdout.write(f"{cost.peak_memory}\n")
 
 
 def _timed(problem: Problem, *estimators: Estimator) -> list[float]:
