@@ -45,19 +45,19 @@ class Problem:
             optimizer.step()
 
 
-def small_gpt(steps: int, *, epochs: int = 1, width: int = 128, adapters: bool = False, queries: int = 32) -> Problem:
+def small_gpt(steps: int, *, width: int = 128, adapters: bool = False, queries: int = 32) -> Problem:
     """Train a GPT on the first 64 words of newsgroup texts by AdamW: four layers, 2,000 words, batches of 32.
 
     1.3 million parameters at width 128; with ``adapters``, LoRA's alone are trained.
     """
     tokens = sequences(WORDS, LENGTH)
-    chosen, val, _ = data.split(len(tokens), 32 * steps // epochs, queries, 0)
+    chosen, val, _ = data.split(len(tokens), 32 * steps, queries, 0)
     parts = [TensorDataset(tokens[rows][:, :-1], tokens[rows][:, 1:]) for rows in (chosen, val)]
     model = models.build("gpt", seed=0, words=WORDS, width=width, layers=4, heads=4, positions=LENGTH)
     if adapters:
         torch.manual_seed(0)
         adapt(model)
-    return recorded(model, parts[0], parts[1], lambda params: torch.optim.AdamW(params, lr=1e-3), 32, epochs)
+    return recorded(model, parts[0], parts[1], lambda params: torch.optim.AdamW(params, lr=1e-3), 32)
 
 
 def slim_resnet(steps: int, width: int = 16) -> Problem:
@@ -76,13 +76,12 @@ def recorded(
     query: TensorDataset,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     size: int,
-    epochs: int = 1,
 ) -> Problem:
-    """Train, recorded with every state."""
+    """Train one epoch, recorded with every state."""
     start = copy.deepcopy(model)
     task = Task(model, nn.CrossEntropyLoss(), train_set)
     trained = [param for param in model.parameters() if param.requires_grad]
-    run = train(task, optimizer(trained), epochs, size, 0, folder(), keep="all", resources=QUIET)
+    run = train(task, optimizer(trained), 1, size, 0, folder(), keep="all", resources=QUIET)
     return Problem(task, run, query, start, optimizer)
 
 
