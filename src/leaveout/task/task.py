@@ -26,7 +26,7 @@ from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Abilities
-from leaveout.task.forward import Called, Forward, bare, default_forward
+from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.kinks import kinked
@@ -102,7 +102,7 @@ class Task:
         self.clip = clip_of(clip_norm, clip_value)
         self.measure, self._measured = measure, measure_of(measure)
         self.statistics, self.accumulation = statistics, accumulation
-        self.model = model = bare(model)
+        self.model = model = uncast(bare(model))
         self.train_set = train_set
         self.l2 = l2
         self.collate = collate
