@@ -118,7 +118,7 @@ class Task:
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
-        self.kinks = False
+        self.kinks, self.kink_sizes = False, dict[tuple[int, int], float | None]()
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
@@ -163,7 +163,7 @@ class Task:
     def untraced(self) -> Task:
         """The same task, of which nothing has been traced or compared yet."""
         task = copy.copy(self)
-        task.tracer, task._at, task._views = self.tracer.fresh(), {}, {}
+        task.tracer, task._at, task._views, task.kink_sizes = self.tracer.fresh(), {}, {}, {}
         return task
 
     def quiet(self) -> Task:
