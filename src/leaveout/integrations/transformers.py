@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from leaveout.errors import RunError, UnsupportedError
+from leaveout.integrations.fused import FUSED, unfused
 from leaveout.integrations.model_loss import (
     ITEMS,
     LABELS,
@@ -68,7 +69,7 @@ class RecorderCallback(TrainerCallback):
         self._args: Any
         self._last: Any = None
         self._divides: bool | None = None
-        self._items_given = False
+        self._items_given = self._fused = False
 
     @property
     def run(self) -> Run:
@@ -90,22 +91,25 @@ class RecorderCallback(TrainerCallback):
             options: those of ``leaveout.Task``.
         """
         _ = self.run
+        if getattr(self._model, "is_gradient_checkpointing", False):
+            self._model.gradient_checkpointing_disable()  # Trainer switches it on itself whenever it trains
+        model = unfused(self._model) if self._fused else self._model
         loader = self._tap.loader
         collate = Collated(loader.collate_fn, _columns(loader.dataset))
         noise = float(getattr(self._args, "neftune_noise_alpha", None) or 0)
-        forward = options.pop("forward", None) or ModelCall(_needs_labels(self._model), noise)
+        forward = options.pop("forward", None) or ModelCall(_needs_labels(model), noise)
         if loss is None:
-            loss = self._own_loss(loader.dataset, collate)
+            loss = self._own_loss(model, loader.dataset, collate)
         clip = self._args.max_grad_norm
         return Task(
-            self._model,
+            model,
             loss,
             loader.dataset,
             forward=forward,
             **{
                 "collate": collate,
                 "clip_norm": clip if clip and clip > 0 else None,
-                "accumulation": "sum" if self._items_given else "mean",
+                "accumulation": "window" if self._fused else "sum" if self._items_given else "mean",
                 **options,
             },
         )
@@ -141,8 +145,9 @@ class RecorderCallback(TrainerCallback):
         hook = MethodHook(self, "_before_forward")
         self._hook = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
-    def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, *given: Any, **_: Any) -> None:
         """Have the run on disk before the checkpoint is, so that whoever has the checkpoint has the run."""
+        _args, _state, control = given
         if self._recorder is not None and control.should_save:
             self._recorder.flush()
 
@@ -200,7 +205,7 @@ class RecorderCallback(TrainerCallback):
             return  # one more forward pass of the same batch
         if self._divides is None:
             self._divides = divides_by_items(model, inputs) or self._args.label_smoothing_factor > 0
-        self._items_given = ITEMS in inputs
+        self._items_given, self._fused = ITEMS in inputs, FUSED in inputs
         self._tap.next()
         ids, self._last = following
         items = inputs.get(ITEMS) if self._divides else None
@@ -208,15 +213,21 @@ class RecorderCallback(TrainerCallback):
             ids, self._last, epoch=self._tap.epoch, denominator=None if items is None else float(torch.as_tensor(items))
         )
 
-    def _own_loss(self, data: Dataset, collate: Any) -> Any:
+    def _own_loss(self, model: nn.Module, data: Dataset, collate: Any) -> Any:
+        if getattr(self._args, "loss_type", "nll") != "nll":
+            raise UnsupportedError(
+                f"The loss {self._args.loss_type!r} of this trainer is not known by example: give task(loss=...), a "
+                "function of (logits, labels) that returns one loss per example, or (sums, counts).",
+                code="model-loss-unknown",
+            )
         smoothing = self._args.label_smoothing_factor
         if smoothing:
             inner = getattr(getattr(self._model, "base_model", None), "model", None)  # of an adapter's wrapper
             names = {type(self._model).__name__, type(inner).__name__}
             return ClassLoss(bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())), smoothing)
         ids = range(min(TRIAL, batches.size(data)))
-        device = next(self._model.parameters()).device
-        return found_loss(self._model, batches.to(batches.read(data, ids, collate), device))
+        device = next(model.parameters()).device
+        return found_loss(model, batches.to(batches.read(data, ids, collate), device))
 
 
 class Collated:

@@ -103,10 +103,9 @@ def attention(
             attn_mask = attn_mask.to(narrow)
     if query.dtype in (torch.bfloat16, torch.float16):
         wide = attn_mask.float() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
-        options = {"scale": scale, "enable_gqa": enable_gqa}
         with torch.autocast(kind, enabled=False):
             given = (query.float(), key.float(), value.float(), wide, dropout_p, is_causal)
-            return attention(take, *given, **options).to(query.dtype)
+            return attention(take, *given, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
     _, weights = torch._scaled_dot_product_attention_math(

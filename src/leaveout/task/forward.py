@@ -55,7 +55,7 @@ def uncast(model: nn.Module) -> nn.Module:
         return model
     plain = copy.copy(model)
     original = vars(plain).pop(ORIGINAL)
-    plain.forward = MethodType(_WideOutputs(original.__func__), plain)  # type: ignore[method-assign]
+    plain.forward = MethodType(_WideOutputs(original.__func__), plain)
     return plain
 
 
