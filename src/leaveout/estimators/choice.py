@@ -16,6 +16,7 @@ from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.fast_acc import Correction, Products
 from leaveout.sweep.free_transport import Layout, sketch
 from leaveout.sweep.jump import jump_products
+from leaveout.sweep.saturation import PARTS
 from leaveout.sweep.schedule import Schedule
 from leaveout.sweep.sweep import ALWAYS, Sweep
 from leaveout.sweep.transports import Subspace
@@ -35,6 +36,8 @@ class Choice:
         sketch: the width of the random projection that remainders are kept in, if any.
         schedule: where the correction is applied.
         project: the width of the random projection that gradients go through, if any.
+        together: for jumps, a group's examples leave a batch in one; otherwise the jumps of single examples are added.
+        saturated: for jumps, see ``sweep/saturation.py``.
     """
 
     kind: type[Curvature]
@@ -44,6 +47,8 @@ class Choice:
     sketch: int | None = None
     schedule: Schedule = ALWAYS
     project: int | None = None
+    together: bool = False
+    saturated: bool = True
 
     def __post_init__(self) -> None:
         readout_of(self.readout)
@@ -92,12 +97,13 @@ class Choice:
                 )
 
             def jumps(shard: Request, vectors: Params) -> dict[str, Tensor]:
-                together = shard.left_out.named() is None
-                return jump_products(
-                    sweep, shard.left_out, vectors, shard.resources, shard.cost, together=together
-                )._asdict()
+                together = self.together or shard.left_out.named() is None
+                work = (sweep, shard.left_out, vectors, shard.resources, shard.cost)
+                return jump_products(*work, together=together, saturated=self.saturated)._asdict()
 
-            return Products(**request.columns(jumps, readout))
+            moments = len(PARTS) * budget.param_bytes(request.trajectory)
+            vector = budget.backward_bytes(request.trajectory) + moments
+            return Products(**request.columns(jumps, readout, vector_bytes=vector))
         subspace = self.transport if isinstance(self.transport, Subspace) else None
         if self.direction == "backward" and subspace:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.", code="direction-fixed")

@@ -65,7 +65,8 @@ def network(settings: Settings) -> Iterator[Trained]:
 def trained(model: nn.Module, train_set: TensorDataset, val: TensorDataset, settings: Settings) -> Iterator[Trained]:
     """A model trained with ``optimizer``, ``lr``, its options, ``schedule``, ``epochs``, ``batch``, ``seed``.
 
-    ``schedule`` is ``"constant"``, or ``"linear"`` for a rate that falls to zero.
+    ``schedule`` is ``"constant"``, or ``"linear"`` for a rate that falls to zero; ``clip_norm`` the largest norm of a
+    gradient, if any.
     """
     options = {name: settings[name] for name in OPTIONS if settings.get(name) is not None}
     optimizer = OPTIMIZERS[settings["optimizer"]](model.parameters(), lr=settings["lr"], **options)
@@ -77,14 +78,16 @@ def trained(model: nn.Module, train_set: TensorDataset, val: TensorDataset, sett
     ]
     falls = settings.get("schedule", "constant") == "linear"
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - falls * step / len(batches))
-    loss = nn.CrossEntropyLoss()
-    task = Task(model, loss, train_set)
+    loss, clip = nn.CrossEntropyLoss(), settings.get("clip_norm")
+    task = Task(model, loss, train_set, clip_norm=clip)
     with tempfile.TemporaryDirectory(prefix="leaveout-reproduce-") as folder:
         recorder = Recorder(Path(folder) / "run", model, optimizer)
         for epoch, ids in batches:
             x, y = (tensor[ids] for tensor in train_set.tensors)
             optimizer.zero_grad()
             loss(model(x), y).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             recorder.step(ids, [x, y], epoch=epoch)
             optimizer.step()
             schedule.step()
