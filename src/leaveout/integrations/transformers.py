@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from leaveout.errors import RunError, UnsupportedError
-from leaveout.integrations.fused import FUSED, unfused
+from leaveout.integrations.fused import FUSED, FusedCall, unfused
 from leaveout.integrations.model_loss import (
     ITEMS,
     LABELS,
@@ -91,13 +91,15 @@ class RecorderCallback(TrainerCallback):
             options: those of ``leaveout.Task``.
         """
         _ = self.run
-        if getattr(self._model, "is_gradient_checkpointing", False):
-            self._model.gradient_checkpointing_disable()  # Trainer switches it on itself whenever it trains
-        model = unfused(self._model) if self._fused else self._model
+        model: Any = self._model
+        if getattr(model, "is_gradient_checkpointing", False):  # Trainer switches it on itself whenever it trains
+            model.gradient_checkpointing_disable()
+        model = unfused(model) if self._fused else model
         loader = self._tap.loader
         collate = Collated(loader.collate_fn, _columns(loader.dataset))
         noise = float(getattr(self._args, "neftune_noise_alpha", None) or 0)
-        forward = options.pop("forward", None) or ModelCall(_needs_labels(model), noise)
+        own: Any = ModelCall(_needs_labels(model), noise)
+        forward = options.pop("forward", None) or (FusedCall(own) if self._fused else own)
         if loss is None:
             loss = self._own_loss(model, loader.dataset, collate)
         clip = self._args.max_grad_norm
