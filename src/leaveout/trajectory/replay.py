@@ -100,20 +100,21 @@ class Stack:
 
     def __init__(self, start: State, count: int) -> None:
         self.state = copies(start, 1)
-        self.rows = [count - 1]
+        self._rows = torch.tensor([count - 1], device=next(iter(start[PARAM].values())).device)
         self._count = count
 
     def part(self, weights: Tensor) -> Tensor:
         """Part from the last row those whose weights are others, and return the weights in the order of ``state``."""
-        differing = (weights != weights[-1]).any(1).nonzero().flatten().tolist()
-        gone = set(self.rows)
-        if more := [row for row in differing if row not in gone]:
-            self.rows += more
-            self.state = {
-                slot: {name: torch.cat([t, t[:1].expand(len(more), *t.shape[1:])]) for name, t in params.items()}
-                for slot, params in self.state.items()
-            }
-        return weights[self.rows]
+        if len(self._rows) < self._count:
+            differing = (weights != weights[-1]).any(1)
+            differing[self._rows] = False
+            if len(more := differing.nonzero().flatten()):
+                self._rows = torch.cat([self._rows, more])
+                self.state = {
+                    slot: {name: torch.cat([t, t[:1].expand(len(more), *t.shape[1:])]) for name, t in params.items()}
+                    for slot, params in self.state.items()
+                }
+        return weights[self._rows]
 
     def last(self) -> State:
         """Return the state of the last row's model."""
@@ -121,9 +122,9 @@ class Stack:
 
     def params(self) -> Params:
         """Return every row's parameters, in the rows' own order."""
-        place = dict(zip(self.rows, range(len(self.rows)), strict=True))
-        order = torch.tensor([place.get(row, 0) for row in range(self._count)])
-        return {name: tensor[order.to(tensor.device)] for name, tensor in self.state[PARAM].items()}
+        place = torch.zeros(self._count, dtype=torch.int64, device=self._rows.device)
+        place[self._rows] = torch.arange(len(self._rows), device=self._rows.device)
+        return {name: tensor[place] for name, tensor in self.state[PARAM].items()}
 
 
 def stacked(
