@@ -72,7 +72,7 @@ def test_replays_on_threads_are_plain_trainings_without_the_example(tmp_path, tw
 
 def test_threads_compute_the_same_bits_as_one(tmp_path, two_threads):
     model, data, make = text()
-    task = lo.Task(model.float(), nn.CrossEntropyLoss(), data)
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
     run = lo.train(task, make(model.parameters()), 2, 4, 0, tmp_path / "run")
     side_by_side = lo.Replay(ids=IDS).score(run, task, data)
     torch.set_num_threads(1)
