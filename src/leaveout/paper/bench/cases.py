@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
 from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.plan import plan
-from leaveout.paper.bench.problems import QUIET, binary, folder, images, plain_training, quickest, seconds
+from leaveout.paper.bench.problems import QUIET, binary, folder, images, plain_training, quickest, seconds, texts
 from leaveout.paper.bench.table import Row
 from leaveout.run.reader import Run
 from leaveout.run.recorder import Recorder
@@ -58,6 +58,38 @@ def example_count() -> list[Row]:
         each[n], peak = cost.seconds / len(run), cost.peak_memory
     how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms per step; {peak / 1e9:.1f} GB at n = 50,000"
     return [Row("ACC(free), a step at n = 50,000 / at n = 1,000", each[50_000] / each[1000], "<=", 1.2, how)]
+
+
+def jumps() -> list[Row]:
+    """Compare the jump with SGD-IE on the MNIST network, and what its step costs for few and for many examples."""
+    dataset, task, run = images(1_280, 1, adam=True)
+    ratio = _jump_row("MNIST CNN", dataset.val, task, run)
+    each = {}
+    for n in (1_280, 10_000):
+        if n > 1_280:
+            dataset, task, run = images(n, 1, adam=True)
+        scored = [ACC().score(run.head(20), task, dataset.val, resources=QUIET) for _ in range(2)]  # the first traces
+        each[n] = scored[-1].cost.seconds / 20
+    how = f"MNIST CNN, AdamW: {each[1_280] * 1e3:.1f} and {each[10_000] * 1e3:.1f} ms per step"
+    flat = Row("ACC(jump), a step at n = 10,000 / at n = 1,280", each[10_000] / each[1_280], "<=", 1.2, how)
+    return [ratio, flat]
+
+
+def text_jumps() -> list[Row]:
+    """Compare the jump with SGD-IE on the small GPT."""
+    query, task, run = texts(320)
+    return [_jump_row("small GPT", query, task, run)]
+
+
+def _jump_row(what: str, query: Dataset, task: Task, run: Run) -> Row:
+    sgdie, acc = quickest(
+        4,
+        lambda: SGDIE().score(run, task, query, resources=QUIET),
+        lambda: ACC().score(run, task, query, resources=QUIET),
+    )
+    size = len(run.record(0).ids)
+    how = f"{what}, {len(run)} steps of {size}, AdamW: {sgdie:.2f} s and {acc:.2f} s, the quickest of four each"
+    return Row(f"ACC(jump) / SGD-IE, {what}", acc / sgdie, "<=", 1.5, how)
 
 
 def many_outputs() -> list[Row]:
@@ -205,6 +237,8 @@ CASES = {
     for case in (
         image_sweeps,
         example_count,
+        jumps,
+        text_jumps,
         many_outputs,
         replays,
         wide_inputs,

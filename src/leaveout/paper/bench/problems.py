@@ -10,10 +10,12 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset, TensorDataset
 
 from leaveout.builtin import data, models
 from leaveout.builtin.data import Data
 from leaveout.compute.resources import Resources
+from leaveout.paper.reproduce.words import sequences
 from leaveout.run.reader import Run
 from leaveout.run.train import train
 from leaveout.task.task import Task
@@ -51,13 +53,24 @@ def binary(
     return dataset, task, train(task, optimizer, epochs, size, seed, folder(), resources=QUIET)
 
 
-def images(n: int, epochs: int, *, size: int = 64) -> tuple[Data, Task, Run]:
-    """Train the convolutional network on n MNIST images."""
+def images(n: int, epochs: int, *, size: int = 64, adam: bool = False) -> tuple[Data, Task, Run]:
+    """Train the convolutional network on n MNIST images by SGD, or by AdamW."""
     dataset = data.load("mnist", n_train=n, n_val=1000)
     net = models.build("mnist-cnn", seed=0)
     task = Task(net, nn.CrossEntropyLoss(), dataset.train)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    params = net.parameters()
+    optimizer = torch.optim.AdamW(params, lr=0.001) if adam else torch.optim.SGD(params, lr=0.05)
     return dataset, task, train(task, optimizer, epochs, size, 0, folder(), resources=QUIET)
+
+
+def texts(n: int) -> tuple[Dataset, Task, Run]:
+    """Train the small GPT on n texts of 20News for an epoch by AdamW."""
+    tokens = sequences()
+    own, others = (TensorDataset(part[:, :-1], part[:, 1:]) for part in (tokens[:n], tokens[n : n + 50]))
+    net = models.build("gpt", seed=0)
+    task = Task(net, nn.CrossEntropyLoss(), own)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.001)
+    return others, task, train(task, optimizer, 1, 32, 0, folder(), resources=QUIET)
 
 
 def plain_training(task: Task, run: Run, model: nn.Module, loss: nn.Module) -> float:
