@@ -74,16 +74,17 @@ def test_the_ceiling_is_the_mean_spearman_between_moved_starts():
     mean = np.mean([truth[chosen] for truth in truths.values()], axis=0)
     assert row["SGD-IE and mean"] == pytest.approx(stats.spearmanr(scores[chosen], mean).statistic)
     assert row["groups"] == ""
-    assert "| GELU, moved by 1e-01 |" in shown("ceiling", settings, [row])
+    assert "| GELU, pixels standardised, moved by 1e-01 |" in shown("ceiling", settings, [row])
 
 
 def test_the_choice_is_compared_with_every_method_in_the_list():
-    settings = {"data": "digits", "n": 110, "epochs": 1, "seed": 0}
+    settings = {"data": "digits", "n": 140, "epochs": 1, "seed": 0}
     rows = choosing.compute(settings)
-    assert [row["budget"] for row in rows] == ["default", "a quarter"]
+    assert [row["budget"] for row in rows] == ["a minute", "none"]
     assert (rows[0]["exact"], rows[0]["tau"], rows[1]["exact"]) == (True, 1.0, False)
+    assert [row["replayed"] for row in rows] == [140, 128]
     assert rows[1]["tau"] == rows[1][f"tau of {rows[1]['method']}"] == rows[1]["best tau"] - rows[1]["missed"]
-    assert "| digits | a quarter | 0 of 1 |" in shown("choosing", settings, rows)
+    assert "| digits | none | 0 of 1 |" in shown("choosing", settings, rows)
 
 
 def measured_ids(settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from statistics import mean
 
 import torch
@@ -13,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
 from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.plan import plan
-from leaveout.paper.bench.problems import QUIET, binary, folder, images, plain_training, quickest, seconds, texts
+from leaveout.paper.bench import jumps, sweeps
+from leaveout.paper.bench.problems import QUIET, binary, digits, folder, images, plain_training, quickest, seconds
 from leaveout.paper.bench.table import Row
 from leaveout.run.reader import Run
 from leaveout.run.recorder import Recorder
@@ -48,6 +50,17 @@ def image_sweeps() -> list[Row]:
     ]
 
 
+def kinked_sweeps() -> list[Row]:
+    """Compare SGD-IE with the curvature of kinks and without, on the MNIST network and on a 64-64 network of digits."""
+    rows = []
+    for name, (dataset, task, run) in (("MNIST CNN", images(2_560, 3)), ("digits 64-64", digits((64, 64), 20))):
+        methods = (SGDIE(), SGDIE(kinks=True))
+        plain, bent = quickest(6, *(partial(one.score, run, task, dataset.val, resources=QUIET) for one in methods))
+        how = f"{len(run)} steps: {plain:.2f} s and {bent:.2f} s, the quickest of six each"
+        rows.append(Row(f"SGD-IE with kinks / without, {name}", bent / plain, "<=", 1.15, how))
+    return rows
+
+
 def example_count() -> list[Row]:
     """Compare what a step costs for few and for many examples: it must not depend on their number."""
     each, peak = {}, 0
@@ -58,38 +71,6 @@ def example_count() -> list[Row]:
         each[n], peak = cost.seconds / len(run), cost.peak_memory
     how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms per step; {peak / 1e9:.1f} GB at n = 50,000"
     return [Row("ACC(free), a step at n = 50,000 / at n = 1,000", each[50_000] / each[1000], "<=", 1.2, how)]
-
-
-def jumps() -> list[Row]:
-    """Compare the jump with SGD-IE on the MNIST network, and what its step costs for few and for many examples."""
-    dataset, task, run = images(1_280, 1, adam=True)
-    ratio = _jump_row("MNIST CNN", dataset.val, task, run)
-    each = {}
-    for n in (1_280, 10_000):
-        if n > 1_280:
-            dataset, task, run = images(n, 1, adam=True)
-        scored = [ACC().score(run.head(20), task, dataset.val, resources=QUIET) for _ in range(2)]  # the first traces
-        each[n] = scored[-1].cost.seconds / 20
-    how = f"MNIST CNN, AdamW: {each[1_280] * 1e3:.1f} and {each[10_000] * 1e3:.1f} ms per step"
-    flat = Row("ACC(jump), a step at n = 10,000 / at n = 1,280", each[10_000] / each[1_280], "<=", 1.2, how)
-    return [ratio, flat]
-
-
-def text_jumps() -> list[Row]:
-    """Compare the jump with SGD-IE on the small GPT."""
-    query, task, run = texts(320)
-    return [_jump_row("small GPT", query, task, run)]
-
-
-def _jump_row(what: str, query: Dataset, task: Task, run: Run) -> Row:
-    sgdie, acc = quickest(
-        4,
-        lambda: SGDIE().score(run, task, query, resources=QUIET),
-        lambda: ACC().score(run, task, query, resources=QUIET),
-    )
-    size = len(run.record(0).ids)
-    how = f"{what}, {len(run)} steps of {size}, AdamW: {sgdie:.2f} s and {acc:.2f} s, the quickest of four each"
-    return Row(f"ACC(jump) / SGD-IE, {what}", acc / sgdie, "<=", 1.5, how)
 
 
 def many_outputs() -> list[Row]:
@@ -236,9 +217,8 @@ CASES = {
     case.__name__: case
     for case in (
         image_sweeps,
+        kinked_sweeps,
         example_count,
-        jumps,
-        text_jumps,
         many_outputs,
         replays,
         wide_inputs,
@@ -246,5 +226,7 @@ CASES = {
         plans,
         cheap_transports,
         faithful_outputs,
+        *sweeps.CASES,
+        *jumps.CASES,
     )
 }

@@ -10,12 +10,10 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
 
 from leaveout.builtin import data, models
 from leaveout.builtin.data import Data
 from leaveout.compute.resources import Resources
-from leaveout.paper.reproduce.words import sequences
 from leaveout.run.reader import Run
 from leaveout.run.train import train
 from leaveout.task.task import Task
@@ -63,14 +61,13 @@ def images(n: int, epochs: int, *, size: int = 64, adam: bool = False) -> tuple[
     return dataset, task, train(task, optimizer, epochs, size, 0, folder(), resources=QUIET)
 
 
-def texts(n: int) -> tuple[Dataset, Task, Run]:
-    """Train the small GPT on n texts of 20News for an epoch by AdamW."""
-    tokens = sequences()
-    own, others = (TensorDataset(part[:, :-1], part[:, 1:]) for part in (tokens[:n], tokens[n : n + 50]))
-    net = models.build("gpt", seed=0)
-    task = Task(net, nn.CrossEntropyLoss(), own)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.001)
-    return others, task, train(task, optimizer, 1, 32, 0, folder(), resources=QUIET)
+def digits(hidden: tuple[int, ...], epochs: int, *, size: int = 50) -> tuple[Data, Task, Run]:
+    """Train a ReLU network on all digits."""
+    dataset = data.load("digits")
+    net = models.build("mlp", seed=0, features=64, hidden=hidden, outputs=10)
+    task = Task(net, nn.CrossEntropyLoss(), dataset.train)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return dataset, task, train(task, optimizer, epochs, size, 0, folder(), resources=QUIET)
 
 
 def plain_training(task: Task, run: Run, model: nn.Module, loss: nn.Module) -> float:

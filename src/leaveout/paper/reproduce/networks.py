@@ -39,14 +39,17 @@ class Trained:
 def network(settings: Settings) -> Iterator[Trained]:
     """A recorded run of a fully connected network; the seed draws data, initial weights and order.
 
-    Settings: ``data``, ``n``, ``queries``, ``hidden``, ``activation``, ``dtype``, ``scaled`` (inputs minus their mean
-    over the training set, divided by their standard deviation, as images usually are), and what ``trained`` needs.
+    Settings: ``data``, ``n``, ``queries``, ``hidden``, ``activation``, ``dtype``, ``scaled`` (True: inputs minus their
+    mean over the training set, divided by their standard deviation, as images usually are; ``"each"``: every feature
+    by its own, as tables usually are), and what ``trained`` needs.
     """
     seed, dtype = settings["seed"], getattr(torch, settings["dtype"])
     loaded = data.load(settings["data"], settings["n"], settings["queries"], settings.get("data_seed", seed))
     x, val_x = (part.x.flatten(1).to(dtype) for part in (loaded.train, loaded.val))
     if settings.get("scaled"):
-        mean, deviation = x.mean(), x.std()
+        over = 0 if settings["scaled"] == "each" else (0, 1)
+        mean, deviation = x.mean(over), x.std(over)
+        deviation = torch.where(deviation > 0, deviation, 1.0)  # a pixel that is always empty
         x, val_x = (x - mean) / deviation, (val_x - mean) / deviation
     train_set, val = TensorDataset(x, loaded.train.y), TensorDataset(val_x, loaded.val.y)
     model = models.build(
