@@ -9,7 +9,7 @@ from leaveout.paper.bench.table import Row
 STEPS = 20
 
 
-def image_jumps() -> list[Row]:
+def jumps() -> list[Row]:
     """Compare the jump with SGD-IE on the MNIST network trained by AdamW, and its step at two numbers of examples."""
     _, many = _timed(10_000)
     sgdie, acc = _timed(1_280)
@@ -33,4 +33,4 @@ def _timed(n: int) -> tuple[float, float]:
     return sgdie, acc
 
 
-CASES = (image_jumps,)
+CASES = (jumps,)
