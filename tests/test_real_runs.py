@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
+from torch import Tensor, nn
 
 import leaveout as lo
 from plain_training import Case
