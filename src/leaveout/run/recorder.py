@@ -24,14 +24,13 @@ from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
 from leaveout.run.live_model import check_modules, check_trained, state_of
-from leaveout.run.manifest import Manifest
-from leaveout.run.model_match import constants_of
+from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.run.overwrite import clear
 from leaveout.run.pending import Pending
 from leaveout.run.reader import Record, Run, open_run
-from leaveout.run.resume import Past, restore
-from leaveout.run.watched_loader import IndexedLoader, Watched, unwatched
+from leaveout.run.resume import Past, check_restored, check_taken_up, restore
+from leaveout.run.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
 from leaveout.run.writer import Writer, never_finished
 from leaveout.task import batches
 from leaveout.task.forward import bare
@@ -59,7 +58,8 @@ class Recorder:
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
             the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
-            every batch ``done`` times.
+            every batch ``done`` times. A number of steps: the loop has put model and optimizer back itself, from a
+            checkpoint that it saved after so many steps; the run goes on from there, and later steps are dropped.
         on_full: what happens when the disk is full: ``"stop"`` raises at the next step; ``"continue"`` warns, stops
             recording and lets the training go on. Either way the run up to then can be read and resumed.
 
@@ -77,7 +77,7 @@ class Recorder:
         keep: str | int = "auto",
         disk: str | int = "2GB",
         keep_batches: bool | None = None,
-        resume: bool = False,
+        resume: bool | int = False,
         overwrite: bool = False,
         on_full: str = "stop",
     ) -> None:
@@ -102,17 +102,17 @@ class Recorder:
         self._stop_when_full = on_full == "stop"
         if overwrite:
             clear(path)
-        self._writer = Writer(path, resume=resume)
+        steps = None if isinstance(resume, bool) else resume
+        self._writer = Writer(path, resume=bool(resume), steps=steps)
         self._hypers: list[Hyper] = []
         self._start: State | None = None
         self._steps, self._epoch = 0, -1
         self._cut = self._full = False
-        self._train_size: int | None = None
-        self._loaders: dict[int, IndexedLoader] = {}
-        self._past = Past(self._writer.before)
+        self._loaders = IndexedLoaders()
         before = self._writer.before
+        self._past = Past(before if steps is None else None)
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
-        self._go_on()
+        self._go_on(restored=steps is not None)
         self._pending = Pending(called, self._moving.begin)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
@@ -141,7 +141,7 @@ class Recorder:
 
         Watch it once before the loop over the epochs or anew in each of them, that is the same.
         """
-        return Watched(self._indexed(unwatched(loader)), self._watched_epoch)
+        return Watched(self._loaders.of(unwatched(loader)), self._watched_epoch)
 
     def _watched_epoch(self, indexed: IndexedLoader) -> Iterator[Any]:
         self._epoch += 1
@@ -189,6 +189,20 @@ class Recorder:
         self._past.resume_draws()
         self._pending.tell(found, batch, denominator)
 
+    def flush(self) -> None:
+        """Write what is recorded so far, with the state after the last step; call it with each checkpoint you save.
+
+        A loop that is killed later and goes on from that checkpoint goes on with the run too (``resume=steps``).
+        """
+        if not self._hooks or self._steps == 0:
+            return
+        state = self._last.final()
+        try:
+            if self._writer.flush(state) and state is not None:
+                self._keep.note(self._steps, nbytes(state))
+        except OSError as error:
+            self._give_up(error)
+
     def finish(self) -> Run:
         """Write what is left, lets go of the optimizer, and returns the run."""
         recording = bool(self._hooks)
@@ -221,13 +235,17 @@ class Recorder:
         self._cut = kind is not None
         self._close(complete=not self._cut and self._steps > 0)
 
-    def _go_on(self) -> None:
-        """Put everything back to where a run was cut short."""
+    def _go_on(self, *, restored: bool) -> None:
+        """Put everything back to where a run was cut short, or see that the loop has done so."""
         run = self._writer.before
         if run is None:
             return
         try:
-            restore(run, self._model, self._optimizer, self._params, self._rule)
+            check_taken_up(run, self._model, self._params, self._rule)
+            if restored:
+                check_restored(run, self._state())
+            else:
+                restore(run, self._model, self._optimizer, self._params, self._rule)
         except BaseException:
             self._writer.abandon()
             raise
@@ -236,7 +254,7 @@ class Recorder:
             self._keep.note(index, size)
         self._moving.decide()
         self._steps = len(run)
-        self._train_size = run.manifest.train_size
+        self._loaders.size = run.manifest.train_size
 
     def _close(self, *, complete: bool) -> None:
         if self._past.finished:
@@ -284,19 +302,6 @@ class Recorder:
         atexit.unregister(self._forgotten)
         self._hooks = []
 
-    def _indexed(self, loader: DataLoader) -> IndexedLoader:
-        if id(loader) not in self._loaders:
-            indexed = IndexedLoader(loader)
-            if self._train_size not in (None, indexed.size):
-                raise UnsupportedError(
-                    f"This loader reads another data set ({indexed.size} examples, not {self._train_size}), so the "
-                    "numbers of examples would be mixed up: put both into one ConcatDataset.",
-                    code="loaders-differ",
-                )
-            self._loaders[id(loader)] = indexed
-            self._train_size = indexed.size
-        return self._loaders[id(loader)]
-
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._hooks:
             return
@@ -326,16 +331,8 @@ class Recorder:
         """Write what the run starts from; the forward passes of its first step are done."""
         moving = self._moving.decide()
         start = {**start, PARAM: {**start[PARAM], **self._moving.start()}}
-        manifest = Manifest(
-            rule=self._rule,
-            shapes={name: list(param.shape) for name, param in self._params.items()},
-            dtypes={name: str(param.dtype).removeprefix("torch.") for name, param in self._params.items()},
-            constants=constants_of(self._model, self._rule, moving),
-            train_size=self._train_size,
-            buffers=moving,
-        )
         try:
-            self._writer.begin(manifest, start)
+            self._writer.begin(described(self._model, self._rule, self._params, moving, self._loaders.size), start)
         except OSError as error:
             self._give_up(error)
 
