@@ -20,6 +20,8 @@ from leaveout.scores import LABELS, MEAN, Scores
 
 MEMORISED = 0.05
 """Where a run predicts fewer than this share of its labels otherwise, it may have memorised them."""
+UNLEARNED = 0.4
+"""Where a run predicts more than this share of its labels otherwise, it is more often the model that is wrong."""
 FOLDS, BUDGET = 5, 60.0
 """Trainings that judge labels out of sample where the run may have memorised them, and the seconds they may take."""
 AUTO = "auto"
@@ -102,6 +104,12 @@ class Labels(Comparable):
     @property
     def advice(self) -> str:
         """Say how labels were judged, or should be, where the run's own margins say little."""
+        if self.misfit > UNLEARNED:
+            return (
+                f"The trained model predicts only {1 - self.misfit:.1%} of the given labels: where it has not learned "
+                "the task, it is the model that is wrong, not the label. Train longer, or with another learning rate, "
+                "before you believe this count."
+            )
         fitted = f"The trained model predicts {1 - self.misfit:.1%} of the given labels"
         if self.question.folds == AUTO and self.folds:
             return f"{fitted}, so each was judged by a training that did not see it ({self.folds} folds)."

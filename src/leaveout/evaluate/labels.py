@@ -206,7 +206,7 @@ def _filled(
         "label_score": values.tolist(),
         "given_label": given if classes else history.labels.tolist(),
         "predicted_label": suggested if classes else predicted.tolist(),
-        "why": reasons(history, issue, other, classes, last),
+        "why": reasons(history, issue, predicted, other, classes, last),
         **{name: getattr(history, name).tolist() for name in MEASURES},
         "learned_epoch": [None if (e := epochs[place]) is None else e + 1 for place in history.learned.tolist()],
         "conflicts_with": [other.get(number) for number in range(len(values))],

@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "20news": {"n": 1000, "val": 400, "epochs": 30, "batch": 50, "lr": 0.1, "flipped": 0.1},
     "adult": {"n": 2000, "val": 1000, "epochs": 20, "batch": 50, "lr": 0.1, "flipped": 0.1},
     "mnist": {"n": 4992, "val": 2000, "epochs": 6, "batch": 64, "lr": 0.05, "flipped": 0.1},
-    "cifar10n": {"n": 10_000, "val": 2000, "epochs": 10, "batch": 100, "lr": 0.1, "channels": [24, 48, 64, 64]},
+    "cifar10n": {"n": 10_000, "val": 2000, "epochs": 6, "batch": 100, "lr": 0.1, "channels": [24, 48, 64, 64]},
 }
 
 

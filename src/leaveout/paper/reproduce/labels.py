@@ -175,7 +175,7 @@ SETTING = """A tenth of the training labels flipped to another class at random; 
 (`aggregate`). Every signal is read from the same run. Digits 1,000 examples, 64-16-10 tanh, 20 epochs at 0.2; Adult
 2,000 and 20News 1,000, logistic regression, 20 and 30 epochs at 0.1; batches of 50. MNIST 4,992 images, two
 convolutions, 6 epochs at 0.05, batches of 64. CIFAR-10N 10,000 images, four convolutions (24, 48, 64, 64 channels) with
-BatchNorm, random crops and flips, momentum, 10 epochs on a cosine from 0.1, batches of 100. Influence is on 400 (Adult
+BatchNorm, random crops and flips, momentum, 6 epochs on a cosine from 0.1, batches of 100. Influence is on 400 (Adult
 1,000, MNIST and CIFAR 2,000) queries with right labels."""
 
 LABELS = Spec(
