@@ -467,7 +467,7 @@ def test_cifar10_images_and_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @real
 def test_cifar10n_has_the_labels_that_people_gave() -> None:
-    assert data.found("cifar10n")
+    assert data.is_here("cifar10n")
     counts = np.bincount(cifar10._human("aggregate"))
     assert len(counts) == 10
     assert counts.sum() == 50_000
@@ -488,7 +488,7 @@ def test_only_training_labels_of_cifar10n_are_wrong(name: str, share: float) -> 
 
 
 def test_cifar10n_that_is_missing_or_not_the_original_is_refused(nowhere: Path) -> None:
-    assert not data.found("cifar10n")
+    assert not data.is_here("cifar10n")
     with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
         cifar10._human("aggregate")
     assert refused.value.code == "data-not-found"

@@ -234,6 +234,8 @@ def test_memorised_labels_are_judged_out_of_sample_where_that_is_affordable(tmp_
     chosen, asked, never = lo.labels(run, task), lo.labels(run, task, folds=5), lo.labels(run, task, folds=None)
     assert chosen.table.equals(asked.table)
     assert not chosen.table.equals(never.table)
+    assert chosen.issues["why"].str.startswith("held out, ").all()
+    assert not never.table["why"].str.startswith("held out").any()
     assert (chosen.folds, asked.folds, never.folds) == (5, 5, None)
     assert chosen.misfit == asked.misfit == never.misfit == 0
     assert "judged by a training that did not see it (5 folds)" in chosen.sentence

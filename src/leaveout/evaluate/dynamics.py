@@ -6,7 +6,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +56,7 @@ class Dynamics(Comparable):
     ``steps`` are the states' numbers and ``epochs`` the epochs that they end or lie in; ``margins`` are the given
     label's logit minus the best other one, ``probabilities`` those of the given label. ``opinions`` has for each
     example the predicted distribution over the classes, averaged over the states, ``final`` that of the last state.
+    With ``folds`` the states are those of so many trainings, and each example is seen by the one without it.
     """
 
     steps: tuple[int, ...]
@@ -67,6 +68,7 @@ class Dynamics(Comparable):
     predicted: Int[Tensor, "states n"]
     opinions: Float[Tensor, "n classes"]
     final: Float[Tensor, "n classes"]
+    folds: int | None = None
 
     @cached_property
     def confidence(self) -> Float[Tensor, " n"]:
@@ -157,7 +159,8 @@ def dynamics(
         _recorded(tables, run, task, steps, resources)
     else:
         _replayed(tables, trajectory, steps, parts(task.size, folds, seed), budget, resources)
-    return tables.result(tuple(steps), tuple(run.record(step - 1).epoch for step in steps))
+    seen = tables.result(tuple(steps), tuple(run.record(step - 1).epoch for step in steps))
+    return replace(seen, folds=folds)
 
 
 def chosen_states(states: Sequence[int], count: int) -> list[int]:

@@ -36,7 +36,8 @@ def reasons(
             words[number] = f"same input as {other[number]}, which is labelled {given[other[number]]}"
         else:
             times = int((history.predicted[:, number] == suggested[number]).sum())
-            words[number] = _treatment(history, number, given[number], likely[number], times, epochs)
+            words[number] = "held out, " if history.folds else ""
+            words[number] += _treatment(history, number, given[number], likely[number], times, epochs)
     return words
 
 

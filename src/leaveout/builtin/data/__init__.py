@@ -15,7 +15,7 @@ from leaveout.builtin.data.examples import Data, Examples, Table, prepare, split
 from leaveout.builtin.data.noise import Noisy, flip, gaussian, ones
 from leaveout.errors import InputError, closest
 
-__all__ = ["Data", "Examples", "Noisy", "flip", "found", "gaussian", "load", "names", "ones", "sizes", "split"]
+__all__ = ["Data", "Examples", "Noisy", "flip", "gaussian", "is_here", "load", "names", "ones", "sizes", "split"]
 
 
 class _Source(NamedTuple):

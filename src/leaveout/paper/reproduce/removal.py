@@ -87,7 +87,8 @@ def _change(own: pd.DataFrame, base: pd.Series) -> str:
     change = 100 * (own.groupby("seed")["error"].mean() - base).dropna()
     caught = own["caught"].mean()
     found = "" if pd.isna(caught) else f"; {caught:.0f} wrong"
-    return f"{change.mean():+.2f} ({change.min():+.2f} to {change.max():+.2f}){found}"
+    spread = f" ({change.min():+.2f} to {change.max():+.2f})" if len(change) > 1 else ""
+    return f"{change.mean():+.2f}{spread}{found}"
 
 
 SETTING = """Runs as in `labels`, a tenth of the training labels flipped. Removed are the first m of a ranking, whether
