@@ -22,6 +22,7 @@ class Drawn(NamedTuple):
     batch: Any
     random: RandomState | None = None
     denominator: float | None = None
+    autocast: str | None = None
 
 
 class Taken(NamedTuple):
@@ -67,10 +68,10 @@ class Pending:
             self.clear()
         self._batches.append(Drawn(ids, batches.fingerprint(batch), batch, self._forwards.state()))
 
-    def tell(self, ids: Tensor, batch: Any, denominator: float | None) -> None:
+    def tell(self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None) -> None:
         """Take a batch that the loop names, before or after its forward pass."""
         marks = [] if batch is None else batches.fingerprint(batch)
-        self._batches.append(Drawn(ids, marks, batch, self._forwards.state(), denominator))
+        self._batches.append(Drawn(ids, marks, batch, self._forwards.state(), denominator, autocast))
 
     def take(self, *, keep_batches: bool = False) -> Taken:
         """Return what the step that was just taken was taken on, and begin anew.
@@ -92,7 +93,7 @@ class Pending:
             self._forwards.passes[-1].training if self._forwards.passes else self._forwards.training(),
             self._forwards.state() if any(part.random for part in micro) else None,
             tuple(one.batch for one in self._batches) if keep_batches else (),
-            self._forwards.passes[-1].autocast if self._forwards.passes else None,
+            self._forwards.passes[-1].autocast if self._forwards.passes else self._batches[-1].autocast,
         )
         self.clear()
         return taken

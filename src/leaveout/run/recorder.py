@@ -102,17 +102,17 @@ class Recorder:
         self._stop_when_full = on_full == "stop"
         if overwrite:
             clear(path)
-        steps = None if isinstance(resume, bool) else resume
-        self._writer = Writer(path, resume=bool(resume), steps=steps)
+        at = None if isinstance(resume, bool) else resume
+        self._writer = Writer(path, resume=bool(resume), steps=at)
         self._hypers: list[Hyper] = []
         self._start: State | None = None
         self._steps, self._epoch = 0, -1
         self._cut = self._full = False
         self._loaders = IndexedLoaders()
         before = self._writer.before
-        self._past = Past(before if steps is None else None)
+        self._past = Past(before if at is None else None)
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
-        self._go_on(restored=steps is not None)
+        self._go_on(restored=at is not None)
         self._pending = Pending(called, self._moving.begin)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
@@ -172,11 +172,12 @@ class Recorder:
         *,
         epoch: int = 0,
         denominator: float | None = None,
+        autocast: str | None = None,
     ) -> None:
         """Say which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
 
-        Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of the examples'
-        losses was divided by, where the task cannot know (see ``Task(accumulation=)``).
+        Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of losses was
+        divided by, where the task cannot know; ``autocast`` the type of casts, where the model is not called whole.
         """
         numbers = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
@@ -187,7 +188,7 @@ class Recorder:
         if not self._hooks:
             return  # the disk is full, or the run is finished
         self._past.resume_draws()
-        self._pending.tell(numbers, batch, denominator)
+        self._pending.tell(numbers, batch, denominator, autocast)
 
     def flush(self) -> None:
         """Write what is recorded so far, with the state after the last step; call it with each checkpoint you save.

@@ -26,7 +26,7 @@ from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Abilities
-from leaveout.task.forward import Called, Forward, bare, default_forward
+from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.kinks import kinked
@@ -102,7 +102,7 @@ class Task:
         self.clip = clip_of(clip_norm, clip_value)
         self.measure, self._measured = measure, measure_of(measure)
         self.statistics, self.accumulation = statistics, accumulation
-        self.model = model = bare(model)
+        self.model = model = uncast(bare(model))
         self.train_set = train_set
         self.l2 = l2
         self.collate = collate
@@ -118,7 +118,7 @@ class Task:
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
-        self.kinks = False
+        self.kinks, self.kink_sizes = False, dict[tuple[int, int], float | None]()
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
@@ -163,7 +163,7 @@ class Task:
     def untraced(self) -> Task:
         """The same task, of which nothing has been traced or compared yet."""
         task = copy.copy(self)
-        task.tracer, task._at, task._views = self.tracer.fresh(), {}, {}
+        task.tracer, task._at, task._views, task.kink_sizes = self.tracer.fresh(), {}, {}, {}
         return task
 
     def quiet(self) -> Task:
@@ -335,9 +335,9 @@ class Task:
 
     def weighted_loss(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, ""]:
         """(1/|Z|) Σ w_z ℓ(z, θ): leaving an example out sets its weight to zero, not the denominator."""
-        return self._objective(params, weights, batch)[0]
+        return self.objective(params, weights, batch)[0]
 
-    def _objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
+    def objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
         """The weighted loss, and the buffers after the step's forward passes."""
         total, start = None, 0
         moved: Params = {}
@@ -354,7 +354,7 @@ class Task:
     def gradient(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Params:
         """ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, in its place, the value that it moves to."""
         own = {name: params[name] for name in self.chosen}
-        value, moved = grad(lambda q: self._objective({**params, **q}, weights, batch), has_aux=True)(own)
+        value, moved = grad(lambda q: self.objective({**params, **q}, weights, batch), has_aux=True)(own)
         return {**value, **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:

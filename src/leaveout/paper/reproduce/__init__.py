@@ -1,5 +1,6 @@
 """The published tables and curves as declarative specs, a file each, and one runner for all of them."""
 
+from leaveout.paper.reproduce.adam import ADAM
 from leaveout.paper.reproduce.bounds import BOUNDS
 from leaveout.paper.reproduce.ceiling import CEILING
 from leaveout.paper.reproduce.choosing import CHOOSING
@@ -36,6 +37,7 @@ SPECS = {
             TSLOO,
             LDS,
             KINKS,
+            ADAM,
         ),
     )
 }
