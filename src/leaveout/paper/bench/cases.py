@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from leaveout.estimators import ACC, SGDIE, Replay
 from leaveout.evaluate.metrics import kendall
-from leaveout.paper.bench import costs, sweeps
+from leaveout.paper.bench import costs, jumps, sweeps
 from leaveout.paper.bench.problems import QUIET, binary, digits, images, plain_training, quickest, seconds
 from leaveout.paper.bench.table import Row
 from leaveout.run.reader import Run
@@ -177,5 +177,6 @@ CASES = {
         faithful_outputs,
         *costs.CASES,
         *sweeps.CASES,
+        *jumps.CASES,
     )
 }
