@@ -17,10 +17,7 @@ IDS = [0, 3, 7, 11, 12, 19]
 def two_threads(monkeypatch):
     """One model after the other on two threads, as models of some size are replayed."""
     monkeypatch.setattr(replay, "LARGE", 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    monkeypatch.setattr(replay, "_threads", lambda _params: 2)
 
 
 def text():
@@ -60,7 +57,6 @@ def test_replays_on_threads_are_plain_trainings_without_the_example(tmp_path, tw
     task = lo.Task(model, nn.CrossEntropyLoss(), data)
     run = lo.train(task, make(model.parameters()), 3, 4, 0, tmp_path / "run")
     scores = lo.Replay(ids=IDS).score(run, task, data)
-    assert torch.get_num_threads() == 2
     base = without(run, problem, -1)
     for row, left_out in enumerate(IDS):
         expected = without(run, problem, left_out) - base
@@ -70,12 +66,12 @@ def test_replays_on_threads_are_plain_trainings_without_the_example(tmp_path, tw
     assert scores.cost.gradients == len(run) + sum(int(one.sum()) for one in met)
 
 
-def test_threads_compute_the_same_bits_as_one(tmp_path, two_threads):
+def test_threads_compute_the_same_bits_as_one(tmp_path, two_threads, monkeypatch):
     model, data, make = text()
     task = lo.Task(model, nn.CrossEntropyLoss(), data)
     run = lo.train(task, make(model.parameters()), 2, 4, 0, tmp_path / "run")
     side_by_side = lo.Replay(ids=IDS).score(run, task, data)
-    torch.set_num_threads(1)
+    monkeypatch.setattr(replay, "_threads", lambda _params: 1)
     assert torch.equal(lo.Replay(ids=IDS).score(run, task, data).values, side_by_side.values)
 
 
