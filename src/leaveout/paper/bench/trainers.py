@@ -42,22 +42,20 @@ def adapters() -> list[Row]:
     config = GPT2Config(vocab_size=20_000, n_positions=32, n_embd=768, n_layer=12, n_head=12)
     data = _sentences(8, 16, None)
 
-    def train(*, recorded: bool) -> Any:
-        torch.manual_seed(0)
-        lora = LoraConfig(r=28, target_modules=["c_attn"], fan_in_fan_out=True)
-        return _trained(get_peft_model(GPT2LMHeadModel(config), lora), data, recorded=recorded, batch=2)
-
-    plain, _ = seconds(lambda: train(recorded=False))
-    elapsed, recorder = seconds(lambda: train(recorded=True))
+    torch.manual_seed(0)
+    lora = LoraConfig(r=28, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = get_peft_model(GPT2LMHeadModel(config), lora)
+    plain, _ = seconds(lambda: _trained(model, data, recorded=False, batch=2))
+    elapsed, recorder = seconds(lambda: _trained(model, data, recorded=True, batch=2))
     run = recorder.run
     shapes = run.manifest.shapes.values()
     count = sum(int(torch.tensor(shape).prod()) for shape in shapes)
     disk = sum(file.stat().st_size for file in Path(run.path).iterdir())
     own = 3 * 4 * count * (len(run) + 1)
+    whole = sum(param.numel() for param in model.parameters())
     how = (
-        f"{count:,} of {sum(p.numel() for p in recorder.task(check=False).model.parameters()):,} parameters, "
-        f"{len(run)} steps, every state with both moments: {disk / 1e6:.0f} MB; {plain:.1f} s unrecorded, {elapsed:.1f} s "
-        f"recorded, once each; names such as {next(iter(run.manifest.shapes))}"
+        f"{count:,} of {whole:,} parameters, {len(run)} steps, every state with both moments: {disk / 1e6:.0f} MB; "
+        f"{plain:.1f} s unrecorded, {elapsed:.1f} s recorded, once each; names such as {next(iter(run.manifest.shapes))}"
     )
     return [Row("disk of a run of LoRA adapters / the adapters' own states", disk / own, "<=", 1.1, how)]
 
