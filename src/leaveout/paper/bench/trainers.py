@@ -55,7 +55,8 @@ def adapters() -> list[Row]:
     whole = sum(param.numel() for param in model.parameters())
     how = (
         f"{count:,} of {whole:,} parameters, {len(run)} steps, every state with both moments: {disk / 1e6:.0f} MB; "
-        f"{plain:.1f} s unrecorded, {elapsed:.1f} s recorded, once each; names such as {next(iter(run.manifest.shapes))}"
+        f"{plain:.1f} s unrecorded, {elapsed:.1f} s recorded, once each; names such as "
+        f"{next(iter(run.manifest.shapes))}"
     )
     return [Row("disk of a run of LoRA adapters / the adapters' own states", disk / own, "<=", 1.1, how)]
 
