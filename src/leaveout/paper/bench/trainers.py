@@ -20,7 +20,12 @@ def trainer_recording() -> list[Row]:
     """Measure what recording adds to a Hugging Face ``Trainer`` on a tiny BERT, with its defaults."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+    }
     config = BertConfig(vocab_size=WORDS, max_position_embeddings=64, **sizes)
     data = _sentences(512, 32, lambda words: int(words[0] % 2))
 
