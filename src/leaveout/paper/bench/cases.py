@@ -15,6 +15,7 @@ from leaveout.evaluate.metrics import kendall
 from leaveout.paper.bench import costs, jumps, sweeps
 from leaveout.paper.bench.problems import QUIET, binary, digits, images, plain_training, quickest, seconds
 from leaveout.paper.bench.table import Row
+from leaveout.paper.bench.trainers import adapters, trainer_recording
 from leaveout.run.reader import Run
 from leaveout.sweep.transports import Subspace
 from leaveout.task.derivatives import stacked_gradients, weighted_changes
@@ -173,6 +174,13 @@ CASES = {
         many_outputs,
         replays,
         wide_inputs,
+<<<<<<< HEAD
+=======
+        recording,
+        trainer_recording,
+        adapters,
+        plans,
+>>>>>>> main
         cheap_transports,
         faithful_outputs,
         *costs.CASES,
