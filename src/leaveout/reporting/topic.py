@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from leaveout._util.trees import PARAM
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.verify import Check
 from leaveout.reporting.opinions import Opinions, opinions
 from leaveout.reporting.show import Show

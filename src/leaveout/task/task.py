@@ -335,9 +335,9 @@ class Task:
 
     def weighted_loss(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, ""]:
         """(1/|Z|) Σ w_z ℓ(z, θ): leaving an example out sets its weight to zero, not the denominator."""
-        return self._objective(params, weights, batch)[0]
+        return self.objective(params, weights, batch)[0]
 
-    def _objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
+    def objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
         """The weighted loss, and the buffers after the step's forward passes."""
         total, start = None, 0
         moved: Params = {}
@@ -354,7 +354,7 @@ class Task:
     def gradient(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Params:
         """ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, in its place, the value that it moves to."""
         own = {name: params[name] for name in self.chosen}
-        value, moved = grad(lambda q: self._objective({**params, **q}, weights, batch), has_aux=True)(own)
+        value, moved = grad(lambda q: self.objective({**params, **q}, weights, batch), has_aux=True)(own)
         return {**value, **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
