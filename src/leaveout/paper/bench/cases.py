@@ -174,13 +174,8 @@ CASES = {
         many_outputs,
         replays,
         wide_inputs,
-<<<<<<< HEAD
-=======
-        recording,
         trainer_recording,
         adapters,
-        plans,
->>>>>>> main
         cheap_transports,
         faithful_outputs,
         *costs.CASES,
