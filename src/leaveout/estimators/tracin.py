@@ -98,7 +98,7 @@ class TracIn(Estimator):
         for checkpoint in checkpoints(request):
             for start, vectors in checkpoint.vectors():
                 if self.learning_rate:
-                    vectors = {name: tensor * checkpoint.share[name] for name, tensor in vectors.items()}
+                    vectors = {name: tensor * checkpoint.share.get(name, 0.0) for name, tensor in vectors.items()}
                 columns = total[:, start : start + height(vectors)]
                 for ids, block in example_blocks(request):
                     reads = weight_products(task, checkpoint.params, block, vectors, chunk)[1] * len(ids)
@@ -118,7 +118,8 @@ def _inner_products(request: Request, vectors: Params) -> dict[str, Tensor]:
     chunk = budget.chunk(request.resources, trajectory, height(vectors))
     for recorded in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
         row, position = request.left_out.pairs(recorded.record.ids)
-        reads = weight_products(trajectory.task, recorded.params, recorded.batch, vectors, chunk)[1]
+        moving = trajectory.rule.flowing(vectors, recorded.record.hypers)
+        reads = weight_products(recorded.task, recorded.params, recorded.batch, moving, chunk)[1]
         total.index_add_(0, row, reads[:, position].T, alpha=len(recorded.record.ids))
         request.cost.gradients += 1
     return {"products": total}

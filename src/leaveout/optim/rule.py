@@ -11,7 +11,7 @@ from torch.func import jvp, vmap
 
 from leaveout._util.trees import PARAM, Params, State, height, memory, pullback
 from leaveout.optim.clip import Clip
-from leaveout.optim.definition import Definition, Hyper, Slots, Values
+from leaveout.optim.definition import IDLE, STILL, Definition, Hyper, Slots, Values
 from leaveout.optim.registry import optimizers
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -39,6 +39,8 @@ class Rule:
     extras: tuple[str, ...] = field(default=(), repr=False)
     clip: Clip | None = field(default=None, repr=False)
     assigned: tuple[str, ...] = field(default=(), repr=False)
+    # Of a step that was read, a group's hyperparameters may also say that its parameters stayed (STILL), or moved with
+    # a gradient of zero (IDLE).
 
     def __post_init__(self) -> None:
         if self.kind not in optimizers():
@@ -73,7 +75,7 @@ class Rule:
 
     def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """O(s, g): the state of one model after one step."""
-        return self._each(self.definition.step, state, self._clipped(gradient), hypers)
+        return self._each(self.definition.step, state, self._clipped(self.flowing(gradient, hypers)), hypers)
 
     def steps(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """O(s, g) for a stack of models."""
@@ -90,7 +92,10 @@ class Rule:
         if not self.linear:
             return self.steps(state, gradient, hypers)
         used = {memory(tensor) for params in state.values() for tensor in params.values()}
+        gradient = self.flowing(gradient, hypers)
         for name, group in self.groups.items():
+            if hypers[group].get(STILL):
+                continue
             # Two parameters whose gradients are equal may have been given one tensor, and one that the loss does not
             # use may have been given one zero for all rows.
             own = gradient[name].contiguous()
@@ -125,10 +130,18 @@ class Rule:
         used = [values(hyper) for hyper in hypers]
         for name, group in self.groups.items():
             slots = {slot: state[slot][name] for slot in self.slots}
-            for slot, tensor in function(slots, gradient[name], used[group]).items():
+            moved = slots if used[group].get(STILL) else function(slots, gradient[name], used[group])
+            for slot, tensor in moved.items():
                 new[slot][name] = tensor
         new[PARAM] |= {name: gradient[name] for name in self.assigned}
         return new
+
+    def flowing(self, gradient: Params, hypers: Sequence[Hyper]) -> Params:
+        """The gradient as the optimizer was given it: zero for parameters that had none."""
+        stopped = [group for group, hyper in enumerate(hypers) if hyper.get(STILL) or hyper.get(IDLE)]
+        if not stopped:
+            return gradient
+        return {n: torch.zeros_like(t) if self.groups.get(n) in stopped else t for n, t in gradient.items()}
 
     def _clipped(self, gradient: Params) -> Params:
         if self.clip is None:
@@ -139,11 +152,12 @@ class Rule:
     def _stacked(self, function: Step, hypers: Sequence[Hyper]) -> Callable[[State, Params], State]:
         def whole(state: State, gradient: Params) -> State:
             rows = len(next(iter(gradient.values())))
+            gradient = self.flowing(gradient, hypers)
             clipped = gradient if self.clip is None or not rows else vmap(self._clipped)(gradient)
             return self._each(function, state, clipped, hypers)
 
         if self.definition.stacking != "elementwise" and self.clip is not None:
-            return vmap(lambda s, g: self._each(function, s, self._clipped(g), hypers))
+            return vmap(lambda s, g: self._each(function, s, self._clipped(self.flowing(g, hypers)), hypers))
         return whole if self.definition.stacking == "elementwise" else vmap(whole)
 
     def _transposed(self, vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:
@@ -151,10 +165,13 @@ class Rule:
         gradient: Params = {}
         for name, group in self.groups.items():
             slots = {slot: vector[slot][name] for slot in self.slots}
-            pulled = self.definition.transposed(slots, values(hypers[group]))
+            if hypers[group].get(STILL):
+                pulled = slots, torch.zeros_like(slots[PARAM])
+            else:
+                pulled = self.definition.transposed(slots, values(hypers[group]))
             if pulled is None:
                 return None
-            gradient[name] = pulled[1]
+            gradient[name] = torch.zeros_like(pulled[1]) if hypers[group].get(IDLE) else pulled[1]
             for slot, tensor in pulled[0].items():
                 state[slot][name] = tensor
         for name in self.assigned:

@@ -61,6 +61,8 @@ class Manifest:
     structure: Any = field(default=None, repr=False)
     # The type that operations were cast to in forward passes, where they were.
     autocast: str | None = field(default=None, repr=False)
+    # Whether some step did not move all parameters alike.
+    uneven: bool = field(default=False, repr=False)
 
     @property
     def steps(self) -> int:
@@ -135,8 +137,9 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
         raise ValueError("a type that is none")
     if manifest.autocast not in (None, "bfloat16", "float16"):
         raise ValueError(f"autocast is {manifest.autocast!r}")
-    if type(manifest.finished) is not bool:
-        raise ValueError(f"finished is {manifest.finished!r}")
+    for name in ("finished", "uneven"):
+        if type(getattr(manifest, name)) is not bool:
+            raise ValueError(f"{name} is {getattr(manifest, name)!r}")
     return manifest
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -25,8 +25,8 @@ from leaveout._util import notebook
 from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import InputError, RunError, is_whole
-from leaveout.optim import Hyper, Rule
-from leaveout.run import kept_batches
+from leaveout.optim import Hyper, Rule, Settings
+from leaveout.run import kept_batches, uneven
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
 from leaveout.run.micro import AFTER, FURTHER, MODES, Micro, is_sound, micro_of
 from leaveout.run.remote import local, source
@@ -42,7 +42,8 @@ class Record:
 
     ``micro`` are its micro-batches in order, which share ids and fingerprint; ``training`` the modules in training
     mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states;
-    ``batches`` what the loader yielded, on its way to disk where it has to be kept.
+    ``batches`` what the loader yielded, on its way to disk where it has to be kept; ``places`` each parameter's row of
+    ``hypers``, on its way to disk where that is not its group's.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Record:
     after: RandomState | None = None
     batches: tuple[Any, ...] = ()
     autocast: str | None = None
+    places: tuple[int, ...] | None = None
 
     @property
     def parts(self) -> tuple[Micro, ...]:
@@ -131,10 +133,15 @@ class Run:
         """A number that tells this run from others: its manifest has the checksums of all its files."""
         return zlib.crc32(f"{self.manifest} {len(self)}".encode())
 
-    @property
+    @cached_property
     def rule(self) -> Rule:
-        """The optimizer."""
-        return self.manifest.rule
+        """The optimizer; where steps did not move all parameters alike, with a group for those that were."""
+        return self._refined[0]
+
+    @cached_property
+    def _refined(self) -> tuple[Rule, list[str]]:
+        rule = self.manifest.rule
+        return uneven.refined(rule, list(map(self._shard, range(len(self.manifest.shards))))) if self.manifest.uneven else (rule, [])
 
     @property
     def exact(self) -> bool:
@@ -155,7 +162,7 @@ class Run:
 
     def _part(self, steps: int, *, interpolate: bool) -> Run:
         part = Run(self.path, self.manifest, interpolate=interpolate, steps=steps)
-        part.__dict__["on_disk"] = self.on_disk
+        part.__dict__ |= {"on_disk": self.on_disk, "_refined": self._refined}
         return part
 
     def interpolated(self) -> Run:
@@ -166,21 +173,30 @@ class Run:
         return self._part(len(self), interpolate=True)
 
     def record(self, index: int) -> Record:
-        """Step ``index`` without its state."""
+        """Step ``index`` without its state, with hyperparameters for each group of ``rule``."""
+        record = self.written(index)
+        if not self.manifest.uneven:
+            return record
+        settings = Settings(record.hypers, record.places)
+        return replace(record, hypers=uneven.of_groups(self.manifest.rule, self._refined[1], settings), places=None)
+
+    def written(self, index: int) -> Record:
+        """Step ``index`` as it was written."""
         number, offset = self._find(index)
         shard = self._shard(number)
         lengths = shard["lengths"]
         start = int(lengths[:offset].sum())
-        names = self.rule.hypers
+        settings = uneven.read(self.manifest.rule, shard, offset)
         return Record(
             index,
             int(shard["epochs"][offset]),
             shard["ids"][start : start + int(lengths[offset])].clone(),
-            [dict(zip(names, values, strict=True)) for values in shard["hypers"][offset].tolist()],
+            settings.hypers,
             [(a, b) for a, b in shard["fingerprints"][offset].tolist() if a >= 0],
             micro_of(shard, offset),
             self.manifest.modes[int(shard[MODES][offset])] if MODES in shard else None,
             autocast=self.manifest.autocast,
+            places=settings.places,
         )
 
     def state(self, index: int) -> State:
@@ -251,11 +267,11 @@ class Run:
 
     @cached_property
     def _keys(self) -> set[str]:
-        return {f"state/{slot}/{name}" for slot in self.rule.slots for name in self._names(slot)}
+        return {f"state/{slot}/{name}" for slot in self.manifest.rule.slots for name in self._names(slot)}
 
     def _names(self, slot: str) -> list[str]:
         """What a slot holds: the trained parameters; beside them, the model's moving buffers."""
-        return [*self.rule.groups, *(self.manifest.buffers if slot == PARAM else ())]
+        return [*self.manifest.rule.groups, *(self.manifest.buffers if slot == PARAM else ())]
 
     def _initial(self) -> dict[str, Tensor]:
         file = self.path / INITIAL
@@ -269,13 +285,14 @@ class Run:
         file = self.path / entry.name
         self._hold_against(file, entry.crc32)
         shard = _load(file, {*LOG, "ids", "kept"})
-        rows, groups = entry.steps, max(self.rule.groups.values()) + 1
+        rule = self.manifest.rule
+        rows, groups = entry.steps, max(rule.groups.values()) + 1
         if (
             shard["hypers"].dtype != torch.float64
             or any(shard[key].ndim != LOG[key] or len(shard[key]) != rows for key in LOG)
             or any(shard[key].dtype != torch.int64 for key in ("ids", *LOG) if key != "hypers")
             or shard["hypers"].shape[1] < groups
-            or shard["hypers"].shape[2] != len(self.rule.hypers)
+            or shard["hypers"].shape[2] != len(rule.hypers)
             or shard["fingerprints"].shape[2] != 2
             or int(shard["lengths"].min()) < 1
             or shard["ids"].shape != (sum(shard["lengths"].tolist()),)  # a tensor's sum may wrap
@@ -287,7 +304,8 @@ class Run:
             shard |= _load(file, self._keys)
             self._check_states(file, shard, count)
         further = _load(file, set(), FURTHER)
-        if not is_sound(further, shard["lengths"], len(self.manifest.modes), count):
+        sound = is_sound(further, shard["lengths"], len(self.manifest.modes), count)
+        if not sound or not uneven.is_sound(rule, shard | further, rows):
             raise RunError(f"{file} does not hold the micro-batches of this run: {AGAIN}", code="run-damaged")
         return shard | further
 
@@ -306,11 +324,11 @@ class Run:
         self._checked[file.name] = seen
 
     def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
-        for slot in self.rule.slots:
+        for slot in self.manifest.rule.slots:
             for name in self._names(slot):
                 tensor = tensors[f"state/{slot}/{name}"]
                 moving = self.manifest.buffers.get(name)
-                shape = self.rule.definition.shape(slot, self.manifest.shapes[name]) if moving is None else moving
+                shape = self.manifest.rule.definition.shape(slot, self.manifest.shapes[name]) if moving is None else moving
                 dtype = self.manifest.dtypes[name if moving is None else next(iter(self.manifest.dtypes))]
                 if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
                     raise RunError(
@@ -321,7 +339,7 @@ class Run:
         """Copies, which stay as they are whatever becomes of the file."""
         return {
             slot: {name: tensors[f"state/{slot}/{name}"].clone() for name in self._names(slot)}
-            for slot in self.rule.slots
+            for slot in self.manifest.rule.slots
         }
 
 

@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
 from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
-from leaveout.optim import Hyper, hypers_of, rule_of, unwrapped
+from leaveout.optim import Hyper, Settings, hypers_of, rule_of, unwrapped
+from leaveout.run import uneven
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
-from leaveout.run.live_model import check_modules, check_trained, state_of
+from leaveout.run.live_model import check_gradients, check_modules, check_trained, state_of
 from leaveout.run.manifest import Manifest
 from leaveout.run.model_match import constants_of
 from leaveout.run.moving_buffers import MovingBuffers
@@ -103,10 +104,10 @@ class Recorder:
         if overwrite:
             clear(path)
         self._writer = Writer(path, resume=resume)
-        self._hypers: list[Hyper] = []
+        self._settings = Settings([])
         self._start: State | None = None
         self._steps, self._epoch = 0, -1
-        self._cut = self._full = False
+        self._cut = self._full = self._closure = False
         self._train_size: int | None = None
         self._loaders: dict[int, IndexedLoader] = {}
         self._past = Past(self._writer.before)
@@ -134,7 +135,7 @@ class Recorder:
 
     def hypers(self) -> list[Hyper]:
         """Every group's hyperparameters, as the coming step will use them."""
-        return hypers_of(self._optimizer, self._rule, self._params)
+        return hypers_of(self._optimizer, self._rule, self._params).hypers
 
     def watch(self, loader: DataLoader | Watched) -> Watched:
         """The loader, batch for batch as it is, noting which examples each batch holds; an iteration is an epoch.
@@ -314,7 +315,10 @@ class Recorder:
             )
         closure = any(callable(argument) for argument in (*args, *kwargs.values()))
         self._check_model(where, gradients=not closure)
-        self._hypers = self.hypers()
+        self._settings = hypers_of(self._optimizer, self._rule, self._params, gradients=not closure)
+        self._closure = closure
+        if not closure:
+            self._settings = uneven.marked(self._settings, self._rule, self._params)
         if self._steps == 0 and closure:
             if not self._pending.passes:  # the forward passes are all still to come
                 self._moving.begin()
@@ -360,10 +364,13 @@ class Recorder:
         if self._steps == 0 and self._start is not None:
             self._begin(self._start)
             self._start = None
+        if self._closure:  # whose gradients are there only now
+            check_gradients(f"At step {self._steps}", self._params)
+            self._settings = uneven.marked(self._settings, self._rule, self._params)
         record = Record(
             self._steps,
             self._epoch,
-            hypers=self._hypers,
+            **self._settings._asdict(),
             **self._pending.take(keep_batches=bool(self._keep_batches))._asdict(),
         )
         held = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)

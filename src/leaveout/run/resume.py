@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM
 from leaveout.errors import MismatchError
-from leaveout.optim import Rule
+from leaveout.optim import IDLE, STILL, Hyper, Rule
 from leaveout.run.model_match import check_model
 from leaveout.run.reader import Record, Run
 from leaveout.task import batches
@@ -21,25 +21,39 @@ def restore(
     run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Tensor], rule: Rule
 ) -> None:
     """Put model and optimizer back to the run's last state; hyperparameters stay as the optimizer has them."""
-    if rule != run.rule:
+    if rule != run.manifest.rule:
         raise MismatchError(
             f"The run in {run.path} was trained by {run.rule.kind} with other parameter groups or buffers than this "
             f"{rule.kind} has: build model and optimizer as they were.",
             code="optimizer-differs",
         )
     check_model(run.manifest, model, params)
-    state, last = run.final(), run.record(len(run) - 1)
+    state, last = run.final(), _last_used(run)
     with torch.no_grad():
         for name, param in params.items():
             param.copy_(state[PARAM][name])
             held = {slot: state[slot][name].to(param, copy=True) for slot in rule.slots if slot != PARAM}
-            number = rule.groups[name]
-            group = optimizer.param_groups[number]
-            if restored := rule.definition.restored(held, last.hypers[number], group, param):
+            group = optimizer.param_groups[rule.groups[name]]
+            hyper = last.get(run.rule.groups[name])
+            if hyper and (restored := rule.definition.restored(held, hyper, group, param)):
                 optimizer.state[param] = restored
+            if hyper and hyper.get(IDLE):  # a loop that keeps the gradients of frozen parameters still has it
+                param.grad = torch.zeros_like(param)
         for name, buffer in model.named_buffers():
             if name in run.manifest.buffers:
                 buffer.copy_(state[PARAM][name])
+
+
+def _last_used(run: Run) -> dict[int, Hyper]:
+    """The hyperparameters of the last step that moved the parameters of each group; a group that never moved has none."""
+    missing, found = set(run.rule.groups.values()), {}
+    for index in reversed(range(len(run))):
+        hypers = run.record(index).hypers
+        found |= {group: hypers[group] for group in missing if not hypers[group].get(STILL)}
+        missing -= found.keys()
+        if not missing:
+            break
+    return found
 
 
 class Past:

@@ -22,7 +22,8 @@ from torch import Tensor
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
 from leaveout._util.trees import State, nbytes
 from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
-from leaveout.run import kept_batches, micro
+from leaveout.optim import Settings
+from leaveout.run import kept_batches, micro, uneven
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Record, Run
@@ -144,7 +145,7 @@ class Writer:
         self._manifest = replace(run.manifest, shards=tuple(whole))
         self._number = max(shard.number for shard in run.manifest.shards) + 1
         self._records = [
-            replace(run.record(index), batches=tuple(run.batches(index)))
+            replace(run.written(index), batches=tuple(run.batches(index)))
             for index in range(self._manifest.steps, len(run))
         ]
         self._states = {index: run.state(index) for index in run.kept if index > self._manifest.steps}
@@ -218,17 +219,16 @@ def _write_shard(
     path: Path, number: int, records: Sequence[Record], states: dict[int, State], manifest: Manifest
 ) -> Manifest:
     """Write a shard, then the manifest that names it."""
-    names = manifest.rule.hypers
     leaves = max(len(record.fingerprint) for record in records)
     prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
     tensors = {
         "ids": torch.cat([record.ids for record in records]),
         "lengths": torch.tensor([len(record.ids) for record in records]),
         "epochs": torch.tensor([record.epoch for record in records]),
-        "hypers": torch.tensor([[[h[name] for name in names] for h in r.hypers] for r in records], dtype=torch.float64),
         "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
     }
     tensors |= micro.written([record.parts for record in records])
+    tensors |= uneven.written(manifest.rule, [Settings(record.hypers, record.places) for record in records])
     modes = list(manifest.modes)
     if all(record.training is not None for record in records):
         modes += [one for one in dict.fromkeys(r.training for r in records) if one is not None and one not in modes]
@@ -250,7 +250,11 @@ def _write_shard(
     write_tensors(file, tensors)
     shard = Shard(number, len(records), checksum(file), tensor_checksum(tensors["kept"]))
     manifest = replace(
-        manifest, shards=(*manifest.shards, shard), modes=tuple(modes), autocast=_autocast(records, manifest)
+        manifest,
+        shards=(*manifest.shards, shard),
+        modes=tuple(modes),
+        autocast=_autocast(records, manifest),
+        uneven=manifest.uneven or uneven.PLACES in tensors,
     )
     write_manifest(path, manifest)
     return manifest

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, flat_rows, sum_of
 from leaveout.errors import RunError
-from leaveout.optim import Hyper, Rule, values
+from leaveout.optim import IDLE, STILL, Hyper, Rule, values
 
 FORGET = 256
 
@@ -46,10 +46,15 @@ def drift(rule: Rule, hypers: Sequence[Hyper], l2: float, like: Tensor) -> Drift
     carry, enter = [], []
     for hyper in map(values, hypers):
         units = {slot: unit[i] for i, slot in enumerate(rule.slots)}
-        moved = rule.definition.step(units, l2 * units[PARAM], hyper)
+        if hyper.get(STILL):
+            carry.append(unit)
+            enter.append(torch.zeros(count, dtype=torch.float64))
+            continue
+        moved = rule.definition.step(units, (0.0 if hyper.get(IDLE) else l2) * units[PARAM], hyper)
         carry.append(torch.stack([moved[slot] for slot in rule.slots]))
         nothing = {slot: torch.zeros(1, dtype=torch.float64) for slot in rule.slots}
-        pushed = rule.definition.step(nothing, torch.ones(1, dtype=torch.float64), hyper)
+        one = torch.zeros(1, dtype=torch.float64) if hyper.get(IDLE) else torch.ones(1, dtype=torch.float64)
+        pushed = rule.definition.step(nothing, one, hyper)
         enter.append(torch.cat([pushed[slot] for slot in rule.slots]))
     return Drift(torch.stack(carry).to(like), torch.stack(enter).to(like))
 

@@ -180,7 +180,7 @@ class Sweep:
         return total
 
     def _step(self, recorded: RecordedStep, chunk: int | None) -> LinearStep:
-        curvature = self.kind(self.trajectory.task, recorded.params, recorded.batch, chunk)
+        curvature = self.kind(recorded.task, recorded.params, recorded.batch, chunk)
         return LinearStep(self.trajectory.rule, recorded, curvature, self.path)
 
     def _check(self, recorded: RecordedStep, step: LinearStep) -> None:

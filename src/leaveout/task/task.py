@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -142,7 +142,18 @@ class Task:
 
     def parameters(self) -> Params:
         """The model's current trained parameters."""
-        return {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        return {name: param for name, param in self.model.named_parameters() if name in self.names}
+
+    def training_of(self, names: Collection[str]) -> Task:
+        """Return the same task for a run that trained these parameters, some of which are frozen in the model by now."""
+        own = tuple(name for name, _ in self.model.named_parameters() if name in names)
+        if own == self.names or not set(self.names) <= set(own):
+            return self
+        if own not in self._views:
+            task = self.untraced()
+            task.names = task.chosen = own
+            self._views[own] = task
+        return self._views[own]
 
     def restricted(self, layers: str | Sequence[str] | None) -> Task:
         """The same task with derivatives for chosen parameters only: names or patterns such as ``"head.*"``."""

@@ -12,7 +12,6 @@ from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.errors import MismatchError
 from leaveout.optim import Rule
 from leaveout.task.derivatives import gradient
-from leaveout.task.task import Task
 from leaveout.trajectory.diagnosis import REMEDY, called, diagnosis
 from leaveout.trajectory.recorded_step import RecordedStep
 
@@ -39,8 +38,8 @@ class StepCheck:
     such a jump explains is not a mismatch.
     """
 
-    def __init__(self, rule: Rule, task: Task) -> None:
-        self._rule, self._task = rule, task
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
 
     def step(self, recorded: RecordedStep, predicted: State) -> None:
         """``‖predicted − recorded‖ ≤ tolerance · length`` in every slot, plus what rounding can do."""
@@ -54,7 +53,7 @@ class StepCheck:
                 f"{'step lengths' if slot == PARAM else 'times what the step brought to it'} away"
                 for slot in missed
             )
-            used = gradient(self._task, recorded.params, recorded.batch)
+            used = gradient(recorded.trained, recorded.params, recorded.batch)
             raise MismatchError(
                 f"Step {recorded.record.index} does not follow from its batch and this task: computed again it ends "
                 f"with {words} from what was recorded. {diagnosis(self._rule, recorded, used)}",
@@ -121,7 +120,8 @@ class StepCheck:
 
     def taken(self, recorded: RecordedStep, params: Params) -> State:
         """The step with the gradient at these parameters."""
-        return self._rule.step(recorded.before, gradient(self._task, params, recorded.batch), recorded.record.hypers)
+        value = gradient(recorded.trained, params, recorded.batch)
+        return self._rule.step(recorded.before, value, recorded.record.hypers)
 
     def _lengths(self, recorded: RecordedStep) -> Lengths:
         """How far the step moved the parameters, and what the gradient brought to each buffer."""
