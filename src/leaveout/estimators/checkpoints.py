@@ -68,9 +68,10 @@ def checkpoints(request: Request) -> Iterator[Checkpoint]:
             yield ended(recorded.params, recorded.before)
             rates, shares = [], []
         now = recorded.record.hypers
-        last, hypers = recorded.record.epoch, [
-            before if hyper.get(STILL) else hyper for hyper, before in zip(now, hypers or now, strict=True)
-        ]
+        last, hypers = (
+            recorded.record.epoch,
+            [before if hyper.get(STILL) else hyper for hyper, before in zip(now, hypers or now, strict=True)],
+        )
         rates.append([0.0 if hyper.get(STILL) or hyper.get(IDLE) else hyper["lr"] for hyper in now])
         shares.append([rate / len(recorded.record.ids) for rate in rates[-1]])
     yield ended(trajectory.final_whole()[PARAM], trajectory.final())

@@ -141,7 +141,11 @@ class Run:
     @cached_property
     def _refined(self) -> tuple[Rule, list[str]]:
         rule = self.manifest.rule
-        return uneven.refined(rule, list(map(self._shard, range(len(self.manifest.shards))))) if self.manifest.uneven else (rule, [])
+        return (
+            uneven.refined(rule, list(map(self._shard, range(len(self.manifest.shards)))))
+            if self.manifest.uneven
+            else (rule, [])
+        )
 
     @property
     def exact(self) -> bool:
@@ -328,7 +332,9 @@ class Run:
             for name in self._names(slot):
                 tensor = tensors[f"state/{slot}/{name}"]
                 moving = self.manifest.buffers.get(name)
-                shape = self.manifest.rule.definition.shape(slot, self.manifest.shapes[name]) if moving is None else moving
+                shape = (
+                    self.manifest.rule.definition.shape(slot, self.manifest.shapes[name]) if moving is None else moving
+                )
                 dtype = self.manifest.dtypes[name if moving is None else next(iter(self.manifest.dtypes))]
                 if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
                     raise RunError(
