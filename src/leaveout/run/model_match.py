@@ -52,6 +52,20 @@ def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor])
         )
 
 
+def described(
+    model: nn.Module, rule: Rule, params: dict[str, Tensor], moving: dict[str, list[int]], train_size: int | None
+) -> Manifest:
+    """Return what a run's manifest says of its model."""
+    return Manifest(
+        rule=rule,
+        shapes={name: list(param.shape) for name, param in params.items()},
+        dtypes={name: str(param.dtype).removeprefix("torch.") for name, param in params.items()},
+        constants=constants_of(model, rule, moving),
+        train_size=train_size,
+        buffers=moving,
+    )
+
+
 def constants_of(model: nn.Module, rule: Rule, moving: Iterable[str] = ()) -> dict[str, int]:
     """A checksum of each tensor in the model that training leaves alone: frozen parameters, most buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]

@@ -10,14 +10,13 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,43 +24,16 @@ from leaveout._util import notebook
 from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import InputError, RunError, is_whole
-from leaveout.optim import Hyper, Rule, Settings
+from leaveout.optim import Rule, Settings
 from leaveout.run import kept_batches, uneven
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
-from leaveout.run.micro import AFTER, FURTHER, MODES, Micro, is_sound, micro_of
+from leaveout.run.micro import AFTER, FURTHER, MODES, is_sound, micro_of
+from leaveout.run.record import Record
 from leaveout.run.remote import local, source
 from leaveout.task.draws import RandomState
 
 LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
 """The tensors with a row for each step, and how many dimensions they have."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """One step as it was taken: everything but the state.
-
-    ``micro`` are its micro-batches in order, which share ids and fingerprint; ``training`` the modules in training
-    mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states;
-    ``batches`` what the loader yielded, on its way to disk where it has to be kept; ``places`` each parameter's row of
-    ``hypers``, on its way to disk where that is not its group's.
-    """
-
-    index: int
-    epoch: int
-    ids: Int[Tensor, " batch"]
-    hypers: list[Hyper]
-    fingerprint: list[tuple[int, int]]
-    micro: tuple[Micro, ...] = ()
-    training: tuple[str, ...] | None = None
-    after: RandomState | None = None
-    batches: tuple[Any, ...] = ()
-    autocast: str | None = None
-    places: tuple[int, ...] | None = None
-
-    @property
-    def parts(self) -> tuple[Micro, ...]:
-        """The micro-batches, also where there is but one."""
-        return self.micro or (Micro(len(self.ids)),)
 
 
 class Run:
@@ -141,11 +113,9 @@ class Run:
     @cached_property
     def _refined(self) -> tuple[Rule, list[str]]:
         rule = self.manifest.rule
-        return (
-            uneven.refined(rule, list(map(self._shard, range(len(self.manifest.shards)))))
-            if self.manifest.uneven
-            else (rule, [])
-        )
+        if not self.manifest.uneven:
+            return rule, []
+        return uneven.refined(rule, [self._shard(number) for number in range(len(self.manifest.shards))])
 
     @property
     def exact(self) -> bool:

@@ -18,21 +18,21 @@ from torch.utils.data import DataLoader
 
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
-from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
+from leaveout.errors import InputError, LeaveoutWarning, RunError, is_whole
 from leaveout.optim import Hyper, Settings, hypers_of, rule_of, unwrapped
-from leaveout.run import uneven
+from leaveout.run import failures, uneven
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
 from leaveout.run.live_model import check_gradients, check_modules, check_trained, state_of
-from leaveout.run.manifest import Manifest
-from leaveout.run.model_match import constants_of
+from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.run.overwrite import clear
 from leaveout.run.pending import Pending
-from leaveout.run.reader import Record, Run, open_run
-from leaveout.run.resume import Past, restore
-from leaveout.run.watched_loader import IndexedLoader, Watched, unwatched
+from leaveout.run.reader import Run, open_run
+from leaveout.run.record import Record
+from leaveout.run.resume import Past, check_restored, check_taken_up, restore
+from leaveout.run.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
 from leaveout.run.writer import Writer, never_finished
 from leaveout.task import batches
 from leaveout.task.forward import bare
@@ -60,7 +60,8 @@ class Recorder:
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
             the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
-            every batch ``done`` times.
+            every batch ``done`` times. A number of steps: the loop has put model and optimizer back itself, from a
+            checkpoint that it saved after so many steps; the run goes on from there, and later steps are dropped.
         on_full: what happens when the disk is full: ``"stop"`` raises at the next step; ``"continue"`` warns, stops
             recording and lets the training go on. Either way the run up to then can be read and resumed.
 
@@ -78,7 +79,7 @@ class Recorder:
         keep: str | int = "auto",
         disk: str | int = "2GB",
         keep_batches: bool | None = None,
-        resume: bool = False,
+        resume: bool | int = False,
         overwrite: bool = False,
         on_full: str = "stop",
     ) -> None:
@@ -103,17 +104,17 @@ class Recorder:
         self._stop_when_full = on_full == "stop"
         if overwrite:
             clear(path)
-        self._writer = Writer(path, resume=resume)
+        steps = None if isinstance(resume, bool) else resume
+        self._writer = Writer(path, resume=bool(resume), steps=steps)
         self._settings = Settings([])
         self._start: State | None = None
         self._steps, self._epoch = 0, -1
         self._cut = self._full = self._closure = False
-        self._train_size: int | None = None
-        self._loaders: dict[int, IndexedLoader] = {}
-        self._past = Past(self._writer.before)
+        self._loaders = IndexedLoaders()
         before = self._writer.before
+        self._past = Past(before if steps is None else None)
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
-        self._go_on()
+        self._go_on(restored=steps is not None)
         self._pending = Pending(called, self._moving.begin)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
@@ -142,7 +143,7 @@ class Recorder:
 
         Watch it once before the loop over the epochs or anew in each of them, that is the same.
         """
-        return Watched(self._indexed(unwatched(loader)), self._watched_epoch)
+        return Watched(self._loaders.of(unwatched(loader)), self._watched_epoch)
 
     def _watched_epoch(self, indexed: IndexedLoader) -> Iterator[Any]:
         self._epoch += 1
@@ -190,6 +191,20 @@ class Recorder:
         self._past.resume_draws()
         self._pending.tell(found, batch, denominator)
 
+    def flush(self) -> None:
+        """Write what is recorded so far, with the state after the last step; call it with each checkpoint you save.
+
+        A loop that is killed later and goes on from that checkpoint goes on with the run too (``resume=steps``).
+        """
+        if not self._hooks or self._steps == 0:
+            return
+        state = self._last.final()
+        try:
+            if self._writer.flush(state) and state is not None:
+                self._keep.note(self._steps, nbytes(state))
+        except OSError as error:
+            self._give_up(error)
+
     def finish(self) -> Run:
         """Write what is left, lets go of the optimizer, and returns the run."""
         recording = bool(self._hooks)
@@ -222,13 +237,17 @@ class Recorder:
         self._cut = kind is not None
         self._close(complete=not self._cut and self._steps > 0)
 
-    def _go_on(self) -> None:
-        """Put everything back to where a run was cut short."""
+    def _go_on(self, *, restored: bool) -> None:
+        """Put everything back to where a run was cut short, or see that the loop has done so."""
         run = self._writer.before
         if run is None:
             return
         try:
-            restore(run, self._model, self._optimizer, self._params, self._rule)
+            check_taken_up(run, self._model, self._params, self._rule)
+            if restored:
+                check_restored(run, self._state())
+            else:
+                restore(run, self._model, self._optimizer, self._params, self._rule)
         except BaseException:
             self._writer.abandon()
             raise
@@ -237,7 +256,7 @@ class Recorder:
             self._keep.note(index, size)
         self._moving.decide()
         self._steps = len(run)
-        self._train_size = run.manifest.train_size
+        self._loaders.size = run.manifest.train_size
 
     def _close(self, *, complete: bool) -> None:
         if self._past.finished:
@@ -252,12 +271,7 @@ class Recorder:
         except OSError as error:
             self._give_up(error)
         if taken and final is None:
-            raise RunError(
-                f"The parameters were changed after step {self._steps - 1} and before finish(), so that the state "
-                "it led to is gone: call finish() before other weights are put into the model, or record with "
-                "keep='all'. open_run(path, partial=True) reads the run up to the last state that is on disk.",
-                code="last-state-lost",
-            )
+            raise failures.last_state_lost(self._steps - 1)
 
     def _give_up(self, error: OSError) -> None:
         """The disk takes no more: what is there stays."""
@@ -266,11 +280,7 @@ class Recorder:
         self._pending.clear()
         self._writer.abandon()
         self._full = True
-        there = "nothing is on disk yet" if self._steps == 0 else "open_run(path, partial=True) reads what is on disk"
-        told = (
-            f"The run in {self._writer.path} could not be written further ({error}): {there}; make room and "
-            "continue it with resume=True"
-        )
+        told = failures.disk_full(self._writer.path, error, self._steps)
         if self._stop_when_full:
             self._cut = True
             raise RunError(f"{told}, or train on without recording by on_full='continue'.", code="disk-full") from error
@@ -284,19 +294,6 @@ class Recorder:
         _RECORDED.discard(self._optimizer)
         atexit.unregister(self._forgotten)
         self._hooks = []
-
-    def _indexed(self, loader: DataLoader) -> IndexedLoader:
-        if id(loader) not in self._loaders:
-            indexed = IndexedLoader(loader)
-            if self._train_size not in (None, indexed.size):
-                raise UnsupportedError(
-                    f"This loader reads another data set ({indexed.size} examples, not {self._train_size}), so the "
-                    "numbers of examples would be mixed up: put both into one ConcatDataset.",
-                    code="loaders-differ",
-                )
-            self._loaders[id(loader)] = indexed
-            self._train_size = indexed.size
-        return self._loaders[id(loader)]
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._hooks:
@@ -330,16 +327,8 @@ class Recorder:
         """Write what the run starts from; the forward passes of its first step are done."""
         moving = self._moving.decide()
         start = {**start, PARAM: {**start[PARAM], **self._moving.start()}}
-        manifest = Manifest(
-            rule=self._rule,
-            shapes={name: list(param.shape) for name, param in self._params.items()},
-            dtypes={name: str(param.dtype).removeprefix("torch.") for name, param in self._params.items()},
-            constants=constants_of(self._model, self._rule, moving),
-            train_size=self._train_size,
-            buffers=moving,
-        )
         try:
-            self._writer.begin(manifest, start)
+            self._writer.begin(described(self._model, self._rule, self._params, moving, self._loaders.size), start)
         except OSError as error:
             self._give_up(error)
 
@@ -347,12 +336,7 @@ class Recorder:
         """Refuse a step of a model that is not as the recording needs it."""
         check_trained(where, self._model, self._params, gradients=gradients)
         if self._last.changed():
-            raise UnsupportedError(
-                f"{where}, the parameters are not those that step {self._steps - 1} left: something other "
-                "than optimizer.step() wrote to them (weights loaded, clamped, averaged or reset), which cannot be "
-                "replayed. Leave them alone between steps, or finish() here and record what follows as another run.",
-                code="parameters-changed",
-            )
+            raise failures.parameters_changed(where, self._steps - 1)
         self._moving.check(where)
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
@@ -392,15 +376,7 @@ class Recorder:
         self._cut = True
         ids, bad = self._pending.broken()
         self._close(complete=False)
-        blame = (
-            f"example {bad[0]} of its batch holds NaN or infinite values; repair or leave out that example"
-            if bad
-            else f"lower the learning rate or look at the losses of its batch's examples {ids[:8]}"
-        )
-        raise RunError(
-            f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: {blame}; the steps before it are kept.",
-            code="step-not-finite",
-        )
+        raise failures.not_finite(self._steps, broken[0], ids, bad)
 
     def _state(self) -> State:
         state = state_of(self._optimizer, self._rule, self._params)

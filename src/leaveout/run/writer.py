@@ -26,7 +26,8 @@ from leaveout.optim import Settings
 from leaveout.run import kept_batches, micro, uneven
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 
 SHARD_BYTES = 64_000_000
 SHARD_STEPS = 4096
@@ -46,12 +47,15 @@ class Writer:
         path: the directory.
         shard_bytes: how much is held before it is written.
         resume: go on with the run that is there, if there is one; ``before`` is then the part of it that stays.
+        steps: how many steps of it stay; by default all up to its last kept state.
 
     Raises:
         RunError: if the directory holds anything else, or has another writer.
     """
 
-    def __init__(self, path: str | Path, shard_bytes: int = SHARD_BYTES, *, resume: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, shard_bytes: int = SHARD_BYTES, *, resume: bool = False, steps: int | None = None
+    ) -> None:
         self.path = Path(path)
         self._lock = claim(self.path, resume=resume)
         self._shard_bytes = shard_bytes
@@ -64,9 +68,9 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leaveout-writer")
         self._writing: Future[Manifest] | None = None
         self.before: Run | None = None
-        if resume and (self.path / MANIFEST).exists():
+        if resume and ((self.path / MANIFEST).exists() or steps is not None):
             try:
-                self._reopen(Run(self.path, read_manifest(self.path)))
+                self._reopen(Run(self.path, read_manifest(self.path)), steps)
             except BaseException:
                 self.abandon()
                 raise
@@ -119,6 +123,8 @@ class Writer:
                 # Not in the thread: none starts any more while the interpreter ends.
                 self._manifest = _write_shard(self.path, self._number, self._records, self._states, self._manifest)
             if self._manifest is not None:
+                if self.before is not None:
+                    write_manifest(self.path, self._manifest)  # which may name less than the one on disk
                 _tidy(self.path, self._manifest)  # before it is finished: nobody tidies a finished run
                 if complete:
                     self._manifest = replace(self._manifest, finished=True)
@@ -132,17 +138,36 @@ class Writer:
         self._records, self._states = [], {}
         self._lock.release()
 
-    def _reopen(self, run: Run) -> None:
-        """Take the run up to its last kept state; steps after it are taken again.
+    def flush(self, state: State | None) -> bool:
+        """Write the steps so far, with the state after the last of them; say whether there was anything to write."""
+        self._wait()
+        if not self._records:
+            return False
+        if state is not None:
+            self._states[self._records[-1].index + 1] = state
+        self._flush()
+        self._wait()
+        return True
+
+    def _reopen(self, run: Run, steps: int | None) -> None:
+        """Take the run up to its last kept state, or to the one after so many steps; later steps are taken again.
 
         A shard that goes on beyond that state is taken into memory. It is written anew under a number of its own,
         so that the old one is there until the manifest names the new one.
         """
+        if steps is not None and steps not in run.on_disk[1:]:
+            raise RunError(
+                f"The run in {self.path} does not have the state after {steps} steps, from which the training goes on "
+                f"(it has those up to step {len(run)}): go on from a checkpoint that was saved with recorder.flush(), "
+                "or record into another directory.",
+                code="checkpoint-not-recorded",
+            )
         _tidy(self.path, run.manifest)
+        run = run if steps is None else run.head(steps)
         if len(run) == 0:
             return
         whole = [shard for place, shard in enumerate(run.manifest.shards) if run._starts[place + 1] <= len(run)]
-        self._manifest = replace(run.manifest, shards=tuple(whole))
+        self._manifest = replace(run.manifest, shards=tuple(whole), finished=run.manifest.finished and steps is None)
         self._number = max(shard.number for shard in run.manifest.shards) + 1
         self._records = [
             replace(run.written(index), batches=tuple(run.batches(index)))

@@ -15,13 +15,13 @@ from torch.func import grad
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params, sum_of
-from leaveout.errors import InputError, UnsupportedError, is_whole
+from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim.clip import clip_of
 from leaveout.task import batches
 from leaveout.task.batch_norm import weighted_batch_norm
 from leaveout.task.batches import Batch, Collate
 from leaveout.task.batching import looped, side_by_side
-from leaveout.task.checks import is_coupled, is_strength, module_problems, refuse, trial_problems
+from leaveout.task.checks import check_options, is_coupled, module_problems, refuse, trial_problems
 from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.folding import Folded
@@ -88,17 +88,7 @@ class Task:
         trace: bool = True,
         check: bool = True,
     ) -> None:
-        if batches.size(train_set) == 0:
-            raise InputError("The training set is empty: give one with at least one example.", code="train-set-empty")
-        if not is_strength(l2):
-            raise InputError(f"l2={l2!r} must be a finite number, 0 or more.", code="l2-out-of-range")
-        if statistics not in ("leave", "stay"):
-            raise InputError(f"statistics={statistics!r} is unknown: use 'leave' or 'stay'.", code="statistics-unknown")
-        if accumulation not in ("mean", "sum", "window") and not is_whole(accumulation, 1):
-            raise InputError(
-                f"accumulation={accumulation!r} is unknown: use 'mean', 'sum', 'window' or a whole number from 1 on.",
-                code="accumulation-unknown",
-            )
+        check_options(train_set, l2, statistics, accumulation)
         self.clip = clip_of(clip_norm, clip_value)
         self.measure, self._measured = measure, measure_of(measure)
         self.statistics, self.accumulation = statistics, accumulation
@@ -145,14 +135,13 @@ class Task:
         return {name: param for name, param in self.model.named_parameters() if name in self.names}
 
     def training_of(self, names: Collection[str]) -> Task:
-        """Return the same task for a run that trained these parameters, some of which are frozen in the model by now."""
+        """Return the same task for a run that trained these parameters; some may be frozen by now."""
         own = tuple(name for name, _ in self.model.named_parameters() if name in names)
         if own == self.names or not set(self.names) <= set(own):
             return self
         if own not in self._views:
-            task = self.untraced()
-            task.names = task.chosen = own
-            self._views[own] = task
+            self._views[own] = self.untraced()
+            self._views[own].names = self._views[own].chosen = own
         return self._views[own]
 
     def restricted(self, layers: str | Sequence[str] | None) -> Task:

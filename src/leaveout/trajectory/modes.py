@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from leaveout._util.trees import Params
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 from leaveout.task.checks import mode_matters
 from leaveout.task.task import Task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from leaveout._util.trees import Params, State
-from leaveout.run.reader import Record
+from leaveout.run.record import Record
 from leaveout.task.batches import Batch
 from leaveout.task.task import Task
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from leaveout._util.trees import PARAM, Params, State, distance, each
 from leaveout.errors import MismatchError, UnsupportedError
 from leaveout.run.model_match import check_model
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import gradient
