@@ -165,9 +165,8 @@ class Rule:
         gradient: Params = {}
         for name, group in self.groups.items():
             slots = {slot: vector[slot][name] for slot in self.slots}
-            if hypers[group].get(STILL):
-                pulled = slots, torch.zeros_like(slots[PARAM])
-            else:
+            pulled: tuple[Slots, torch.Tensor] | None = slots, torch.zeros_like(slots[PARAM])
+            if not hypers[group].get(STILL):
                 pulled = self.definition.transposed(slots, values(hypers[group]))
             if pulled is None:
                 return None

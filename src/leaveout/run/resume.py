@@ -67,7 +67,8 @@ def restore(
 
 def _last_used(run: Run) -> dict[int, Hyper]:
     """The hyperparameters of the last step that moved each group's parameters; one that never moved has none."""
-    missing, found = set(run.rule.groups.values()), {}
+    missing = set(run.rule.groups.values())
+    found: dict[int, Hyper] = {}
     for index in reversed(range(len(run))):
         hypers = run.record(index).hypers
         found |= {group: hypers[group] for group in missing if not hypers[group].get(STILL)}
