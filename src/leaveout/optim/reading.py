@@ -100,7 +100,7 @@ def hypers_of(
 def buffers(optimizer: torch.optim.Optimizer, rule: Rule, param: Tensor) -> dict[str, Tensor]:
     """What the optimizer holds for one parameter, by slot; zeros where it does not exist yet."""
     state: Mapping[str, Any] = optimizer.state.get(param, {})
-    held = {slot: state.get(slot) for slot in rule.slots if slot != PARAM}
+    held = {slot: state.get(slot) for slot in rule.own_slots if slot != PARAM}
     return {
         slot: param.new_zeros(rule.definition.shape(slot, param.shape)) if tensor is None else tensor
         for slot, tensor in held.items()

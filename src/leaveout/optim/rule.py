@@ -10,6 +10,7 @@ import torch
 from torch.func import jvp, vmap
 
 from leaveout._util.trees import PARAM, Params, State, height, memory, pullback
+from leaveout.optim.averaging import AVERAGE, mixed, shares
 from leaveout.optim.clip import Clip
 from leaveout.optim.definition import IDLE, STILL, Definition, Hyper, Slots, Values
 from leaveout.optim.registry import optimizers
@@ -45,7 +46,7 @@ class Rule:
     def __post_init__(self) -> None:
         if self.kind not in optimizers():
             raise ValueError(f"unknown optimizer {self.kind!r}")
-        if self.slots not in allowed_slots(self.definition):
+        if self.own_slots not in allowed_slots(self.definition) or AVERAGE in self.slots[:-1]:
             raise ValueError(f"unknown slots {self.slots}")
         if self.extras != tuple(name for name in allowed_extras(self.definition) if name in self.extras):
             raise ValueError(f"unknown columns {self.extras}")
@@ -59,6 +60,27 @@ class Rule:
     def hypers(self) -> tuple[str, ...]:
         """What is recorded of each group at each step, in the order of the columns."""
         return (*self.definition.hypers, *self.extras)
+
+    @cached_property
+    def own_slots(self) -> tuple[str, ...]:
+        """The optimizer's own slots: without the average of weights."""
+        return tuple(slot for slot in self.slots if slot != AVERAGE)
+
+    def averaging(self, *, on: bool) -> Rule:
+        """Return the same with or without the slot of the weights' average."""
+        return replace(self, slots=(*self.own_slots, AVERAGE) if on else self.own_slots)
+
+    def shape(self, slot: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a slot for a parameter of a shape."""
+        return tuple(shape) if slot == AVERAGE else self.definition.shape(slot, shape)
+
+    def moved(self, function: Step, slots: Slots, gradient: torch.Tensor, hyper: Values) -> Slots:
+        """One parameter's slots after the optimizer's ``function`` and the averaging."""
+        own = {slot: slots[slot] for slot in self.own_slots}
+        new = own if hyper.get(STILL) else function(own, gradient, hyper)
+        if AVERAGE not in self.slots:
+            return new
+        return {**new, AVERAGE: mixed(slots[AVERAGE], new[PARAM], shares(hyper))}
 
     @property
     def linear(self) -> bool:
@@ -101,11 +123,22 @@ class Rule:
             own = gradient[name].contiguous()
             own = own.clone() if memory(own) in used else own
             used.add(memory(own))
-            slots = {slot: state[slot][name] for slot in self.slots}
+            slots = {slot: state[slot][name] for slot in self.own_slots}
             if self.definition.step_(slots, own, values(hypers[group])) is None:
                 return self.steps(state, gradient, hypers)
-        state[PARAM] |= {name: gradient[name] for name in self.assigned}
+        self._assign(state, state, gradient, hypers)
+        if AVERAGE in self.slots:
+            new, share = state[PARAM], {name: shares(hypers[group]) for name, group in self.groups.items()}
+            state[AVERAGE] |= {name: mixed(state[AVERAGE][name], new[name], share[name]) for name in self.groups}
         return state
+
+    def _assign(self, new: State, old: State, gradient: Params, hypers: Sequence[Hyper]) -> None:
+        """Give buffers their new values; their averages follow."""
+        new[PARAM] |= {name: gradient[name] for name in self.assigned}
+        if AVERAGE in self.slots:
+            share = shares(hypers[0], buffers=True)
+            held = [name for name in self.assigned if name in old[AVERAGE]]
+            new[AVERAGE] |= {name: mixed(old[AVERAGE][name], gradient[name], share) for name in held}
 
     def tangent(self, at: tuple[State, Params], along: tuple[State, Params], hypers: Sequence[Hyper]) -> State:
         """∂O(s, g)·(ds, dg), for stacks of the same height."""
@@ -125,15 +158,29 @@ class Rule:
         state, gradient = pull(vector)
         return state, gradient
 
+    def rested(self, vector: State, hypers: Sequence[Hyper]) -> State:
+        """What a displacement of the state is after a step that moves nothing, but averages."""
+        own = {n: shares(hypers[self.groups.get(n, 0)], buffers=n not in self.groups) for n in vector[AVERAGE]}
+        return {**vector, AVERAGE: {n: mixed(t, vector[PARAM][n], own[n]) for n, t in vector[AVERAGE].items()}}
+
+    def at_rest(self, vector: State, hypers: Sequence[Hyper]) -> State:
+        """What a cotangent of the state after a step that moves nothing, but averages, is for the state before it."""
+        new = {slot: dict(params) for slot, params in vector.items()}
+        for name in vector[AVERAGE]:
+            buffers = name not in self.groups
+            kept, added = shares(hypers[0 if buffers else self.groups[name]], buffers=buffers)
+            new[PARAM][name] = vector[PARAM][name].add(vector[AVERAGE][name], alpha=added)
+            new[AVERAGE][name] = vector[AVERAGE][name].mul(kept)
+        return new
+
     def _each(self, function: Step, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         new: State = {slot: {} for slot in self.slots}
         used = [values(hyper) for hyper in hypers]
         for name, group in self.groups.items():
             slots = {slot: state[slot][name] for slot in self.slots}
-            moved = slots if used[group].get(STILL) else function(slots, gradient[name], used[group])
-            for slot, tensor in moved.items():
+            for slot, tensor in self.moved(function, slots, gradient[name], used[group]).items():
                 new[slot][name] = tensor
-        new[PARAM] |= {name: gradient[name] for name in self.assigned}
+        self._assign(new, state, gradient, hypers)
         return new
 
     def flowing(self, gradient: Params, hypers: Sequence[Hyper]) -> Params:
@@ -164,7 +211,11 @@ class Rule:
         state: State = {slot: {} for slot in self.slots}
         gradient: Params = {}
         for name, group in self.groups.items():
-            slots = {slot: vector[slot][name] for slot in self.slots}
+            slots = {slot: vector[slot][name] for slot in self.own_slots}
+            if AVERAGE in self.slots:
+                kept, added = shares(hypers[group])
+                slots[PARAM] = slots[PARAM].add(vector[AVERAGE][name], alpha=added)
+                state[AVERAGE][name] = vector[AVERAGE][name].mul(kept)
             pulled: tuple[Slots, torch.Tensor] | None = slots, torch.zeros_like(slots[PARAM])
             if not hypers[group].get(STILL):
                 pulled = self.definition.transposed(slots, values(hypers[group]))
@@ -175,6 +226,10 @@ class Rule:
                 state[slot][name] = tensor
         for name in self.assigned:
             state[PARAM][name], gradient[name] = torch.zeros_like(vector[PARAM][name]), vector[PARAM][name]
+            if AVERAGE in self.slots and name in vector[AVERAGE]:
+                kept, added = shares(hypers[0], buffers=True)
+                gradient[name] = gradient[name].add(vector[AVERAGE][name], alpha=added)
+                state[AVERAGE][name] = vector[AVERAGE][name].mul(kept)
         return state, gradient
 
 

@@ -7,6 +7,29 @@ from pathlib import Path
 from leaveout.errors import RunError, UnsupportedError
 
 
+def finished(path: Path) -> RunError:
+    """The run that is resumed is at its end."""
+    return RunError(f"The run in {path} is finished: record further steps into another directory.", code="run-finished")
+
+
+def batch_missing(where: str) -> RunError:
+    """A step was taken of which no batch is known."""
+    return RunError(
+        f"{where}, it is not known which batch this is: draw batches from recorder.watch(loader), or call "
+        "recorder.step(ids) before each optimizer.step().",
+        code="batch-missing",
+    )
+
+
+def cut_short(step: int) -> RunError:
+    """The run ended by an error."""
+    return RunError(
+        f"The run was cut short after step {step}: continue it with resume=True, record it again, or use "
+        "open_run(path, partial=True) for the steps that are there.",
+        code="run-cut-short",
+    )
+
+
 def last_state_lost(step: int) -> RunError:
     """The weights after the last step were overwritten before they were kept."""
     return RunError(
@@ -24,6 +47,14 @@ def parameters_changed(where: str, before: int) -> UnsupportedError:
         "to them (weights loaded, clamped, averaged or reset), which cannot be replayed. Leave them alone between "
         "steps, or finish() here and record what follows as another run.",
         code="parameters-changed",
+    )
+
+
+def average_late(step: int) -> UnsupportedError:
+    """The average was updated after the step that it belongs to was written."""
+    return UnsupportedError(
+        f"The averaged model was updated after step {step} had been written by flush(): update it before flush().",
+        code="average-updated-late",
     )
 
 

@@ -62,7 +62,7 @@ def check_gradients(where: str, params: dict[str, Tensor]) -> None:
 
 def state_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor]) -> State:
     """Return a copy of parameters and optimizer state: the optimizer changes its tensors in place."""
-    state: State = {slot: {} for slot in rule.slots}
+    state: State = {slot: {} for slot in rule.own_slots}
     for name, param in params.items():
         for slot, tensor in {PARAM: param, **buffers(optimizer, rule, param)}.items():
             state[slot][name] = tensor.detach().to("cpu", copy=True).contiguous()

@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from leaveout._util import notebook
-from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
+from leaveout._util.files import checksum, plain, tensor_checksum
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import InputError, RunError, is_whole
-from leaveout.optim import Rule, Settings
-from leaveout.run import kept_batches, uneven
+from leaveout.optim import AVERAGE, Rule, Settings
+from leaveout.run import averages, kept_batches, uneven
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
 from leaveout.run.micro import AFTER, FURTHER, MODES, is_sound, micro_of
 from leaveout.run.record import Record
@@ -42,6 +42,9 @@ class Run:
     ``end`` is the state after the last step, once a ``Trajectory`` has computed it, where it was not kept.
     """
 
+    averaged = False
+    """Say whether the average of the weights is looked at, in place of the weights."""
+
     as_recorded = True
     """Say whether the states are those of the training to the last digit."""
 
@@ -57,7 +60,7 @@ class Run:
 
     def __reduce__(self) -> tuple:
         """Travels to other processes as its path: they open it themselves."""
-        return _reopened, (source(self.path), len(self), self.interpolate)
+        return _reopened, (source(self.path), len(self), self.interpolate, self.averaged)
 
     def __len__(self) -> int:
         """How many steps the run has, up to the last state that is on disk."""
@@ -103,7 +106,7 @@ class Run:
     @property
     def fingerprint(self) -> int:
         """A number that tells this run from others: its manifest has the checksums of all its files."""
-        return zlib.crc32(f"{self.manifest} {len(self)}".encode())
+        return zlib.crc32(f"{self.manifest} {len(self)}{' average' if self.averaged else ''}".encode())
 
     @cached_property
     def rule(self) -> Rule:
@@ -134,9 +137,20 @@ class Run:
             )
         return self._part(min(int(steps), len(self)), interpolate=self.interpolate)
 
+    def average(self) -> Run:
+        """The same run, of which the average of the weights (EMA, SWA) is scored: see ``Recorder(average=)``."""
+        if AVERAGE not in self.manifest.rule.slots:
+            raise InputError(
+                f"{self} was recorded without an average of its weights: record it with Recorder(average=...).",
+                code="average-not-recorded",
+            )
+        part = self._part(len(self), interpolate=self.interpolate)
+        part.averaged = True
+        return part
+
     def _part(self, steps: int, *, interpolate: bool) -> Run:
         part = Run(self.path, self.manifest, interpolate=interpolate, steps=steps)
-        part.__dict__ |= {"on_disk": self.on_disk, "_refined": self._refined}
+        part.__dict__ |= {"on_disk": self.on_disk, "_refined": self._refined, "averaged": self.averaged}
         return part
 
     def interpolated(self) -> Run:
@@ -149,10 +163,12 @@ class Run:
     def record(self, index: int) -> Record:
         """Step ``index`` without its state, with hyperparameters for each group of ``rule``."""
         record = self.written(index)
-        if not self.manifest.uneven:
-            return record
-        settings = Settings(record.hypers, record.places)
-        return replace(record, hypers=uneven.of_groups(self.manifest.rule, self._refined[1], settings), places=None)
+        hypers = record.hypers
+        if self.manifest.uneven:
+            hypers = uneven.of_groups(self.manifest.rule, self._refined[1], Settings(hypers, record.places))
+        if record.average is not None:
+            hypers = [{**hyper, **record.average.columns()} for hyper in hypers]
+        return replace(record, hypers=hypers, places=None)
 
     def written(self, index: int) -> Record:
         """Step ``index`` as it was written."""
@@ -171,6 +187,7 @@ class Run:
             self.manifest.modes[int(shard[MODES][offset])] if MODES in shard else None,
             autocast=self.manifest.autocast,
             places=settings.places,
+            average=averages.read(shard, offset),
         )
 
     def state(self, index: int) -> State:
@@ -245,7 +262,8 @@ class Run:
 
     def _names(self, slot: str) -> list[str]:
         """What a slot holds: the trained parameters; beside them, the model's moving buffers."""
-        return [*self.manifest.rule.groups, *(self.manifest.buffers if slot == PARAM else ())]
+        moving = self.manifest.buffers if slot == PARAM else self.manifest.averaged if slot == AVERAGE else ()
+        return [*self.manifest.rule.groups, *moving]
 
     def _initial(self) -> dict[str, Tensor]:
         file = self.path / INITIAL
@@ -279,7 +297,7 @@ class Run:
             self._check_states(file, shard, count)
         further = _load(file, set(), FURTHER)
         sound = is_sound(further, shard["lengths"], len(self.manifest.modes), count)
-        if not sound or not uneven.is_sound(rule, shard | further, rows):
+        if not (sound and averages.is_sound(further, rows) and uneven.is_sound(rule, shard | further, rows)):
             raise RunError(f"{file} does not hold the micro-batches of this run: {AGAIN}", code="run-damaged")
         return shard | further
 
@@ -302,9 +320,7 @@ class Run:
             for name in self._names(slot):
                 tensor = tensors[f"state/{slot}/{name}"]
                 moving = self.manifest.buffers.get(name)
-                shape = (
-                    self.manifest.rule.definition.shape(slot, self.manifest.shapes[name]) if moving is None else moving
-                )
+                shape = self.manifest.rule.shape(slot, self.manifest.shapes[name]) if moving is None else moving
                 dtype = self.manifest.dtypes[name if moving is None else next(iter(self.manifest.dtypes))]
                 if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
                     raise RunError(
@@ -319,8 +335,9 @@ class Run:
         }
 
 
-def _reopened(path: str, steps: int, interpolate: bool) -> Run:
+def _reopened(path: str, steps: int, interpolate: bool, averaged: bool = False) -> Run:
     run = open_run(path, partial=True).head(steps)
+    run.averaged = averaged
     return run.interpolated() if interpolate else run
 
 
@@ -366,29 +383,3 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
             code="run-cut-short",
         )
     return run
-
-
-def check_run(path: str | Path) -> list[str]:
-    """Read every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
-
-    A run that was cut short is well; files that were not written by a recorder are named. One that is being recorded is
-    well too: its newest shard is there a moment before the manifest names it.
-    """
-    path = local(path)
-    try:
-        run = Run(path, read_manifest(path))
-        damage, strangers = run.damage(), _strangers(run)
-        if strangers:
-            # If there is no writer now, the manifest names all that one has written.
-            strangers = [] if has_writer(path) else _strangers(Run(path, read_manifest(path)))
-    except RunError as error:
-        return [str(error)]
-    return [
-        *damage,
-        *(f"{path / name} belongs to no recorded step: delete it, or continue the run." for name in strangers),
-    ]
-
-
-def _strangers(run: Run) -> list[str]:
-    known = {shard.name for shard in run.manifest.shards}
-    return sorted(file.name for file in run.path.glob("shard-*") if file.name not in known)

@@ -9,6 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from leaveout.optim import Hyper
+from leaveout.optim.averaging import Update
 from leaveout.run.micro import Micro
 from leaveout.task.draws import RandomState
 
@@ -20,7 +21,8 @@ class Record:
     ``micro`` are its micro-batches in order, which share ids and fingerprint; ``training`` the modules in training
     mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states;
     ``batches`` what the loader yielded, on its way to disk where it has to be kept; ``places`` each parameter's row of
-    ``hypers``, on its way to disk where that is not its group's.
+    ``hypers``, on its way to disk where that is not its group's; ``average`` what became of the weights' average
+    after it.
     """
 
     index: int
@@ -34,6 +36,7 @@ class Record:
     batches: tuple[Any, ...] = ()
     autocast: str | None = None
     places: tuple[int, ...] | None = None
+    average: Update | None = None
 
     @property
     def parts(self) -> tuple[Micro, ...]:

@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,16 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
 from leaveout.errors import InputError, LeaveoutWarning, RunError, is_whole
-from leaveout.optim import Hyper, Settings, hypers_of, rule_of, unwrapped
+from leaveout.optim import AVERAGE, Hyper, Settings, hypers_of, rule_of, unwrapped
 from leaveout.run import failures, uneven
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
+from leaveout.run.live_average import LiveAverage, check_resumed
 from leaveout.run.live_model import check_gradients, check_modules, check_trained, state_of
 from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
@@ -56,6 +59,9 @@ class Recorder:
         disk: the budget of ``"auto"``, and of kept batches.
         keep_batches: keep what the loader yields with the run, compressed. By default that is done where the data set
             of a watched loader does not give the same examples twice (augmentation, random masking).
+        average: where an average of the weights is what you use in the end: the loop's
+            ``torch.optim.swa_utils.AveragedModel`` (EMA or SWA, updated by the loop between steps), or the decay of an
+            EMA that the loop updates in its own way after every step. ``score(at="average")`` then scores it.
         overwrite: replace a run in the directory, with its scores, checks and page; a notebook's cell runs twice.
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
@@ -79,6 +85,7 @@ class Recorder:
         keep: str | int = "auto",
         disk: str | int = "2GB",
         keep_batches: bool | None = None,
+        average: AveragedModel | float | None = None,
         resume: bool | int = False,
         overwrite: bool = False,
         on_full: str = "stop",
@@ -92,7 +99,8 @@ class Recorder:
                 code="already-recording",
             )
         called, model = model, bare(model)
-        rule = rule_of(optimizer, model)
+        rule = rule_of(optimizer, model).averaging(on=average is not None)
+        self._average = None if average is None else LiveAverage(average, model)
         self._keep = Keep(keep, parse_bytes(disk, "disk"))
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
@@ -198,6 +206,7 @@ class Recorder:
         """
         if not self._hooks or self._steps == 0:
             return
+        self._average_updated()
         state = self._last.final()
         try:
             if self._writer.flush(state) and state is not None:
@@ -210,11 +219,7 @@ class Recorder:
         recording = bool(self._hooks)
         self._release()
         if self._cut:
-            raise RunError(
-                f"The run was cut short after step {self._steps - 1}: continue it with resume=True, record it again, "
-                "or use open_run(path, partial=True) for the steps that are there.",
-                code="run-cut-short",
-            )
+            raise failures.cut_short(self._steps - 1)
         if self._steps == 0 and not self._full:
             self._writer.abandon()
             raise RunError(
@@ -243,11 +248,14 @@ class Recorder:
         if run is None:
             return
         try:
+            check_resumed(run, self._average)
             check_taken_up(run, self._model, self._params, self._rule)
             if restored:
                 check_restored(run, self._state())
             else:
                 restore(run, self._model, self._optimizer, self._params, self._rule)
+                if self._average is not None:
+                    self._average.restore(run)
         except BaseException:
             self._writer.abandon()
             raise
@@ -264,6 +272,7 @@ class Recorder:
             return
         # A run that was resumed and took no further step has its last state on disk.
         taken = complete and self._steps > (0 if self.before is None else len(self.before))
+        self._average_updated()
         final = self._last.final() if taken else None
         self._cut |= taken and final is None
         try:
@@ -300,18 +309,12 @@ class Recorder:
             return
         where = f"At step {self._steps}"
         if self._past.finished:
-            raise RunError(
-                f"The run in {self._writer.path} is finished: record further steps into another directory.",
-                code="run-finished",
-            )
+            raise failures.finished(self._writer.path)
         if not self._pending:
-            raise RunError(
-                f"{where}, it is not known which batch this is: draw batches from recorder.watch(loader), "
-                "or call recorder.step(ids) before each optimizer.step().",
-                code="batch-missing",
-            )
+            raise failures.batch_missing(where)
         closure = any(callable(argument) for argument in (*args, *kwargs.values()))
         self._check_model(where, gradients=not closure)
+        self._average_updated()
         self._settings = hypers_of(self._optimizer, self._rule, self._params, gradients=not closure)
         self._closure = closure
         if not closure:
@@ -328,7 +331,11 @@ class Recorder:
         moving = self._moving.decide()
         start = {**start, PARAM: {**start[PARAM], **self._moving.start()}}
         try:
-            self._writer.begin(described(self._model, self._rule, self._params, moving, self._loaders.size), start)
+            about = described(self._model, self._rule, self._params, moving, self._loaders.size)
+            if self._average is not None:
+                about = replace(about, averaged=self._average.follow(self._params, moving))
+                start[AVERAGE] = self._average.now()
+            self._writer.begin(about, start)
         except OSError as error:
             self._give_up(error)
 
@@ -367,6 +374,16 @@ class Recorder:
             self._writer.append(record, state, held)
         except OSError as error:
             self._give_up(error)
+        if self._average is not None:
+            self._average.stepped()
+
+    def _average_updated(self) -> None:
+        """Note what the loop has done to its average since the last step, which belongs to that step."""
+        if self._average is None:
+            return
+        update = self._average.taken(first=self._steps == 0)
+        if self._steps and not self._writer.amend(update, self._average.now()) and update.added:
+            raise failures.average_late(self._steps - 1)
 
     def _stop_at_nan(self) -> None:
         broken = [name for name, param in self._params.items() if not torch.isfinite(param).all()]
@@ -380,4 +397,5 @@ class Recorder:
 
     def _state(self) -> State:
         state = state_of(self._optimizer, self._rule, self._params)
-        return {**state, PARAM: {**state[PARAM], **self._moving.now()}}
+        state[PARAM] |= self._moving.now()
+        return state if self._average is None else {**state, AVERAGE: self._average.now()}

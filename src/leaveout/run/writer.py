@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
-from leaveout._util.trees import State, nbytes
+from leaveout._util.trees import Params, State, nbytes
 from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
-from leaveout.optim import Settings
-from leaveout.run import kept_batches, micro, uneven
+from leaveout.optim import AVERAGE, Settings
+from leaveout.optim.averaging import Update
+from leaveout.run import averages, kept_batches, micro, uneven
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Run
@@ -108,6 +109,16 @@ class Writer:
         if state is not None:
             self._states[record.index + 1] = state
             self._held += nbytes(state)
+
+    def amend(self, average: Update, state: Params) -> bool:
+        """Say what became of the weights' average after the newest step; False where that is on disk already."""
+        if not self._records:
+            return False
+        self._records[-1] = replace(self._records[-1], average=average)
+        held = self._states.get(self._records[-1].index + 1)
+        if held is not None:
+            held[AVERAGE] = state
+        return True
 
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
         """Wait until everything is on disk; ``complete=False`` leaves the run marked as cut short.
@@ -253,6 +264,7 @@ def _write_shard(
         "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
     }
     tensors |= micro.written([record.parts for record in records])
+    tensors |= averages.written([record.average for record in records])
     tensors |= uneven.written(manifest.rule, [Settings(record.hypers, record.places) for record in records])
     modes = list(manifest.modes)
     if all(record.training is not None for record in records):

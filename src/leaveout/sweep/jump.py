@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import Params, State, embed, height, inner, nbytes, sum_of
+from leaveout._util.trees import Params, State, height, inner, nbytes, sum_of
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.sweep.checkpoint import SweepCheckpoint
@@ -47,7 +47,6 @@ def jump_products(
     fresh = {name: like.new_zeros((len(left_out), height(queries))) for name in ("plain", "extra")}
     sums = {name: saved.gathered[name] for name in fresh} if saved else fresh
     chunk = resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(left_out)))
-    still = embed(queries, sweep.trajectory.final())
     for recorded, pulled in sweep.pulled(queries, resources, cost, saved):
         pairs = left_out.pairs(recorded.record.ids)
         row, position = pairs
@@ -62,7 +61,7 @@ def jump_products(
             else:
                 _add_single_jumps(sums["extra"], pairs, recorded.record.ids, pulled.step, pulled.arriving, chunk)
             sums["extra"].index_add_(0, pairs[0], reads, alpha=-1)
-        checkpoint.note(recorded.record.index, pulled.state if sweep.curved else still, lambda: sums)
+        checkpoint.note(recorded.record.index, sweep.onward(recorded, pulled), lambda: sums)
     return Products(sums["plain"], sums["plain"] + sums["extra"])
 
 

@@ -181,7 +181,7 @@ class SubspaceTransport(Transport):
 
     def _move(self, recorded: RecordedStep, row: Int[Tensor, " pairs"], terms: Float[Tensor, "pairs rank"]) -> None:
         """Take the optimizer's own step on the coordinates, with the batch's curvature within the span."""
-        hypers = recorded.record.hypers
+        hypers, rule = recorded.record.hypers, self._trajectory.rule
         if any(hyper != hypers[0] for hyper in hypers):
             raise UnsupportedError(
                 "Subspace transport needs the same hyperparameters for all parameters, and this run's groups differ: "
@@ -194,4 +194,4 @@ class SubspaceTransport(Transport):
         curved = torch.cat([self._layout.flatten(product) @ self._basis.T for product in products])
         gradient = self._inside[PARAM] @ curved
         gradient.index_add_(0, row, terms, alpha=-1 / len(recorded.record.ids))
-        self._inside = self._trajectory.rule.definition.step(self._inside, gradient, values(hypers[0]))
+        self._inside = rule.moved(rule.definition.step, self._inside, gradient, values(hypers[0]))

@@ -63,7 +63,7 @@ def courses(
         if share is not None and not strayed:
             strayed = True
             _warn_of_rounding(recorded.record.index, share)
-        yield recorded, state[PARAM]
+        yield recorded, trajectory.scored(state)
 
 
 def _check_statistics(task: Task, params: Params, step: int) -> None:
@@ -105,7 +105,7 @@ def final(
     end = start
     for _, end in stacked(trajectory, start, weights, resources, cost):  # noqa: B007 - the last one counts
         pass
-    return end[PARAM]
+    return trajectory.scored(end)
 
 
 def moved_start(trajectory: Trajectory, jitter: float, seed: int) -> State:
@@ -155,7 +155,7 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
         gradients = ways[trained]
         state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, batch), record.hypers)
         cost.gradients += count
-    return state[PARAM]
+    return trajectory.scored(state)
 
 
 def copies(state: State, count: int) -> State:

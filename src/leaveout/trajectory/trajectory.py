@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, State, distance, each
 from leaveout.errors import MismatchError, UnsupportedError
+from leaveout.optim import AVERAGE
 from leaveout.run.model_match import check_model
 from leaveout.run.reader import Run
 from leaveout.run.record import Record
@@ -37,12 +38,12 @@ class Trajectory:
     """
 
     def __init__(self, run: Run, task: Task, layers: str | Sequence[str] | None = None) -> None:
-        task = task.training_of(run.rule.groups)
+        task = task.training_of(run.rule.groups) if run.manifest.uneven else task  # some may be frozen by now
         check_model(run.manifest, task.model, task.parameters())
         _check_size(run, task)
         self.run = run
         self._modes = Modes(run, task, layers)
-        self._rule = run.rule.following(task.clip, tuple(run.manifest.buffers))
+        self._rule = run.rule.averaging(on=run.averaged).following(task.clip, tuple(run.manifest.buffers))
         self._known = [*run.kept, *([] if run.kept[-1] == len(run) else [len(run)])]
         _, self.trained, self.task = self._modes.first
         self.rule = self._rule.restricted(self.task.chosen)
@@ -77,6 +78,15 @@ class Trajectory:
     def final_whole(self) -> State:
         """The state after the last step, of all parameters."""
         return self._state(len(self))
+
+    @property
+    def slot(self) -> str:
+        """The slot of the state that queries are asked of: the parameters, or their average."""
+        return AVERAGE if self.run.averaged else PARAM
+
+    def scored(self, state: State) -> Params:
+        """Of a state, or a stack of them, the parameters that queries are asked of; counts are not averaged."""
+        return {**state[PARAM], **state[self.slot]}
 
     def forward(self) -> Iterator[RecordedStep]:
         """The steps from the first to the last."""
@@ -143,7 +153,7 @@ class Trajectory:
         """A kept state or the last one, where the task computes."""
         state = self._end() if index == len(self) and index not in self.run.kept[-1:] else self.run.state(index)
         # Not a view of its shard: forward mode makes zeros as large as the memory that a tensor is a view of.
-        return {slot: each(lambda t: t.to(self.task.device), params) for slot, params in state.items()}
+        return {slot: each(lambda t: t.to(self.task.device), state[slot]) for slot in self._rule.slots}
 
     def _end(self) -> State:
         """The last state of a run that ends between two kept ones: replayed up to the second, which must be reached."""
