@@ -130,7 +130,8 @@ def test_forward_is_backward(name: str) -> None:
     methods = [lo.SGDIE, lo.TracIn] if "Adam" in name else [lo.SGDIE, lo.TracIn, lo.ACC]
     for kind in methods if "Batch" not in name else methods[:2]:
         forward, backward = (
-            kind(direction=way).score(run, task, query(), ids=IDS, at="average").values for way in ("forward", "backward")
+            kind(direction=way).score(run, task, query(), ids=IDS, at="average").values
+            for way in ("forward", "backward")
         )
         assert torch.allclose(forward, backward, rtol=1e-9, atol=1e-13)
         assert not torch.allclose(backward, kind().score(run, task, query(), ids=IDS).values, rtol=1e-3)
@@ -179,4 +180,3 @@ def test_what_is_no_average_is_refused(tmp_path) -> None:
         with pytest.raises(lo.InputError) as error:
             lo.Recorder(tmp_path / "run", model, sgd(model.parameters()), average=wrong)
         assert error.value.code == "average-unknown"
-    run, task = recorded("EMA")

@@ -161,6 +161,7 @@ class Request:
             unit=unit_of(self.query.task.measure) or UNIT,
             groups=self.left_out.named(),
             run_fingerprint=self.trajectory.run.fingerprint,
+            precision=self.trajectory.run.precision,
         )
 
 
@@ -263,6 +264,7 @@ class Estimator(ABC):
             chosen.name,
             cost,
             unit=self.unit,
+            precision=run.precision,
             run_fingerprint=run.fingerprint,
         )
 

@@ -21,6 +21,14 @@ def batch_missing(where: str) -> RunError:
     )
 
 
+def nothing_recorded() -> RunError:
+    """The loop took no step."""
+    return RunError(
+        "Nothing was recorded: optimizer.step() was never called between Recorder() and finish().",
+        code="nothing-recorded",
+    )
+
+
 def cut_short(step: int) -> RunError:
     """The run ended by an error."""
     return RunError(

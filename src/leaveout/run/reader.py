@@ -27,7 +27,7 @@ from leaveout.errors import InputError, RunError, is_whole
 from leaveout.optim import AVERAGE, Rule, Settings
 from leaveout.run import averages, kept_batches, uneven
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
-from leaveout.run.micro import AFTER, FURTHER, MODES, is_sound, micro_of
+from leaveout.run.micro import AFTER, FURTHER, MODES, SCALES, is_sound, micro_of
 from leaveout.run.record import Record
 from leaveout.run.remote import local, source
 from leaveout.task.draws import RandomState
@@ -121,6 +121,12 @@ class Run:
         return uneven.refined(rule, [self._shard(number) for number in range(len(self.manifest.shards))])
 
     @property
+    def precision(self) -> str:
+        """The parameters' type and, where forward passes were cast (``torch.autocast``), "around" theirs."""
+        own = " and ".join(sorted(set(self.manifest.dtypes.values())))
+        return own if self.manifest.autocast is None else f"{own} around {self.manifest.autocast}"
+
+    @property
     def exact(self) -> bool:
         """Say whether each state follows from the one before it, so that it can be checked."""
         return self.as_recorded and not self.interpolate
@@ -188,6 +194,7 @@ class Run:
             autocast=self.manifest.autocast,
             places=settings.places,
             average=averages.read(shard, offset),
+            scale=float(shard[SCALES][offset]) if SCALES in shard else 1.0,
         )
 
     def state(self, index: int) -> State:

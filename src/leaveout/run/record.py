@@ -22,7 +22,7 @@ class Record:
     mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states;
     ``batches`` what the loader yielded, on its way to disk where it has to be kept; ``places`` each parameter's row of
     ``hypers``, on its way to disk where that is not its group's; ``average`` what became of the weights' average
-    after it.
+    after it; ``scale`` what the loss was multiplied by, and the gradient divided by (``GradScaler``).
     """
 
     index: int
@@ -37,6 +37,7 @@ class Record:
     autocast: str | None = None
     places: tuple[int, ...] | None = None
     average: Update | None = None
+    scale: float = 1.0
 
     @property
     def parts(self) -> tuple[Micro, ...]:

@@ -35,6 +35,7 @@ from leaveout.run.pending import Pending
 from leaveout.run.reader import Run, open_run
 from leaveout.run.record import Record
 from leaveout.run.resume import Past, check_restored, check_taken_up, restore
+from leaveout.run.scaling import scale_of_step
 from leaveout.run.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
 from leaveout.run.writer import Writer, never_finished
 from leaveout.task import batches
@@ -168,7 +169,7 @@ class Recorder:
                     self._keep_batches = indexed.gives_something_else(ids, batch)
                 if self._hooks:
                     self._past.resume_draws()
-                    self._pending.watch(ids, batch, self._params.values())
+                    self._pending.watch(ids, batch)
                 yield batch
             finished = True
         finally:
@@ -222,10 +223,7 @@ class Recorder:
             raise failures.cut_short(self._steps - 1)
         if self._steps == 0 and not self._full:
             self._writer.abandon()
-            raise RunError(
-                "Nothing was recorded: optimizer.step() was never called between Recorder() and finish().",
-                code="nothing-recorded",
-            )
+            raise failures.nothing_recorded()
         if recording:
             self._close(complete=True)
         return open_run(self._writer.path, partial=self._full)
@@ -316,7 +314,7 @@ class Recorder:
         self._check_model(where, gradients=not closure)
         self._average_updated()
         self._settings = hypers_of(self._optimizer, self._rule, self._params, gradients=not closure)
-        self._closure = closure
+        self._closure, self._scale = closure, scale_of_step(self._pending.autocast)
         if not closure:
             self._settings = uneven.marked(self._settings, self._rule, self._params)
         if self._steps == 0 and closure:
@@ -361,6 +359,7 @@ class Recorder:
         record = Record(
             self._steps,
             self._epoch,
+            scale=self._scale,
             **self._settings._asdict(),
             **self._pending.take(keep_batches=bool(self._keep_batches))._asdict(),
         )

@@ -266,6 +266,8 @@ def _write_shard(
     tensors |= micro.written([record.parts for record in records])
     tensors |= averages.written([record.average for record in records])
     tensors |= uneven.written(manifest.rule, [Settings(record.hypers, record.places) for record in records])
+    if any(record.scale != 1 for record in records):
+        tensors[micro.SCALES] = torch.tensor([record.scale for record in records], dtype=torch.float64)
     modes = list(manifest.modes)
     if all(record.training is not None for record in records):
         modes += [one for one in dict.fromkeys(r.training for r in records) if one is not None and one not in modes]

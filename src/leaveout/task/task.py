@@ -25,6 +25,7 @@ from leaveout.task.checks import check_options, is_coupled, module_problems, ref
 from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.folding import Folded
+from leaveout.task.footprint import footprint
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called, Forward, bare, default_forward
 from leaveout.task.guard.compare import compared
@@ -108,6 +109,7 @@ class Task:
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
+        self.loss_scale = 1.0  # as a GradScaler has it, so that small gradients do not vanish in float16
         self.kinks = False
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
@@ -206,15 +208,19 @@ class Task:
         return task
 
     def as_recorded(
-        self, training: frozenset[str] | None, buffers: Sequence[str], autocast: torch.dtype | None = None
+        self,
+        training: frozenset[str] | None,
+        buffers: Sequence[str],
+        autocast: torch.dtype | None,
+        loss_scale: float = 1,
     ) -> Task:
-        """Return the same task as a run trained it: modules in training mode, moving buffers, ``torch.autocast``."""
-        key = (self.training if training is None else training, tuple(buffers), autocast)
-        if key == (self.training, self.buffers, self.autocast):
+        """Return the same task as a run trained it: modules in training mode, moving buffers, mixed precision."""
+        key = (self.training if training is None else training, tuple(buffers), autocast, loss_scale)
+        if key == (self.training, self.buffers, self.autocast, self.loss_scale):
             return self
         if key not in self._views:
             task = self.untraced()
-            task.training, task.buffers, task.autocast = key
+            task.training, task.buffers, task.autocast, task.loss_scale = key
             task.axes = {}
             task.coupled = is_coupled(self.called, *key[:2])
             if task.coupled:
@@ -228,7 +234,7 @@ class Task:
             return self
         if "uncast" not in self._views:
             task = self.untraced()
-            task.autocast, task.axes = None, self.axes
+            task.autocast, task.loss_scale, task.axes = None, 1.0, self.axes
             self._views["uncast"] = task
         return self._views["uncast"]
 
@@ -354,7 +360,14 @@ class Task:
     def gradient(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Params:
         """ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, in its place, the value that it moves to."""
         own = {name: params[name] for name in self.chosen}
-        value, moved = grad(lambda q: self._objective({**params, **q}, weights, batch), has_aux=True)(own)
+
+        def objective(chosen: Params) -> tuple[Tensor, Params]:
+            loss, moved = self._objective({**params, **chosen}, weights, batch)
+            return (loss if self.loss_scale == 1 else loss * self.loss_scale), moved
+
+        value, moved = grad(objective, has_aux=True)(own)
+        if self.loss_scale != 1:
+            value = {name: tensor / self.loss_scale for name, tensor in value.items()}
         return {**value, **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
@@ -363,17 +376,7 @@ class Task:
 
     def footprint(self, params: Params, batch: Batch) -> int:
         """Bytes that one forward pass keeps for its backward pass, beside parameters and inputs."""
-        held: dict[int, Tensor] = {}
-        shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}
-
-        def note(tensor: Tensor) -> None:  # handed back, a result would be part of its own history, and never freed
-            if tensor.data_ptr() not in shared:
-                held[tensor.data_ptr()] = tensor.detach()
-
-        tracked = {n: t.detach().requires_grad_(n in self.names) for n, t in params.items()}
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
-            self.losses(tracked, batch)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+        return footprint(self, params, batch)
 
     def unstopped(self) -> AbstractContextManager:
         """Within it, derivatives are those of the values: stop-gradients, which training keeps to, stop nothing."""

@@ -48,7 +48,8 @@ class Modes:
         self._several = len(run.manifest.modes) > 1
         self._matters = {n for n, module in task.called.named if mode_matters(module)} if self._several else set()
         self._first = run.record(0).training
-        self._views: dict[Mode, View] = {}
+        self._views: dict[tuple[Mode, float], View] = {}
+        self._scaled = self._cast == torch.float16
         self._compared: tuple[int, Params] | None = None
 
     @property
@@ -58,7 +59,9 @@ class Modes:
 
     def of(self, record: Record) -> View:
         """The task as a step saw it."""
-        return self._view(record.training) if self._several else self.first
+        if not self._several and not self._scaled:
+            return self.first
+        return self._view(record.training if self._several else self._first, record.scale)
 
     def compared_at(self, key: int, params: Params) -> Modes:
         """The same, with derivatives that are compared at another state, too; ``key`` names it."""
@@ -66,18 +69,18 @@ class Modes:
         other._views, other._compared = {}, (key, params)
         return other
 
-    def _view(self, training: tuple[str, ...] | None) -> View:
+    def _view(self, training: tuple[str, ...] | None, scale: float = 1.0) -> View:
         mode = None if training is None else frozenset(training)
         if self._several and mode is not None and self._first is not None:
             # Only what computes something else in training mode counts.
             mode = frozenset(self._first) if not self._matters & (mode ^ set(self._first)) else mode
-        if mode not in self._views:
-            whole = self._task.as_recorded(mode, self._buffers, self._cast)
+        if (mode, scale) not in self._views:
+            whole = self._task.as_recorded(mode, self._buffers, self._cast, scale)
             view = View(whole, whole.restricted(self._layers), whole.uncast().restricted(self._layers))
             if self._compared is not None:
                 abilities = whole.uncast().compared_at(*self._compared).abilities
                 view = View(*map(copy.copy, view))
                 for task in view:
                     task.abilities = abilities
-            self._views[mode] = view
-        return self._views[mode]
+            self._views[mode, scale] = view
+        return self._views[mode, scale]

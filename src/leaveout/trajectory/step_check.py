@@ -18,6 +18,9 @@ from leaveout.trajectory.recorded_step import RecordedStep
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
 
+CAST = 8
+"""The same under ``torch.autocast``, in units of the last place of the type that was cast to."""
+
 ADDED_UP = 10
 """How many times as far buffers may lie after many steps, each from the one computed before."""
 
@@ -179,7 +182,11 @@ def _sizes(recorded: RecordedStep, travelled: float) -> Lengths:
 def _allowed(recorded: RecordedStep, slot: str, length: float) -> float:
     """The tolerance of that length, and what rounding of the slot may add."""
     dtype = next(iter(recorded.after[slot].values())).dtype
-    return TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(recorded.after[slot])
+    cast = recorded.trained.autocast
+    tolerance = (
+        TOLERANCE.get(dtype, 1e-2) if cast is None else max(TOLERANCE[torch.float32], CAST * torch.finfo(cast).eps)
+    )
+    return tolerance * length + 64 * torch.finfo(dtype).eps * norm(recorded.after[slot])
 
 
 def _flat(state: State) -> Float[Tensor, " width"]:
