@@ -13,12 +13,10 @@ from leaveout.task.forward import bare
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model with modules that no record could follow, or one that several processes train."""
-    shared = isinstance(model, nn.parallel.DistributedDataParallel) and torch.distributed.get_world_size() > 1
-    if shared or isinstance(model, nn.DataParallel):
+    """Refuse a model with modules that no record could follow, or one that is spread over devices."""
+    if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
-            f"{type(model).__name__} spreads batches over several devices or processes, of which this one sees its own "
-            "part only: record a training in one process.",
+            "DataParallel spreads each batch over several devices: use DistributedDataParallel, or one device.",
             code="distributed-not-supported",
         )
     model = bare(model)

@@ -32,6 +32,7 @@ from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.run.overwrite import clear
 from leaveout.run.pending import Pending
+from leaveout.run.processes import NoWriter, processes_of
 from leaveout.run.reader import Run, open_run
 from leaveout.run.record import Record
 from leaveout.run.resume import Past, check_restored, check_taken_up, restore
@@ -111,10 +112,12 @@ class Recorder:
         self._optimizer = optimizer
         self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
         self._stop_when_full = on_full == "stop"
-        if overwrite:
+        self._processes = processes_of(called, resume=bool(resume))
+        writes = self._processes is None or self._processes.first
+        if overwrite and writes:
             clear(path)
         steps = None if isinstance(resume, bool) else resume
-        self._writer = Writer(path, resume=bool(resume), steps=steps)
+        self._writer = Writer(path, resume=bool(resume), steps=steps) if writes else NoWriter(path)
         self._settings = Settings([])
         self._start: State | None = None
         self._steps, self._epoch = 0, -1
@@ -226,6 +229,8 @@ class Recorder:
             raise failures.nothing_recorded()
         if recording:
             self._close(complete=True)
+        if self._processes is not None:
+            self._processes.wait()
         return open_run(self._writer.path, partial=self._full)
 
     def __enter__(self) -> Recorder:
@@ -327,6 +332,8 @@ class Recorder:
     def _begin(self, start: State) -> None:
         """Write what the run starts from; the forward passes of its first step are done."""
         moving = self._moving.decide()
+        if self._processes is not None:
+            self._processes.check(moving)
         start = {**start, PARAM: {**start[PARAM], **self._moving.start()}}
         try:
             about = described(self._model, self._rule, self._params, moving, self._loaders.size)
@@ -346,7 +353,7 @@ class Recorder:
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         if not self._hooks:
-            return
+            return None
         total = self._last.total()  # one question per step: a sum is finite only if all its terms are
         if not torch.isfinite(total):
             self._stop_at_nan()
@@ -356,13 +363,11 @@ class Recorder:
         if self._closure:  # whose gradients are there only now
             check_gradients(f"At step {self._steps}", self._params)
             self._settings = uneven.marked(self._settings, self._rule, self._params)
-        record = Record(
-            self._steps,
-            self._epoch,
-            scale=self._scale,
-            **self._settings._asdict(),
-            **self._pending.take(keep_batches=bool(self._keep_batches))._asdict(),
-        )
+        taken = self._pending.take(keep_batches=bool(self._keep_batches))
+        if self._processes is not None and (taken := self._processes.gathered(taken)) is None:
+            self._steps += 1
+            return self._last.note(total, None)
+        record = Record(self._steps, self._epoch, scale=self._scale, **self._settings._asdict(), **taken._asdict())
         held = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
         self._steps += 1
         state = self._state() if self._keep.wants(self._steps) else None

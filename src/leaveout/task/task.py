@@ -109,8 +109,7 @@ class Task:
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
-        self.loss_scale = 1.0  # as a GradScaler has it, so that small gradients do not vanish in float16
-        self.kinks = False
+        self.kinks, self.loss_scale = False, 1.0  # the latter is a GradScaler's
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
@@ -366,9 +365,8 @@ class Task:
             return (loss if self.loss_scale == 1 else loss * self.loss_scale), moved
 
         value, moved = grad(objective, has_aux=True)(own)
-        if self.loss_scale != 1:
-            value = {name: tensor / self.loss_scale for name, tensor in value.items()}
-        return {**value, **moved}
+        times = self.loss_scale
+        return {**(value if times == 1 else {name: tensor / times for name, tensor in value.items()}), **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
         """ℓ(z, θ) of one example, without a batch dimension."""
