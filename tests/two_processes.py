@@ -27,7 +27,7 @@ def net() -> nn.Module:
 
 
 def train(rank: int, out: int, path: str | None) -> nn.Module:
-    """Two epochs of two processes, each with its part of every batch; a short last batch, dropout in each of its own."""
+    """Two epochs of two processes, each with its part of every batch; a short last batch, dropout."""
     model = DistributedDataParallel(net())
     optimizer = torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3)
     sampler = DistributedSampler(data(), seed=3)

@@ -66,6 +66,15 @@ def average_late(step: int) -> UnsupportedError:
     )
 
 
+def buffers_apart(name: str) -> UnsupportedError:
+    """Each of several processes moves a buffer by its own batches."""
+    return UnsupportedError(
+        f"The buffer {name!r} moves in training, in each of several processes by its own batches: put BatchNorm into "
+        "evaluation mode, or train in one process.",
+        code="distributed-buffers",
+    )
+
+
 def not_finite(step: int, name: str, ids: list[int], bad: list[int]) -> RunError:
     """A step made a parameter NaN or infinite; ``bad`` are examples of its batch that are so themselves."""
     blame = (

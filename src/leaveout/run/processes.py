@@ -19,6 +19,9 @@ from leaveout.run.manifest import Manifest
 from leaveout.run.pending import Taken
 from leaveout.run.record import Record
 
+NEVER = 2**62
+"""Every so many steps a state is kept in processes that do not write."""
+
 
 class Processes:
     """The processes of one training.
@@ -37,27 +40,18 @@ class Processes:
         self._group = None if own else distributed.new_group(backend="gloo")  # objects travel between processors
         self.first = distributed.get_rank() == 0
 
-    def gathered(self, taken: Taken) -> Taken | None:
-        """All processes' parts of a step, in their order, for the first process; None for the others."""
+    def gathered(self, taken: Taken) -> Taken:
+        """All processes' parts of a step, in their order, for the first process; the others keep their own."""
         parts: list[Any] | None = [None] * distributed.get_world_size() if self.first else None
         distributed.gather_object(taken, parts, dst=0, group=self._group)
         if parts is None:
-            return None
+            return taken
         return taken._replace(
             ids=torch.cat([part.ids for part in parts]),
             fingerprint=[mark for part in parts for mark in part.fingerprint],
             micro=tuple(one for part in parts for one in part.micro),
             batches=tuple(batch for part in parts for batch in part.batches),
         )
-
-    def check(self, moving: dict[str, list[int]]) -> None:
-        """Refuse buffers that each process moves by its own batches."""
-        if moving:
-            raise UnsupportedError(
-                f"The buffer {next(iter(moving))!r} moves in training, in each of several processes by its own batches: "
-                "put BatchNorm into evaluation mode, or train in one process.",
-                code="distributed-buffers",
-            )
 
     def wait(self) -> None:
         """Wait for all processes: what the first one writes is then there."""

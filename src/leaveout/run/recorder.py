@@ -32,7 +32,7 @@ from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.run.overwrite import clear
 from leaveout.run.pending import Pending
-from leaveout.run.processes import NoWriter, processes_of
+from leaveout.run.processes import NEVER, NoWriter, processes_of
 from leaveout.run.reader import Run, open_run
 from leaveout.run.record import Record
 from leaveout.run.resume import Past, check_restored, check_taken_up, restore
@@ -103,7 +103,9 @@ class Recorder:
         called, model = model, bare(model)
         rule = rule_of(optimizer, model).averaging(on=average is not None)
         self._average = None if average is None else LiveAverage(average, model)
-        self._keep = Keep(keep, parse_bytes(disk, "disk"))
+        self._processes = processes_of(called, resume=bool(resume))
+        writes = self._processes is None or self._processes.first
+        self._keep = Keep(keep if writes else NEVER, parse_bytes(disk, "disk"))
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
         check_modules(called)
@@ -112,8 +114,6 @@ class Recorder:
         self._optimizer = optimizer
         self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
         self._stop_when_full = on_full == "stop"
-        self._processes = processes_of(called, resume=bool(resume))
-        writes = self._processes is None or self._processes.first
         if overwrite and writes:
             clear(path)
         steps = None if isinstance(resume, bool) else resume
@@ -332,8 +332,8 @@ class Recorder:
     def _begin(self, start: State) -> None:
         """Write what the run starts from; the forward passes of its first step are done."""
         moving = self._moving.decide()
-        if self._processes is not None:
-            self._processes.check(moving)
+        if self._processes is not None and moving:
+            raise failures.buffers_apart(next(iter(moving)))
         start = {**start, PARAM: {**start[PARAM], **self._moving.start()}}
         try:
             about = described(self._model, self._rule, self._params, moving, self._loaders.size)
@@ -353,7 +353,7 @@ class Recorder:
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         if not self._hooks:
-            return None
+            return
         total = self._last.total()  # one question per step: a sum is finite only if all its terms are
         if not torch.isfinite(total):
             self._stop_at_nan()
@@ -364,10 +364,9 @@ class Recorder:
             check_gradients(f"At step {self._steps}", self._params)
             self._settings = uneven.marked(self._settings, self._rule, self._params)
         taken = self._pending.take(keep_batches=bool(self._keep_batches))
-        if self._processes is not None and (taken := self._processes.gathered(taken)) is None:
-            self._steps += 1
-            return self._last.note(total, None)
-        record = Record(self._steps, self._epoch, scale=self._scale, **self._settings._asdict(), **taken._asdict())
+        if self._processes is not None:
+            taken = self._processes.gathered(taken)
+        record = Record(self._steps, self._epoch, **self._settings._asdict(), **taken._asdict(), scale=self._scale)
         held = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
         self._steps += 1
         state = self._state() if self._keep.wants(self._steps) else None

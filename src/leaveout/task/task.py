@@ -365,8 +365,7 @@ class Task:
             return (loss if self.loss_scale == 1 else loss * self.loss_scale), moved
 
         value, moved = grad(objective, has_aux=True)(own)
-        times = self.loss_scale
-        return {**(value if times == 1 else {name: tensor / times for name, tensor in value.items()}), **moved}
+        return {**(value if self.loss_scale == 1 else {n: t / self.loss_scale for n, t in value.items()}), **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
         """ℓ(z, θ) of one example, without a batch dimension."""
