@@ -79,7 +79,8 @@ def train(name: str, out: int = -1, weight: float = 0.0, path=None, stop=None, *
         optimizer.zero_grad()
         rows = ids[ids != out] if norm and weight == 0 else ids
         losses = F.cross_entropy(model(x[rows]), y[rows], reduction="none")
-        weights = torch.where(rows == out, weight, 1.0).double()
+        weights = torch.ones(len(rows), dtype=torch.float64)
+        weights[rows == out] = weight
         (weights * losses).sum().div(4).backward()
         optimizer.step()
         if number % every == 0:

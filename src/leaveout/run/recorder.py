@@ -59,11 +59,10 @@ class Recorder:
             fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
             again when they are needed, from the recorded batches.
         disk: the budget of ``"auto"``, and of kept batches.
-        keep_batches: keep what the loader yields with the run, compressed. By default that is done where the data set
-            of a watched loader does not give the same examples twice (augmentation, random masking).
-        average: where an average of the weights is what you use in the end: the loop's
-            ``torch.optim.swa_utils.AveragedModel`` (EMA or SWA, updated by the loop between steps), or the decay of an
-            EMA that the loop updates in its own way after every step. ``score(at="average")`` then scores it.
+        keep_batches: keep what the loader yields with the run, compressed; by default where the data set of a watched
+            loader does not give the same examples twice (augmentation, random masking).
+        average: the loop's ``torch.optim.swa_utils.AveragedModel`` (EMA, SWA), which it updates between steps, or the
+            decay of an EMA that it updates in its own way after every step. ``score(at="average")`` scores it.
         overwrite: replace a run in the directory, with its scores, checks and page; a notebook's cell runs twice.
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
@@ -316,7 +315,10 @@ class Recorder:
         if not self._pending:
             raise failures.batch_missing(where)
         closure = any(callable(argument) for argument in (*args, *kwargs.values()))
-        self._check_model(where, gradients=not closure)
+        check_trained(where, self._model, self._params, gradients=not closure)
+        if self._last.changed():
+            raise failures.parameters_changed(where, self._steps - 1)
+        self._moving.check(where)
         self._average_updated()
         self._settings = hypers_of(self._optimizer, self._rule, self._params, gradients=not closure)
         self._closure, self._scale = closure, scale_of_step(self._pending.autocast)
@@ -336,20 +338,12 @@ class Recorder:
             raise failures.buffers_apart(next(iter(moving)))
         start = {**start, PARAM: {**start[PARAM], **self._moving.start()}}
         try:
+            averaged = {} if self._average is None else self._average.follow(self._params, moving)
+            start |= {} if self._average is None else {AVERAGE: self._average.now()}
             about = described(self._model, self._rule, self._params, moving, self._loaders.size)
-            if self._average is not None:
-                about = replace(about, averaged=self._average.follow(self._params, moving))
-                start[AVERAGE] = self._average.now()
-            self._writer.begin(about, start)
+            self._writer.begin(replace(about, averaged=averaged), start)
         except OSError as error:
             self._give_up(error)
-
-    def _check_model(self, where: str, *, gradients: bool) -> None:
-        """Refuse a step of a model that is not as the recording needs it."""
-        check_trained(where, self._model, self._params, gradients=gradients)
-        if self._last.changed():
-            raise failures.parameters_changed(where, self._steps - 1)
-        self._moving.check(where)
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         if not self._hooks:
@@ -384,7 +378,7 @@ class Recorder:
         """Note what the loop has done to its average since the last step, which belongs to that step."""
         if self._average is None:
             return
-        update = self._average.taken(first=self._steps == 0)
+        update = self._average.taken(first=not self._steps)
         if self._steps and not self._writer.amend(update, self._average.now()) and update.added:
             raise failures.average_late(self._steps - 1)
 
