@@ -1,5 +1,6 @@
 """Shared settings of the tests."""
 
+import gc
 import os
 
 import jaxtyping
@@ -20,6 +21,14 @@ def _one_thread():
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Compare derivatives once per structure and process, except where the comparison is what is tested."""
+    from comparisons import share  # not above: leaveout is imported after its types are hooked in
+
+    share(item.get_closest_marker("compared_anew") is None)
+
+
 @pytest.fixture
 def untyped():
     """Without the checks of types that the tests add: what is refused here is refused for users."""
@@ -31,6 +40,12 @@ def untyped():
 def pytest_configure(config):
     """Make leaveout's own warnings errors; not in pyproject.toml, which would import it before types are hooked in."""
     config.addinivalue_line("filterwarnings", "error::leaveout.LeaveoutWarning")
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector what was imported: it would look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header():

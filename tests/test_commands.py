@@ -597,6 +597,7 @@ def test_cleanse_refuses_with_a_sentence(own):
 # plan
 
 
+@pytest.mark.full
 def test_plan_knows_what_a_built_in_run_is_about(shell, run):
     told = shell("plan", "runs/x", "--json").told["methods"]
     assert {row["method"] for row in told} >= {"TracIn", "SGD-IE", "ACC(free)", "ACC(exact)", "Replay"}
@@ -628,6 +629,7 @@ def until(condition, process, seconds=120.0):
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_ctrl_c_while_training_keeps_the_steps(tmp_path):
     process = started("train", *SMALL[:-2], "--epochs", "100000", "--out", "run", cwd=tmp_path)
     until((tmp_path / "run/manifest.json").exists, process)
@@ -641,6 +643,7 @@ def test_ctrl_c_while_training_keeps_the_steps(tmp_path):
     assert len(lo.open_run(tmp_path / "run", partial=True)) > 0
 
 
+@pytest.mark.full
 def test_training_that_was_killed_goes_on_with_the_same_command(tmp_path, shell):
     small = (*SMALL[:-2], "--epochs", "600")
     whole = tmp_path / "whole"

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from leaveout.builtin import data
 from leaveout.builtin.data import adult, cifar10, files, mnist, news
 from leaveout.errors import InputError
+from refusal import refused
 
 real = pytest.mark.skipif(not os.environ.get("LEAVEOUT_DATA"), reason="LEAVEOUT_DATA names no directory with the data")
 load = cache(data.load)  # the tests only read what they share
@@ -71,20 +72,20 @@ def test_a_split_is_repeatable_and_depends_on_the_seed() -> None:
 
 @pytest.mark.parametrize(("n_train", "n_val"), [(0, 5), (5, 0), (-1, 5), (6, 5), (True, 3)])
 def test_impossible_splits_are_refused(n_train: int, n_val: int) -> None:
-    with pytest.raises(InputError, match="together at most 10"):
+    with refused(InputError, "split-too-large", "10"):
         data.split(10, n_train, n_val)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_seeds_that_are_none_are_refused(seed: int) -> None:
-    with pytest.raises(InputError, match="must be a whole number from 0 to 4294967295"):
+    with refused(InputError, "seed-not-a-number", "4294967295"):
         data.load("digits", seed=seed)
-    with pytest.raises(InputError, match="must be a whole number from"):
+    with refused(InputError, "seed-not-a-number"):
         data.flip(data.load("digits").train, 0.1, seed=2**64)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"'iris'.*digits"):
+    with refused(InputError, "data-unknown", "'iris'", "digits"):
         data.load("iris")
 
 
@@ -132,7 +133,7 @@ def test_missing_files_without_a_network_are_named(nowhere: Path, name: str, fil
 
 def test_a_data_directory_that_does_not_exist_is_refused(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEAVEOUT_DATA", str(nowhere / "gone"))
-    with pytest.raises(InputError, match="gone, which is not a directory"):
+    with refused(InputError, "data-directory-missing", "gone"):
         data.load("adult")
 
 
@@ -193,14 +194,14 @@ def test_a_download_is_checked_and_kept(nowhere: Path, server: str) -> None:
 
 
 def test_a_download_with_a_wrong_checksum_is_refused_and_not_kept(nowhere: Path, server: str) -> None:
-    with pytest.raises(InputError, match="file was not found and has a wrong checksum"):
+    with refused(InputError, "data-not-found", "checksum"):
         files.download(files.Remote("set", "file", server, "sha256:" + "0" * 64))
     assert files.find("set", "file") is None
 
 
 def test_an_archive_without_its_batches_is_refused(nowhere: Path) -> None:
     put(nowhere / "data/cifar10/cifar-10-binary.tar.gz", archive({"cifar-10-batches-bin/test_batch.bin": b"0"}))
-    with pytest.raises(InputError, match=r"lacks data_batch_1.bin, data_batch_2.bin"):
+    with refused(InputError, "data-incomplete", "data_batch_1.bin, data_batch_2.bin"):
         data.load("cifar10")
 
 
@@ -296,7 +297,7 @@ def test_flip_changes_exactly_that_fraction_of_the_labels(clean: data.Examples, 
 
 def test_flip_needs_two_classes(clean: data.Examples) -> None:
     same = data.Examples(clean.x, torch.zeros(200), clean.ids)
-    with pytest.raises(InputError, match="at least two classes"):
+    with refused(InputError, "one-class-only"):
         data.flip(same, 0.5)
 
 
@@ -405,7 +406,7 @@ def test_news_reads_any_archive_with_the_two_groups(tmp_path: Path, monkeypatch:
     assert (news.table().x == expected.x).all()
     contents.popitem()
     put(path, archive(contents))
-    with pytest.raises(InputError, match="does not hold the original messages"):
+    with refused(InputError, "data-changed", "comp.sys.ibm.pc.hardware"):
         news.table()
 
 

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from problems import mostly_full
+
 FOLDER = Path(__file__).parent.parent / "examples"
 PLACES = [
     "embedded",
-    pytest.param("real", marks=pytest.mark.skipif("LEAVEOUT_DATA" not in os.environ, reason="no data")),
+    pytest.param(
+        "real",
+        marks=[pytest.mark.full, pytest.mark.skipif("LEAVEOUT_DATA" not in os.environ, reason="no data")],
+    ),
 ]
 
 
@@ -55,7 +60,7 @@ RUNS = {  # as small as they can be: that they go through, and that replays foll
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_full(RUNS, "gpt_accumulation"))
 def test_runs_as_they_are(name, load, tmp_path, capsys):
     if name == "resnet_batchnorm" and "LEAVEOUT_DATA" in os.environ:
         pytest.skip("the files of CIFAR-10 alone take ten seconds to read")

@@ -11,6 +11,9 @@ from leaveout.sweep.curvature import Hessian
 from leaveout.task.forms import Form
 from leaveout.task.guard.agreement import slope
 from leaveout.task.guard.points import trial
+from refusal import refused
+
+pytestmark = pytest.mark.compared_anew
 
 
 def data(n: int = 8) -> TensorDataset:
@@ -68,7 +71,7 @@ class Gated(nn.Module):
 
 
 def test_examples_mixed_behind_a_gate_that_is_zero():
-    with pytest.raises(UnsupportedError, match="depends on the other examples"):
+    with refused(UnsupportedError, "task-not-supported", "depends on the other examples"):
         lo.Task(Gated(0.0).double(), nn.CrossEntropyLoss(), data())
 
 
@@ -84,7 +87,7 @@ def test_examples_mixed_at_the_last_state_only(tmp_path):
             recorder.step(ids, [t[ids] for t in train.tensors])
             optimizer.step()
     for method in (lo.SGDIE(), lo.TracIn(), lo.Replay()):
-        with pytest.raises(UnsupportedError, match=r"at the run's last state.*depends on the other examples"):
+        with refused(UnsupportedError, "task-not-supported", "at the run's last state", "other examples"):
             method.score(lo.open_run(tmp_path / "run"), task, train)
 
 
@@ -160,7 +163,7 @@ class Uses(nn.Linear):
 def test_what_torch_func_cannot_differentiate():
     model = Uses(4, 2).double()
     model.function = InPlace
-    with pytest.raises(UnsupportedError, match=r"torch\.func cannot take its gradient.*setup_context"):
+    with refused(UnsupportedError, "task-not-supported", "setup_context"):
         lo.Task(model, nn.CrossEntropyLoss(), data())
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import leaveout as lo
+from problems import mostly_full
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -104,6 +105,9 @@ CASES = {
 }
 
 
+every_case = pytest.mark.parametrize("name", mostly_full(CASES, "GPT-2, accumulated", "BERT, tokens", "plain module"))
+
+
 def trainer_of(name: str, left_out: int | None = None, callbacks=(), **more):
     """The Trainer of a case; with ``left_out``, that example's loss weighs nothing."""
     build, kind, options = CASES[name]
@@ -176,14 +180,14 @@ def query_loss(name: str, model: nn.Module) -> float:
     return float(torch.stack(losses).double().mean())
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_recording_changes_no_bit(name: str) -> None:
     _, model = recorded(name)
     both = model.state_dict(), trained(name).state_dict()
     assert all(torch.equal(both[0][key], both[1][key]) for key in both[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_every_step_follows(name: str) -> None:
     recorder, _ = recorded(name)
     task = recorder.task()
@@ -192,7 +196,7 @@ def test_every_step_follows(name: str) -> None:
     assert scores.values.abs().max() > 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_replay_is_training_without_the_example(name: str) -> None:
     recorder, model = recorded(name)
     scores = lo.Replay().score(recorder.run, recorder.task(check=False), rows(CASES[name][1], 4, seed=9), ids=LEFT_OUT)

@@ -15,6 +15,7 @@ from leaveout.evaluate.duplicates import conflicts, input_hashes
 from leaveout.evaluate.labels import MEMORISED, confident_count, influence_weight, robust
 from leaveout.evaluate.metrics import Interval
 from leaveout.task.classes import Reading, class_logits, margins, readings
+from refusal import refused
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_they_are_saved_loaded_and_written_as_csv(digits, tmp_path):
     answer = lo.labels(run, task, classes=[f"digit {c}" for c in found.classes])
     assert answer.table["given_label"].str.startswith("digit ").all()
     assert lo.Labels.load(answer.save(tmp_path / "labels.json")) == answer
-    with pytest.raises(lo.InputError, match="exists already"):
+    with refused(lo.InputError, "file-exists"):
         answer.save(tmp_path / "labels.json")
     read = pd.read_csv(answer.to_csv(tmp_path / "labels.csv"), index_col="train")
     assert list(read.columns[:4]) == ["is_label_issue", "label_score", "given_label", "predicted_label"]
@@ -71,7 +72,7 @@ def test_they_are_saved_loaded_and_written_as_csv(digits, tmp_path):
     frame["label_score"] = 2.0
     assert answer.table["label_score"].max() < 1
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(lo.RunError, match="does not hold labels"):
+    with refused(lo.RunError, "labels-unreadable"):
         lo.Labels.load(tmp_path / "bad.json")
 
 
@@ -184,9 +185,8 @@ def test_what_has_no_labels_is_refused(tmp_path, loss):
     if loss == "soft":
         y, model, how = torch.rand(16, 3).softmax(1), nn.Linear(2, 3), nn.CrossEntropyLoss()
     run, task = small(tmp_path, x, y, how, model, epochs=1)
-    with pytest.raises(lo.UnsupportedError, match="Labels can be checked where targets are class numbers") as refused:
+    with refused(lo.UnsupportedError, "labels-not-classes", str(list(y.shape))):
         lo.labels(run, task)
-    assert str(list(y.shape)) in str(refused.value)
 
 
 def test_influence_counts_as_far_as_it_is_trusted(digits, verified):
@@ -226,12 +226,12 @@ def test_influence_is_added_where_every_label_is_fitted(tmp_path):
 
 def test_scores_that_do_not_fit_are_refused(digits, verified):
     (run, task, found, _), (scores, check) = digits, verified
-    with pytest.raises(lo.InputError, match="give these scores= as well"):
+    with refused(lo.InputError, "check-without-scores", "scores="):
         lo.labels(run, task, check=check)
     part = lo.TracIn().score(run, task, found.val, ids=range(20))
-    with pytest.raises(lo.InputError, match="a score of every training example"):
+    with refused(lo.InputError, "labels-scores-incomplete"):
         lo.labels(run, task, scores=part)
-    with pytest.raises(lo.InputError, match="other scores"):
+    with refused(lo.InputError, "check-of-other-scores"):
         lo.labels(run, task, scores=replace(scores, values=scores.values + 1), check=check)
-    with pytest.raises(lo.InputError, match="another run"):
+    with refused(lo.InputError, "scores-of-another-run"):
         lo.labels(run, task, scores=replace(scores, run_fingerprint=1))

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import leaveout as lo
 from leaveout.compute import progress
+from refusal import refused
 
 
 class Balanced(HTMLParser):
@@ -132,9 +133,8 @@ def trained(path, epochs, **options):
 def test_a_cell_that_records_runs_twice(tmp_path):
     run, task, query = trained(tmp_path / "run", 3)
     lo.SGDIE().score(run, task, query).save(tmp_path / "run/scores/sgd-ie.safetensors")
-    with pytest.raises(lo.RunError, match="replace it with overwrite=True") as refused:
+    with refused(lo.RunError, "run-exists", "overwrite=True"):
         trained(tmp_path / "run", 2)
-    assert refused.value.code == "run-exists"
     run, *_ = trained(tmp_path / "run", 2, overwrite=True)
     assert len(run) == len(lo.open_run(tmp_path / "run")) == 4
     assert not (tmp_path / "run/scores").exists(), "the scores were of the run that is gone"

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from refusal import refused
 
 
 def network(seed: int) -> nn.Module:
@@ -98,7 +99,7 @@ def test_usual_models_are_not_spoken_of(trained: Trained, tmp_path: Path) -> Non
         trained.score(trained.model, trained.run.head(12))
         trained.score(trained.best, trained.run.head(12))
         trained.score(network(0))
-        for seed in range(1, 9):
+        for seed in range(1, 4):
             trained.score(network(seed))
         some = Trained(tmp_path / "some", keep=7)
         some.score(some.best, some.run.head(12))
@@ -124,6 +125,5 @@ def test_at_scores_the_state_after_so_many_steps(method: lo.Estimator, keep: str
 @pytest.mark.parametrize("at", [0, 21, -1, 2.5, "best"])
 def test_a_state_that_the_run_does_not_have_is_refused(at: object, trained: Trained) -> None:
     task = lo.Task(trained.model, nn.MSELoss(), trained.data)
-    with pytest.raises(lo.InputError, match="run of 20 steps") as refusal:
+    with refused(lo.InputError, "at-out-of-range", "20 steps"):
         lo.SGDIE().score(trained.run, task, trained.data, at=at)
-    assert refusal.value.code == "at-out-of-range"

@@ -36,7 +36,7 @@ class Demo:
     truth: list[int]
     issues: Labels
 
-    def found(self, method: str) -> int:
+    def caught(self, method: str) -> int:
         """Count the flipped labels among as many most harmful examples."""
         return len(self.flipped & set(self.scores[method].harmful(len(self.flipped))))
 

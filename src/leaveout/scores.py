@@ -251,9 +251,9 @@ class Scores(Comparable):
 
     def _rows_of(self, data: Any, columns: Sequence[str]) -> list[int]:
         """The rows of the data that were scored, if it has them, and the columns."""
-        known = getattr(data, "column_names", None)
-        missing = [name for name in columns if name not in (known or ())]
-        if known is None or missing:
+        present = getattr(data, "column_names", None)
+        missing = [name for name in columns if name not in (present or ())]
+        if present is None or missing:
             what = f"has no column {missing[0]!r}" if missing else f"is a {type(data).__name__} without columns"
             raise InputError(f"The data {what}: give the data set that was trained on.", code="columns-missing")
         if strange := [i for i in self.train_ids if not isinstance(i, int) or i >= len(data)]:

@@ -111,17 +111,17 @@ def choose(
     if predicted <= budget or rows <= FEWEST:
         scores = Replay().score(run, task, query, **asked)  # type: ignore[arg-type]
         return Chosen(scores, _alone(scores), None, True, predicted, budget)
-    found, missing = _scored(methods, run, task, query, asked)
+    scored, missing = _scored(methods, run, task, query, asked)
     count = int(max(FEWEST, min(MOST, budget / predicted * rows, rows)))
-    sample = _sample(list(found.values()), min(count, rows), seed)
+    sample = _sample(list(scored.values()), min(count, rows), seed)
     picked = [row for part in sample for half in part for row in half]
-    truth = replayed(next(iter(found.values())), picked, run, task, query, resources)
+    truth = replayed(next(iter(scored.values())), picked, run, task, query, resources)
     exact = dict(zip(picked, truth.mean().double().tolist(), strict=True))
     (extreme, extreme_kept), (random, random_kept) = sample
     compared = extreme + random
-    taus = {name: _tau(scores, compared, exact) for name, scores in found.items()}
+    taus = {name: _tau(scores, compared, exact) for name, scores in scored.items()}
     best = max(taus, key=lambda name: taus[name])
-    winner = found[best]
+    winner = scored[best]
     values = winner.values.clone()
     values[picked] = truth.values.to(values)
     mask = torch.zeros(len(values), dtype=torch.bool)
@@ -129,7 +129,7 @@ def choose(
     cost = winner.cost + truth.cost
     scores = replace(winner, values=values, method=f"{best} + Replay", exact=mask, cost=cost)
     check = _trust(winner, scores, extreme_kept, random_kept, exact, run)
-    return Chosen(scores, _table(taus, found, missing, best, len(compared)), check, False, predicted, budget)
+    return Chosen(scores, _table(taus, scored, missing, best, len(compared)), check, False, predicted, budget)
 
 
 def _scored(
@@ -141,19 +141,19 @@ def _scored(
         return {scores.method: scores for scores in every}, {}
     except LeaveoutError:
         pass  # one of them cannot be used: which one?
-    found: dict[str, Scores] = {}
+    scored: dict[str, Scores] = {}
     missing: dict[str, str] = {}
     first: LeaveoutError | None = None
     for method in methods:
         try:
             scores = method.score(run, task, query, **asked)
-            found[scores.method] = scores
+            scored[scores.method] = scores
         except LeaveoutError as error:  # noqa: PERF203 - a handful of methods
             first = first or error
             missing[method.resolved(run, task).name] = str(error)
-    if not found and first is not None:
+    if not scored and first is not None:
         raise first
-    return found, missing
+    return scored, missing
 
 
 def _sample(
@@ -203,10 +203,10 @@ def _trust(
 
 
 def _table(
-    taus: dict[str, float], found: dict[str, Scores], missing: dict[str, str], best: str, compared: int
+    taus: dict[str, float], scored: dict[str, Scores], missing: dict[str, str], best: str, compared: int
 ) -> pd.DataFrame:
     rows = [
-        {"method": name, "tau": tau, "compared": compared, "seconds": found[name].cost.seconds, "chosen": name == best}
+        {"method": name, "tau": tau, "compared": compared, "seconds": scored[name].cost.seconds, "chosen": name == best}
         for name, tau in sorted(taus.items(), key=lambda item: -item[1])
     ]
     rows += [{"method": name, "tau": math.nan, "chosen": False, "missing": why} for name, why in missing.items()]

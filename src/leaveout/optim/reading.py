@@ -161,16 +161,16 @@ def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, par
 
 def _extras(definition: Definition, group: Group, params: list[Tensor]) -> Hyper:
     """The further columns that a group needs: options that are on, types of hyperparameters that are tensors."""
-    found = {name: 1.0 for name in definition.options if group.get(name)}
+    extras = {name: 1.0 for name in definition.options if group.get(name)}
     if group.get("fused"):  # its kernel takes the value and computes in its own precision
-        return found
+        return extras
     for name, value in definition.settings(group, params).items():
         if isinstance(value, Tensor) and value.dtype in DTYPES[1:]:
-            found[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))
+            extras[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))
     if group.get("capturable"):  # then the counters are not made numbers before they are used
         typed = counter(0.0, group, torch.zeros(())).dtype
-        found |= {f"{name}{TYPE}": float(DTYPES.index(typed)) for name in definition.counters if typed in DTYPES[1:]}
-    return found
+        extras |= {f"{name}{TYPE}": float(DTYPES.index(typed)) for name in definition.counters if typed in DTYPES[1:]}
+    return extras
 
 
 def _is_on(optimizer: torch.optim.Optimizer, setting: str) -> bool:

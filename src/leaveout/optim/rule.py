@@ -251,10 +251,10 @@ TYPE = "_dtype"
 
 def allowed_slots(definition: Definition) -> list[tuple[str, ...]]:
     """The slots that runs of an optimizer can have: the further ones in their order, each there or not."""
-    found = [definition.slots]
+    allowed = [definition.slots]
     for slot, _ in definition.optional:
-        found += [(*slots, slot) for slots in found]
-    return found
+        allowed += [(*slots, slot) for slots in allowed]
+    return allowed
 
 
 def allowed_extras(definition: Definition) -> list[str]:

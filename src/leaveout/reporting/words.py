@@ -72,7 +72,7 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
     return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out of training.{mixed}"
 
 
-def found(
+def outcome(
     table: Table, place: int, score: float, total: int, harmful: int, exact: bool, *, groups: bool, loss: bool
 ) -> str:
     """The outcome, and its most harmful row, which is at this place of the table."""

@@ -33,5 +33,5 @@ def check_run(path: str | Path) -> list[str]:
 
 
 def _strangers(run: Run) -> list[str]:
-    known = {shard.name for shard in run.manifest.shards}
-    return sorted(file.name for file in run.path.glob("shard-*") if file.name not in known)
+    listed = {shard.name for shard in run.manifest.shards}
+    return sorted(file.name for file in run.path.glob("shard-*") if file.name not in listed)

@@ -118,8 +118,8 @@ def cut_short(path: Path) -> bool:
 
 def _manifest(raw: dict[str, Any]) -> Manifest:
     """The manifest, if every part of it is of its kind: it may come from a stranger."""
-    told = raw["rule"]
-    rule = Rule(told["kind"], dict(told["groups"]), tuple(told["slots"]), tuple(told.get("extras", ())))
+    given = raw["rule"]
+    rule = Rule(given["kind"], dict(given["groups"]), tuple(given["slots"]), tuple(given.get("extras", ())))
     shards = tuple(Shard(**shard) for shard in raw["shards"])
     modes = tuple(tuple(names) for names in raw.get("modes", ()))
     manifest = Manifest(**{**raw, "rule": rule, "shards": shards, "modes": modes})
@@ -130,15 +130,15 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
     if not set(manifest.averaged) <= set(manifest.buffers):
         raise ValueError("averages of buffers that do not move")
     if not all(isinstance(name, str) for names in modes for name in names):
-        raise ValueError("a module's name that is none")
+        raise ValueError("a module's name that is not a string")
     if not rule.groups or not set(rule.groups) == set(manifest.shapes) == set(manifest.dtypes):
         raise ValueError("groups, shapes and dtypes name different parameters")
     if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):
-        raise ValueError("a count that is none")
+        raise ValueError("a count that is not a whole number, or negative")
     if max(*counts, manifest.steps) >= 2**63:
         raise ValueError("a count beyond all bounds")
     if not all(isinstance(dtype, str) for dtype in manifest.dtypes.values()):
-        raise ValueError("a type that is none")
+        raise ValueError("a type's name that is not a string")
     if manifest.autocast not in (None, "bfloat16", "float16"):
         raise ValueError(f"autocast is {manifest.autocast!r}")
     for name in ("finished", "uneven"):

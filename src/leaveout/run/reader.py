@@ -74,7 +74,7 @@ class Run:
     @cached_property
     def on_disk(self) -> list[int]:
         """The same of the whole run, also where this is the first part of it."""
-        found = [0]
+        indices = [0]
         for place, shard in enumerate(self.manifest.shards):
             file = self.path / shard.name
             kept = _load(file, {"kept"})["kept"]
@@ -86,12 +86,12 @@ class Run:
             inside = [self._starts[place] < index <= self._starts[place + 1] for index in listed]
             if not all(inside) or listed != sorted(set(listed)):
                 raise RunError(f"{file} keeps states of other steps than its own: {AGAIN}", code="run-damaged")
-            found += listed
-        if self.manifest.finished and found[-1] != self.manifest.steps:
+            indices += listed
+        if self.manifest.finished and indices[-1] != self.manifest.steps:
             raise RunError(
                 f"{self.path} is marked as finished but its last state is not there: {AGAIN}", code="run-damaged"
             )
-        return found
+        return indices
 
     def _repr_html_(self) -> str:
         first, last = self.record(0), self.record(len(self) - 1)
@@ -246,7 +246,7 @@ class Run:
         """What is wrong with the files, each of which is read in full; nothing where all is well."""
         checks: list[Any] = [lambda: self.kept, self._initial, lambda: check_config(self.path)]
         checks += [lambda number=number: self._load_shard(number) for number in range(len(self.manifest.shards))]
-        return [told for check in checks if (told := _refusal(check)) is not None]
+        return [problem for check in checks if (problem := _refusal(check)) is not None]
 
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.manifest.steps:
@@ -311,14 +311,14 @@ class Run:
     def _hold_against(self, file: Path, crc32: int) -> None:
         """Read a file through and compares its checksum, unless that was done and the file is still the same one."""
         try:
-            told = file.stat()
-            seen = (told.st_ino, told.st_size, told.st_mtime_ns)
+            status = file.stat()
+            seen = (status.st_ino, status.st_size, status.st_mtime_ns)
             if self._checked.get(file.name) == seen:
                 return
-            found = checksum(plain(file))
+            now = checksum(plain(file))
         except OSError as error:
             raise RunError(f"{file} cannot be read ({error.strerror or error}): {AGAIN}", code="run-damaged") from None
-        if found != crc32:
+        if now != crc32:
             raise RunError(f"{file} is not the file that was written (checksum): {AGAIN}", code="run-damaged")
         self._checked[file.name] = seen
 

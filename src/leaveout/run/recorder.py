@@ -191,7 +191,7 @@ class Recorder:
         Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of the examples'
         losses was divided by, where the task cannot know (see ``Task(accumulation=)``).
         """
-        found = batches.numbers(ids)
+        numbers = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
             raise InputError(
                 f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.", code="epoch-not-a-count"
@@ -200,7 +200,7 @@ class Recorder:
         if not self._hooks:
             return  # the disk is full, or the run is finished
         self._past.resume_draws()
-        self._pending.tell(found, batch, denominator)
+        self._pending.tell(numbers, batch, denominator)
 
     def flush(self) -> None:
         """Write what is recorded so far, with the state after the last step; call it with each checkpoint you save.
@@ -291,11 +291,13 @@ class Recorder:
         self._pending.clear()
         self._writer.abandon()
         self._full = True
-        told = failures.disk_full(self._writer.path, error, self._steps)
+        message = failures.disk_full(self._writer.path, error, self._steps)
         if self._stop_when_full:
             self._cut = True
-            raise RunError(f"{told}, or train on without recording by on_full='continue'.", code="disk-full") from error
-        warnings.warn(f"{told}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
+            raise RunError(
+                f"{message}, or train on without recording by on_full='continue'.", code="disk-full"
+            ) from error
+        warnings.warn(f"{message}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
 
     def _release(self) -> None:
         for hook in self._hooks:

@@ -29,13 +29,13 @@ def module_problems(model: nn.Module) -> list[str]:
     >>> module_problems(nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2)))[0][:60]
     "'0' is BatchNorm1d(track_running_stats=False), which mixes t"
     """
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if problem := _module_problem(module):
-            found.setdefault(problem, []).append(repr(name or "model"))
+            places.setdefault(problem, []).append(repr(name or "model"))
     lines = [
         f"{names[0]} is {problem}" if len(names) == 1 else f"{len(names)} layers ({names[0]}, ...) are {problem}"
-        for problem, names in found.items()
+        for problem, names in places.items()
     ]
     return lines + _device_problems(model) + _type_problems(model)
 

@@ -83,7 +83,7 @@ class StepCheck:
             )
 
     def way(self, recorded: RecordedStep, predicted: State, travelled: float) -> float | None:
-        """The same for a model that takes the run's steps on its own way.
+        """The same for a model that takes the run's steps from states of its own.
 
         Rounding can grow on such a way until the model has left the recorded one. Then the step is taken once more,
         from the recorded state. If it follows in every slot, nothing is wrong but rounding, and how far that has led

@@ -207,10 +207,10 @@ class Trajectory:
                 code="rows-differ",
             )
         if fingerprint:
-            found = batches.difference(fingerprint, batch, lambda: self.task.read(ids))
-            if found:
+            difference = batches.difference(fingerprint, batch, lambda: self.task.read(ids))
+            if difference:
                 raise MismatchError(
-                    f"The batch of step {index} is not the one that was trained on: {found}.", code="batch-differs"
+                    f"The batch of step {index} is not the one that was trained on: {difference}.", code="batch-differs"
                 )
         return batch
 

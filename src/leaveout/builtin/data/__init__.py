@@ -55,10 +55,10 @@ def sizes(name: str) -> tuple[int, int]:
     return source.n_train, source.n_val
 
 
-def found(name: str) -> bool:
+def is_here(name: str) -> bool:
     """Say whether files of a data set are on this machine; `load` checks that they are all there and the originals.
 
-    >>> found("digits")
+    >>> is_here("digits")
     True
     """
     folder = _known(name).folder

@@ -75,12 +75,12 @@ def _of_the_run(settings: Settings) -> list[Row]:
 
 def _of_the_algorithm(settings: Settings) -> list[Row]:
     seed = settings["seed"]
-    found: dict[str, list[Scores]] = {}
+    by_method: dict[str, list[Scores]] = {}
     for run in range(settings["runs"]):
         with network({**settings, "data_seed": seed, "seed": 1000 * seed + run}) as problem:
             asked = (problem.run, problem.task, problem.val)
             for scores in score([SGDIE(), TracIn()], *asked, queries="each", resources=QUIET):
-                found.setdefault(scores.method, []).append(scores)
+                by_method.setdefault(scores.method, []).append(scores)
             train_set, val = problem.task.train_set, problem.val
     kept = list(random_subsets(settings["n"], settings["subsets"], 0.5, seed).values())
     losses = np.stack(
@@ -90,7 +90,7 @@ def _of_the_algorithm(settings: Settings) -> list[Row]:
         ]
     )
     rows: list[Row] = []
-    for method, runs in found.items():
+    for method, runs in by_method.items():
         single = [algorithm_lds(scores, kept, losses) for scores in runs]
         mean = algorithm_lds(average(runs), kept, losses)
         rows.append({"method": method, "of": "one run", "lds": float(np.mean([one.value for one in single]))})

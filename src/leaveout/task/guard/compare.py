@@ -97,7 +97,7 @@ class _Search:
         return self.abilities_now
 
     def _symmetric(self, _task: Task, _at: Params, _batch: Any, point: Point | None) -> bool:
-        return point is None or point.known.symmetric
+        return point is None or point.difference.symmetric
 
     def _switch(self, name: str, check: Check, before: Abilities | None) -> None:
         if before is not None and not getattr(before, name):

@@ -54,7 +54,7 @@ def coupled_abilities(
     try:
         wide, given = task.widened(), batches.map_leaves(_widened, batch)
         at = each(_widened, task.own(params) | params)
-        known = difference(_plain(wide, given), at)
+        measured = difference(_plain(wide, given), at)
     except LeaveoutError:
         raise
     except Exception as error:  # noqa: BLE001 - a model that insists on its own type, or fails; it is passed on in words
@@ -63,7 +63,7 @@ def coupled_abilities(
         abilities = abilities._replace(**over)
         wide.abilities = abilities
         try:
-            problem = _differs(wide, at, given, known, abilities)
+            problem = _differs(wide, at, given, measured, abilities)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             continue
         if problem is None:
@@ -72,7 +72,7 @@ def coupled_abilities(
 
 
 def _differs(
-    task: Task, at: Params, batch: TrainingBatch, known: Difference | None, abilities: Abilities
+    task: Task, at: Params, batch: TrainingBatch, measured: Difference | None, abilities: Abilities
 ) -> str | None:
     """What is not as the model itself says."""
     value = gradient(task, at, batch)
@@ -86,20 +86,20 @@ def _differs(
         rest = batches.map_leaves(lambda leaf: leaf[1:], batch)
         less = _plain(task, rest, (size - 1) / size)(at)
         stacked = stacked_gradients(task, each(lambda t: torch.stack([t, t]), at), weights, batch)
-        found = each(lambda t: t[1], stacked)
-        if not _near(found, {name: less[name] for name in found}):
+        gradients = each(lambda t: t[1], stacked)
+        if not _near(gradients, {name: less[name] for name in gradients}):
             return "leaving an example out"
-    if known is None:
+    if measured is None:
         return None
-    stack = {name: torch.stack([d[name] for d in known.directions]) for name in task.own(at)}
+    stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.own(at)}
     _, curved, _ = hessian_products(task, at, batch, stack)
     for which in (0, 1):
-        if not known.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
+        if not measured.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
             return "pull-back"
     if abilities.changes is not None:
         ones = stack[next(iter(stack))].new_ones((2, size))
         _, pushed = weighted_changes(task, at, batch, (stack, ones, torch.zeros_like(ones)))
-        if not known.agrees(each(lambda t: t[0], pushed), 0):
+        if not measured.agrees(each(lambda t: t[0], pushed), 0):
             return "derivative along a vector"
     return None
 
@@ -123,10 +123,10 @@ def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Pa
             losses = task.parts.losses(outputs, targets)
             scaled = losses * batch.scale if isinstance(batch.scale, torch.Tensor) else losses
             loss = share * (scaled.mean() + (task._decay({n: named[n] for n in task.names}) if task.l2 else 0))
-            found = torch.autograd.grad(loss, trained, allow_unused=True)
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         slopes = {
             name: torch.zeros_like(tensor) if g is None else g
-            for name, tensor, g in zip(task.chosen, trained, found, strict=True)
+            for name, tensor, g in zip(task.chosen, trained, gradients, strict=True)
         }
         moved = {name: held[name].detach().clone().to(params[name]) for name in task.buffers}
         return {**slopes, **moved}
@@ -134,10 +134,10 @@ def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Pa
     return slope
 
 
-def _near(found: Params, wanted: Params) -> bool:
+def _near(computed: Params, wanted: Params) -> bool:
     dtype = next(iter(wanted.values())).dtype
     near = 1e-7 if dtype == torch.float64 else 1e-3
-    return norm(each(torch.sub, found, wanted)) <= near * max(norm(wanted), 1e-12)
+    return norm(each(torch.sub, computed, wanted)) <= near * max(norm(wanted), 1e-12)
 
 
 def _widened(leaf: Any) -> Any:

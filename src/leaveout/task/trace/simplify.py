@@ -100,35 +100,35 @@ def kind(tensor: Tensor) -> tuple:
 
 
 def _alike(node: Any, other: fx.Node) -> bool:
-    found, wanted = (each.meta.get("val") if isinstance(each, fx.Node) else None for each in (node, other))
-    return isinstance(found, Tensor) and isinstance(wanted, Tensor) and kind(found) == kind(wanted)
+    value, wanted = (each.meta.get("val") if isinstance(each, fx.Node) else None for each in (node, other))
+    return isinstance(value, Tensor) and isinstance(wanted, Tensor) and kind(value) == kind(wanted)
 
 
 def _equal(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
     """What has the same value, laid out in the same way, before this operation."""
     given: tuple[Any, ...] = node.args
-    found: Any = None
+    same: Any = None
     if node.target in (aten.detach.default, aten.alias.default):
         return given[0]
     if node.target in COPIES:
-        found = given[COPIES[node.target]]
+        same = given[COPIES[node.target]]
     elif node.target is aten.mul.Tensor and type(given[1]) in (int, float) and given[1] == 1:
-        found = given[0]
+        same = given[0]
     elif node.target is aten.add.Tensor and not node.kwargs:
-        found = next((term for zero, term in (given[:2], given[1::-1]) if zero in zeros), None)
+        same = next((term for zero, term in (given[:2], given[1::-1]) if zero in zeros), None)
     elif node.target in VIEWS:
         return _unviewed(node)
-    return found if _alike(found, node) else None
+    return same if _alike(same, node) else None
 
 
 def _unviewed(node: fx.Node) -> fx.Node | None:
     """The first tensor on the way to a view that looked the same already."""
-    found, here = None, node
+    first, here = None, node
     while here.target in VIEWS:
         here = here.args[0]  # type: ignore[assignment]
         if _alike(here, node):
-            found = here
-    return found
+            first = here
+    return first
 
 
 def _forget_values(node: fx.Node) -> None:
