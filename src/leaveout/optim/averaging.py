@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from leaveout.optim.definition import Hyper
+from leaveout.optim.definition import Hyper, Values
 
 AVERAGE = "average"
 """The slot; in runs whose averaged model was recorded."""
@@ -18,14 +18,14 @@ AVERAGE = "average"
 class Update(NamedTuple):
     """What became of the average after a step; the model's buffers may be averaged otherwise than its parameters.
 
-    ``count`` is how many models have been averaged by then, as ``AveragedModel.n_averaged`` has it.
+    ``models`` is how many models have been averaged by then, as ``AveragedModel.n_averaged`` has it.
     """
 
     kept: float = 1.0
     added: float = 0.0
     buffers_kept: float = 1.0
     buffers_added: float = 0.0
-    count: float = 0.0
+    models: float = 0.0
 
     def then(self, other: Update) -> Update:
         """One update after the other, with the same weights.
@@ -38,7 +38,7 @@ class Update(NamedTuple):
             other.kept * self.added + other.added,
             other.buffers_kept * self.buffers_kept,
             other.buffers_kept * self.buffers_added + other.buffers_added,
-            other.count,
+            other.models,
         )
 
     def columns(self) -> Hyper:
@@ -46,7 +46,7 @@ class Update(NamedTuple):
         return {f"{AVERAGE}_{name}": value for name, value in self._asdict().items()}
 
 
-def shares(hyper: Hyper, *, buffers: bool = False) -> tuple[float, float]:
+def shares(hyper: Values, *, buffers: bool = False) -> tuple[float, float]:
     """What a step kept of the average, and what it added of the new weights."""
     kind = "buffers_" if buffers else ""
     return hyper.get(f"{AVERAGE}_{kind}kept", 1.0), hyper.get(f"{AVERAGE}_{kind}added", 0.0)

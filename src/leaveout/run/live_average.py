@@ -61,7 +61,7 @@ class LiveAverage:
         """What the updates since the last step came to; before the ``first``, what the run starts from."""
         if first:
             self._seen = self._count()
-        now, whole = self._count(), Update(count=self._seen)
+        now, whole = self._count(), Update(models=self._seen)
         if now < self._seen:
             raise UnsupportedError(
                 "The averaged model was begun anew during the training: record what follows as another run.",
@@ -86,7 +86,7 @@ class LiveAverage:
             for name, tensor in state.items():
                 held[name].copy_(tensor)
             if last is not None:
-                self._averaged.n_averaged.fill_(int(last.count))
+                self._averaged.n_averaged.fill_(int(last.models))
         self._seen = self._count()
 
     def _count(self) -> int:
@@ -94,7 +94,6 @@ class LiveAverage:
 
     def _update(self, count: int) -> Update:
         """What the update does that finds so many models averaged: read off four numbers."""
-        buffers = self._averaged.use_buffers
         if count == 0:
             return Update(0.0, 1.0, 0.0, 1.0, 1)
         old = torch.tensor([1.0, 0.0, 1.0, 3.0], dtype=torch.float64)
@@ -108,7 +107,8 @@ class LiveAverage:
                 "get_ema_multi_avg_fn or get_swa_multi_avg_fn of torch.optim.swa_utils, or leave average= out.",
                 code="average-not-linear",
             )
-        return Update(kept, added, *((kept, added) if buffers else (0.0, 1.0)), count + 1)
+        own = (kept, added) if self._averaged.use_buffers else (0.0, 1.0)
+        return Update(kept, added, own[0], own[1], count + 1)
 
     def _applied(self, old: Tensor, new: Tensor, number: Tensor) -> Tensor:
         averaged = self._averaged

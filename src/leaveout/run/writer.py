@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -315,7 +316,7 @@ def _flatten(state: State) -> dict[str, Tensor]:
     return {f"state/{slot}/{name}": tensor for slot, params in state.items() for name, tensor in params.items()}
 
 
-def never_finished(writer: Writer, owner: int) -> None:
+def never_finished(writer: Any, owner: int) -> None:
     """Save what a recorder had when the program ended without ``finish``."""
     if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
         return
