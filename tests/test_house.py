@@ -30,6 +30,7 @@ FLOORS = [
     "demo",
     "cli",
     "__init__",
+    "__main__",
 ]
 """From the ground up, as docs/architecture.md draws them."""
 

@@ -7,7 +7,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -201,7 +201,15 @@ def _by_rows(kind: str, subject: _Subject) -> Plan:
 
 
 def _seconds(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> float:
-    return scored(task, run.head(min(FIRST, len(run)))).seconds
+    return _measured(scored, task, run.head(min(FIRST, len(run)))).seconds
+
+
+def _measured(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> Cost:
+    """What a scoring took; the time in which the processor did something else, or waited for data, is not counted."""
+    wall, own = time.perf_counter(), time.process_time()
+    cost = scored(task, run)
+    share = (time.process_time() - own) / (time.perf_counter() - wall)
+    return replace(cost, seconds=cost.seconds * min(1.0, share))
 
 
 def _rate(scored: Callable[[Task, Run], Cost], subject: _Subject) -> tuple[float, float, int]:
@@ -209,21 +217,21 @@ def _rate(scored: Callable[[Task, Run], Cost], subject: _Subject) -> tuple[float
     gc.collect()  # in the midst of it, a sweep would be taken for work
     run, quiet = subject.run, subject.task.quiet()
     first = min(FIRST, len(run))
-    begun = scored(quiet, run.head(first))
+    begun = _measured(scored, quiet, run.head(first))
     if begun.seconds > SHARE or first == len(run):
         return 0.0, begun.seconds / first, begun.peak_memory
     more = min(len(run), STEPS)
-    cost = scored(quiet, run.head(more))
+    cost = _measured(scored, quiet, run.head(more))
     rate = max(0.0, (cost.seconds - begun.seconds) / max(1, more - first))
     once = max(0.0, cost.seconds - more * rate)
     if rate > QUICK or more < STEPS:
         return once, rate, cost.peak_memory
     traced = subject.task.untraced()
     few, many = run.head(more), run.head(min(len(run), 3 * STEPS))
-    cold = scored(traced, few)  # what is repeated often enough is traced here
+    cold = _measured(scored, traced, few)  # what is repeated often enough is traced here
     if len(many) == len(few):
         return 0.0, cold.seconds / len(few), cold.peak_memory
-    short, long = (min(scored(traced, part).seconds for _ in range(2)) for part in (few, many))
+    short, long = (min(_measured(scored, traced, part).seconds for _ in range(2)) for part in (few, many))
     rate = max(0.0, (long - short) / (len(many) - len(few)))
     return max(0.0, cold.seconds - len(few) * rate), rate, cold.peak_memory
 
@@ -242,6 +250,6 @@ def _queries(subject: _Subject) -> Query:
 
 def _timed(work: Callable[[], object]) -> float:
     work()
-    start = time.perf_counter()
+    wall, own = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return min(time.perf_counter() - wall, time.process_time() - own)

@@ -7,7 +7,7 @@ gives the number that the model gives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,14 +58,37 @@ def several_labels(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """``(model, batch) -> (logits, labels)``, with or without labels among what the model is given."""
+    """``(model, batch) -> (logits, labels)``, with or without labels among what the model is given.
+
+    ``noise``: the strength of noise that training added to embeddings (NEFTune).
+    """
 
     with_labels: bool = False
+    noise: float = 0.0
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Call the model."""
         given = {name: value for name, value in batch.items() if self.with_labels or name != LABELS}
-        return logits_of(model(**given), self.with_labels), batch[LABELS]
+        with noisy_embeddings(model, self.noise) if self.noise else nullcontext():
+            return logits_of(model(**given), self.with_labels), batch[LABELS]
+
+
+@contextmanager
+def noisy_embeddings(model: Any, strength: float) -> Iterator[None]:
+    """Add noise to embeddings in training mode: uniform, at most α/√(tokens · width) (NEFTune, arXiv 2310.05914)."""
+    inner = getattr(model.base_model, "model", model) if hasattr(model, "peft_config") else model
+
+    def add(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        if not module.training:
+            return output
+        most = float(strength / torch.sqrt(torch.tensor(output.shape[1] * output.shape[2])))
+        return output + torch.zeros_like(output).uniform_(-most, most)
+
+    hook = inner.get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def logits_of(outputs: Any, with_labels: bool) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.definition import Definition, Group, Slots, Values, descent, is_plain, larger, sqrt
+from leaveout.optim.definition import Definition, Division, Group, Slots, Values, descent, is_plain, larger, sqrt
 
 
 class Adam(Definition):
@@ -30,6 +30,12 @@ class Adam(Definition):
             gradient = gradient.add(slots[PARAM], alpha=hyper["weight_decay"])
         return update(slots, gradient, hyper)
 
+    def division(self, hyper: Values) -> Division:
+        """Divide m by √v; for AMSGrad by its largest value so far, which forgets nothing."""
+        rate, correction = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"]), root_correction(hyper)
+        square, keeps = ("max_exp_avg_sq", 1.0) if hyper.get("amsgrad") else ("exp_avg_sq", hyper["beta2"])
+        return Division("exp_avg", square, hyper["beta1"], keeps, rate * correction, hyper["eps"] * correction)
+
     def describes(self, optimizer: object) -> bool:
         """Adam, unless all its groups say that it is AdamW."""
         return is_plain(optimizer, torch.optim.Adam) and not decoupled(optimizer)
@@ -48,12 +54,17 @@ def decoupled(optimizer: object) -> bool:
     )
 
 
+def root_correction(hyper: Values) -> Any:
+    """√(1 − β₂ᵗ), by which √v̂ = √v/√(1 − β₂ᵗ)."""
+    return (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+
+
 def update(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
     """Both moments along d, and the parameter by them."""
     mean = slots["exp_avg"].lerp(gradient, 1 - hyper["beta1"])
     square = slots["exp_avg_sq"].mul(hyper["beta2"]).addcmul(gradient, gradient, value=1 - hyper["beta2"])
     step_size = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
-    correction = (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+    correction = root_correction(hyper)
     new = {**slots, "exp_avg": mean, "exp_avg_sq": square}
     if hyper.get("amsgrad"):
         new["max_exp_avg_sq"] = larger(slots["max_exp_avg_sq"], square)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,21 @@ Slots: TypeAlias = dict[str, Tensor]
 
 Group: TypeAlias = Mapping[str, Any]
 """One of ``optimizer.param_groups``."""
+
+
+class Division(NamedTuple):
+    """How a step divides by a root: ``θ ← θ − size · x / (√v + eps)``.
+
+    ``square`` is the slot v, of which each step keeps the share ``square_keeps``. x is the slot ``mean``, of which each
+    step keeps ``mean_keeps``, or the gradient itself where ``mean`` is None.
+    """
+
+    mean: str | None
+    square: str
+    mean_keeps: float
+    square_keeps: float
+    size: float
+    eps: float
 
 
 class Definition:
@@ -83,6 +98,10 @@ class Definition:
 
     def transposed(self, vector: Slots, hyper: Values) -> tuple[Slots, Tensor] | None:  # noqa: ARG002
         """∂Oᵀ·u for a linear step, in the old slots and in g; None where ``torch.func`` takes it."""
+        return None
+
+    def division(self, hyper: Values) -> Division | None:  # noqa: ARG002 - for subclasses
+        """Return how the step divides by the root of a slot, if it does: the jump is read with it."""
         return None
 
     def shape(self, slot: str, shape: Sequence[int]) -> tuple[int, ...]:  # noqa: ARG002 - for subclasses

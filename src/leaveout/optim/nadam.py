@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.definition import Definition, Group, Hyper, Slots, Values, counter, descent, sqrt
+from leaveout.optim.definition import Definition, Division, Group, Hyper, Slots, Values, counter, descent, sqrt
 
 
 class NAdam(Definition):
@@ -38,6 +38,13 @@ class NAdam(Definition):
         param = param.addcdiv(gradient, denominator, value=-rate * (1.0 - mu) / (1.0 - product))
         param = param.addcdiv(mean, denominator, value=(-rate * following) / (1.0 - product * following))
         return {PARAM: param, "exp_avg": mean, "exp_avg_sq": square}
+
+    def division(self, hyper: Values) -> Division:
+        """Divide m by √v̂; the part of the gradient that goes beside it is left aside."""
+        following = coefficient(hyper["step"] + 1, hyper["beta1"], hyper["momentum_decay"])
+        correction = (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+        size = hyper["lr"] * following / (1.0 - hyper["mu_product"] * following) * correction
+        return Division("exp_avg", "exp_avg_sq", hyper["beta1"], hyper["beta2"], size, hyper["eps"] * correction)
 
     def coupled_decay(self, hyper: Hyper) -> float:
         """All of it or nothing, as the group says."""

@@ -12,7 +12,7 @@ from torch.func import jvp, vmap
 from leaveout._util.trees import PARAM, Params, State, height, memory, pullback
 from leaveout.optim.averaging import AVERAGE, mixed, shares
 from leaveout.optim.clip import Clip
-from leaveout.optim.definition import IDLE, STILL, Definition, Hyper, Slots, Values
+from leaveout.optim.definition import IDLE, STILL, Definition, Division, Hyper, Slots, Values
 from leaveout.optim.registry import optimizers
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -86,6 +86,16 @@ class Rule:
     def linear(self) -> bool:
         """Say whether the step is linear in (state, gradient) together, so that it is its own derivative."""
         return self.definition.linear and self.clip is None
+
+    @property
+    def divides(self) -> bool:
+        """Say whether the optimizer's steps divide by the root of a slot."""
+        return type(self.definition).division is not Definition.division
+
+    def divisions(self, hypers: Sequence[Hyper]) -> list[Division | None]:
+        """Each group's division by a root at one step, in plain numbers."""
+        divisions = [None if hyper.get(STILL) else self.definition.division(values(hyper)) for hyper in hypers]
+        return [one and Division(*one[:2], *(float(number) for number in one[2:])) for one in divisions]
 
     def following(self, clip: Clip | None, assigned: Sequence[str]) -> Rule:
         """Return the same with clipping before the step and buffers that it assigns."""

@@ -21,6 +21,7 @@ class Drawn(NamedTuple):
     batch: Any
     random: RandomState | None = None
     denominator: float | None = None
+    autocast: str | None = None
 
 
 class Taken(NamedTuple):
@@ -59,7 +60,8 @@ class Pending:
     @property
     def autocast(self) -> str | None:
         """The type that the last forward pass was cast to."""
-        return self._forwards.passes[-1].autocast if self._forwards.passes else None
+        last = self._forwards.passes or self._batches
+        return last[-1].autocast if last else None
 
     def _dropped(self) -> None:
         """Forget batches whose gradients were thrown away, as after a step that a gradient scaler skipped.
@@ -79,10 +81,10 @@ class Pending:
             self.clear()
         self._batches.append(Drawn(ids, batches.fingerprint(batch), batch, self._forwards.state()))
 
-    def tell(self, ids: Tensor, batch: Any, denominator: float | None) -> None:
+    def tell(self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None) -> None:
         """Take a batch that the loop names, before or after its forward pass."""
         marks = [] if batch is None else batches.fingerprint(batch)
-        self._batches.append(Drawn(ids, marks, batch, self._forwards.state(), denominator))
+        self._batches.append(Drawn(ids, marks, batch, self._forwards.state(), denominator, autocast))
 
     def take(self, *, keep_batches: bool = False) -> Taken:
         """Return what the step that was just taken was taken on, and begin anew.

@@ -69,12 +69,11 @@ class Recorder:
             the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
             every batch ``done`` times. A number of steps: the loop has put model and optimizer back itself, from a
             checkpoint that it saved after so many steps; the run goes on from there, and later steps are dropped.
-        on_full: what happens when the disk is full: ``"stop"`` raises at the next step; ``"continue"`` warns, stops
-            recording and lets the training go on. Either way the run up to then can be read and resumed.
+        on_full: when the disk is full, ``"stop"`` raises at the next step; ``"continue"`` warns and lets the training
+            go on unrecorded. Either way the run up to then can be read and resumed.
 
     Every ``optimizer.step()`` is one step of the run; its micro-batches are those that ``watch`` gave since the step
-    before, or the ids that ``step`` was told. What else the training does is noted as it happens: which modules are in
-    training mode, the random generators before a forward pass that draws, buffers that move.
+    before, or the ids that ``step`` was told. What else happens is noted: modes, random generators, moving buffers.
     """
 
     def __init__(
@@ -115,17 +114,17 @@ class Recorder:
         self._stop_when_full = on_full == "stop"
         if overwrite and writes:
             clear(path)
-        steps = None if isinstance(resume, bool) else resume
-        self._writer = Writer(path, resume=bool(resume), steps=steps) if writes else NoWriter(path)
+        at = None if isinstance(resume, bool) else resume
+        self._writer = Writer(path, resume=bool(resume), steps=at) if writes else NoWriter(path)
         self._settings = Settings([])
         self._start: State | None = None
         self._steps, self._epoch = 0, -1
         self._cut = self._full = self._closure = False
         self._loaders = IndexedLoaders()
         before = self._writer.before
-        self._past = Past(before if steps is None else None)
+        self._past = Past(before if at is None else None)
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
-        self._go_on(restored=steps is not None)
+        self._go_on(restored=at is not None)
         self._pending = Pending(called, self._moving.begin)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
@@ -185,11 +184,12 @@ class Recorder:
         *,
         epoch: int = 0,
         denominator: float | None = None,
+        autocast: str | None = None,
     ) -> None:
         """Say which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
 
-        Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of the examples'
-        losses was divided by, where the task cannot know (see ``Task(accumulation=)``).
+        Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of losses was
+        divided by, where the task cannot know; ``autocast`` the type of casts, where the model is not called whole.
         """
         numbers = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
@@ -200,7 +200,7 @@ class Recorder:
         if not self._hooks:
             return  # the disk is full, or the run is finished
         self._past.resume_draws()
-        self._pending.tell(numbers, batch, denominator)
+        self._pending.tell(numbers, batch, denominator, autocast)
 
     def flush(self) -> None:
         """Write what is recorded so far, with the state after the last step; call it with each checkpoint you save.

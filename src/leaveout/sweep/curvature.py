@@ -217,11 +217,6 @@ class Flat(Curvature):
         return gradients, each(torch.zeros_like, gradients)
 
 
-def hessian(kinks: bool) -> type[Curvature]:
-    """Choose the Hessian, with or without the curvature of kinks."""
-    return KinkedHessian if kinks else Hessian
-
-
 def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
     """Refuse stop-gradients where a product with J = ∂ḡ/∂θ would have to serve for one with its transpose."""
     if issubclass(kind, Hessian) and not task.abilities.symmetric:

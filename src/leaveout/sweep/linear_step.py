@@ -72,7 +72,7 @@ class LinearStep:
     ) -> None:
         self._rule, self._recorded, self.curvature = rule, recorded, curvature
         self._path = path or (lambda params: params)
-        self._hypers = recorded.record.hypers
+        self.hypers = recorded.record.hypers
 
     @property
     def has_gradient(self) -> bool:
@@ -82,7 +82,7 @@ class LinearStep:
     @cached_property
     def after(self) -> State:
         """The step computed again."""
-        return self._rule.step(self._recorded.before, self.curvature.gradient, self._hypers)
+        return self._rule.step(self._recorded.before, self.curvature.gradient, self.hypers)
 
     def pull(
         self, vectors: State, products: Callable[[Params], tuple[Params, Float[Tensor, "vectors batch"]]] | None = None
@@ -91,7 +91,7 @@ class LinearStep:
 
         ``products`` is taken in place of the curvature's own where its values are known from elsewhere.
         """
-        state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self._hypers)
+        state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self.hypers)
         along = self._path(along)
         curved, reads = (products or self.curvature.products)(along)
         return Pulled(_plus(state, curved), state, along, reads, vectors, self)
@@ -128,7 +128,7 @@ class LinearStep:
         pushed = self._tangent(vectors, along)
         affected, gradient = self._left_out(own_pairs)
         own = self._counterfactual(gradient)
-        tangent = self._rule.tangent(own, (state_rows(vectors, affected), rows(along, affected)), self._hypers)
+        tangent = self._rule.tangent(own, (state_rows(vectors, affected), rows(along, affected)), self.hypers)
         jump = self._jump(own)
         return replace_rows(pushed, affected, {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent})
 
@@ -136,7 +136,7 @@ class LinearStep:
         """Compute ∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩; rows that are not kept as for SGD-IE."""
         count = height(vectors[PARAM])
         reads = next(iter(vectors[PARAM].values())).new_zeros(count)
-        state, along = self._rule.cotangent(self._at(count), vectors, self._hypers)
+        state, along = self._rule.cotangent(self._at(count), vectors, self.hypers)
         if keep is not None:
             plain, gradient = self._left_out(_where(pairs, ~keep))
             reads[plain] = -inner_rows(rows(along, plain), gradient)
@@ -148,7 +148,7 @@ class LinearStep:
             jump = self._jump(own)
             reads[affected] = sum(inner_rows(own_vectors[slot], jump[slot]) for slot in jump)
             if not self._rule.linear:
-                own_state, own_along = self._rule.cotangent(own, own_vectors, self._hypers)
+                own_state, own_along = self._rule.cotangent(own, own_vectors, self.hypers)
                 state = replace_rows(state, affected, own_state)
                 along = replace_rows({PARAM: along}, affected, {PARAM: own_along})[PARAM]
         along = self._path(along)
@@ -174,8 +174,8 @@ class LinearStep:
 
     def _tangent(self, state: State, gradient: Params) -> State:
         if self._rule.linear:  # it is its own derivative
-            return self._rule.steps_(state, gradient, self._hypers)
-        return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self._hypers)
+            return self._rule.steps_(state, gradient, self.hypers)
+        return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self.hypers)
 
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
         """Return the recorded state with the batch gradient that lacks each row's examples."""
@@ -184,7 +184,7 @@ class LinearStep:
 
     def _jump(self, own: tuple[State, Params]) -> State:
         """Compute Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
-        stepped = self._rule.steps(*own, self._hypers)
+        stepped = self._rule.steps(*own, self.hypers)
         return {slot: each(torch.sub, stepped[slot], self.after[slot]) for slot in stepped}
 
     def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:

@@ -27,7 +27,7 @@ from leaveout.task.example_draws import Axes, together
 from leaveout.task.folding import Folded
 from leaveout.task.footprint import footprint
 from leaveout.task.forms import Abilities
-from leaveout.task.forward import Called, Forward, bare, default_forward
+from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.kinks import kinked
@@ -93,7 +93,7 @@ class Task:
         self.clip = clip_of(clip_norm, clip_value)
         self.measure, self._measured = measure, measure_of(measure)
         self.statistics, self.accumulation = statistics, accumulation
-        self.model = model = bare(model)
+        self.model = model = uncast(bare(model))
         self.train_set = train_set
         self.l2 = l2
         self.collate = collate
@@ -109,7 +109,7 @@ class Task:
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
-        self.kinks, self.loss_scale = False, 1.0  # the latter is a GradScaler's
+        self.kinks, self.kink_sizes, self.loss_scale = False, dict[tuple[int, int], float | None](), 1.0
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
@@ -164,7 +164,7 @@ class Task:
     def untraced(self) -> Task:
         """The same task, of which nothing has been traced or compared yet."""
         task = copy.copy(self)
-        task.tracer, task._at, task._views = self.tracer.fresh(), {}, {}
+        task.tracer, task._at, task._views, task.kink_sizes = self.tracer.fresh(), {}, {}, {}
         return task
 
     def quiet(self) -> Task:

@@ -60,6 +60,15 @@ def images(n: int, epochs: int, *, size: int = 64) -> tuple[Data, Task, Run]:
     return dataset, task, train(task, optimizer, epochs, size, 0, folder(), resources=QUIET)
 
 
+def digits(hidden: tuple[int, ...], epochs: int, *, size: int = 50) -> tuple[Data, Task, Run]:
+    """Train a ReLU network on all digits."""
+    dataset = data.load("digits")
+    net = models.build("mlp", seed=0, features=64, hidden=hidden, outputs=10)
+    task = Task(net, nn.CrossEntropyLoss(), dataset.train)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return dataset, task, train(task, optimizer, epochs, size, 0, folder(), resources=QUIET)
+
+
 def plain_training(task: Task, run: Run, model: nn.Module, loss: nn.Module) -> float:
     """Time an ordinary PyTorch loop over the run's steps: nothing recorded, nothing checked."""
     optimizer = torch.optim.SGD(model.parameters(), lr=run.record(0).hypers[0]["lr"])

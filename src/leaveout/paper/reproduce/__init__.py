@@ -1,5 +1,6 @@
 """The published tables and curves as declarative specs, a file each, and one runner for all of them."""
 
+from leaveout.paper.reproduce.adam import ADAM
 from leaveout.paper.reproduce.bounds import BOUNDS
 from leaveout.paper.reproduce.ceiling import CEILING
 from leaveout.paper.reproduce.choosing import CHOOSING
@@ -22,7 +23,20 @@ SPECS = {
     spec.name: spec
     for spec in (
         *(CONVEX, NONCONVEX, FAMILY, METHODS, SENSITIVITY, EPOCHS, GROUPS, BOUNDS),
-        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS, SMOOTHNESS, CEILING, CHOOSING, TSLOO, LDS, KINKS),
+        *(
+            READOUTS,
+            CLEANSING,
+            CLEANSING_FULL,
+            MISMATCH,
+            LABELS,
+            SMOOTHNESS,
+            CEILING,
+            CHOOSING,
+            TSLOO,
+            LDS,
+            KINKS,
+            ADAM,
+        ),
     )
 }
 
