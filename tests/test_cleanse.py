@@ -271,15 +271,15 @@ def test_nonsense_is_refused(case):
     scores = lo.SGDIE().score(run, task, query)
     groups = lo.SGDIE().score(run, task, query, groups=[[0, 1], [2]])
     foreign = replace(scores, run_fingerprint=1)
-    for given, options, words in (
-        (scores, {"remove": [0]}, "from 1 to 12"),
-        (scores, {"remove": [13]}, "from 1 to 12"),
-        (scores, {"remove": []}, "from 1 to 12"),
-        (scores, {"remove": [1], "random": -1}, "0 or more"),
-        (groups, {"remove": [1]}, "groups"),
-        (foreign, {"remove": [1]}, "of another run"),
-        ([], {"remove": [1]}, "at least one method"),
-        ([scores, scores], {"remove": [1]}, "each method's scores once"),
+    for given, options, code in (
+        (scores, {"remove": [0]}, "remove-out-of-range"),
+        (scores, {"remove": [13]}, "remove-out-of-range"),
+        (scores, {"remove": []}, "remove-out-of-range"),
+        (scores, {"remove": [1], "random": -1}, "trainings-not-a-count"),
+        (groups, {"remove": [1]}, "groups-cannot-be-removed"),
+        (foreign, {"remove": [1]}, "scores-of-another-run"),
+        ([], {"remove": [1]}, "cleanse-without-scores"),
+        ([scores, scores], {"remove": [1]}, "methods-repeated"),
     ):
-        with pytest.raises(lo.InputError, match=words):
+        with refused(lo.InputError, code):
             lo.cleanse(given, run, task, query, **options)

@@ -53,7 +53,10 @@ def test_products_are_those_of_the_dense_hessian():
 def test_the_quick_form_is_kept_where_it_is_right():
     plain = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
     assert lo.Task(plain, nn.CrossEntropyLoss(), data()).abilities.vector is Form.REVERSE_FORWARD
-    assert lo.Task(normalised(), nn.CrossEntropyLoss(), data()).abilities.vector is not Form.REVERSE_FORWARD
+    assert lo.Task(normalised(), nn.CrossEntropyLoss(), data()).abilities.vector is Form.REVERSE_FORWARD
+    layers = (nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 2))
+    wrong = lo.Task(nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), data())
+    assert wrong.abilities.vector is not Form.REVERSE_FORWARD
     unchecked = lo.Task(plain, nn.CrossEntropyLoss(), data(), check=False).abilities
     assert unchecked.vector is Form.FORWARD_REVERSE  # not compared, so not the one that is wrong most often
 

@@ -26,6 +26,7 @@ FLOORS = [
     "builtin",
     "reporting",
     "study",
+    "tracking",
     "paper",
     "demo",
     "cli",

@@ -228,6 +228,5 @@ def test_what_holds_no_scores_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 1), (2, 2), (1, 2), (0, 0)])
 def test_a_shape_that_does_not_match_the_ids_is_refused(rows: int, columns: int) -> None:
-    message = rf"\[{rows}, {columns}\] do not match 2 training ids and 1 query ids: give a row"
-    with pytest.raises(lo.InputError, match=message):
+    with refused(lo.InputError, "scores-shape", f"[{rows}, {columns}]", "2 training ids", "1 query ids"):
         Scores(torch.zeros(rows, columns), (0, 1), ("mean",), "ACC")

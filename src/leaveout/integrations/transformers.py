@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from leaveout.errors import RunError, UnsupportedError
+from leaveout.integrations.fused import FUSED, FusedCall, unfused
 from leaveout.integrations.model_loss import (
     ITEMS,
     LABELS,
@@ -68,7 +69,7 @@ class RecorderCallback(TrainerCallback):
         self._args: Any
         self._last: Any = None
         self._divides: bool | None = None
-        self._items_given = False
+        self._items_given = self._fused = False
 
     @property
     def run(self) -> Run:
@@ -90,22 +91,27 @@ class RecorderCallback(TrainerCallback):
             options: those of ``leaveout.Task``.
         """
         _ = self.run
+        model: Any = self._model
+        if getattr(model, "is_gradient_checkpointing", False):  # Trainer switches it on itself whenever it trains
+            model.gradient_checkpointing_disable()
+        model = unfused(model) if self._fused else model
         loader = self._tap.loader
         collate = Collated(loader.collate_fn, _columns(loader.dataset))
         noise = float(getattr(self._args, "neftune_noise_alpha", None) or 0)
-        forward = options.pop("forward", None) or ModelCall(_needs_labels(self._model), noise)
+        own: Any = ModelCall(_needs_labels(model), noise)
+        forward = options.pop("forward", None) or (FusedCall(own) if self._fused else own)
         if loss is None:
-            loss = self._own_loss(loader.dataset, collate)
+            loss = self._own_loss(model, loader.dataset, collate)
         clip = self._args.max_grad_norm
         return Task(
-            self._model,
+            model,
             loss,
             loader.dataset,
             forward=forward,
             **{
                 "collate": collate,
                 "clip_norm": clip if clip and clip > 0 else None,
-                "accumulation": "sum" if self._items_given else "mean",
+                "accumulation": "window" if self._fused else "sum" if self._items_given else "mean",
                 **options,
             },
         )
@@ -201,7 +207,7 @@ class RecorderCallback(TrainerCallback):
             return  # one more forward pass of the same batch
         if self._divides is None:
             self._divides = divides_by_items(model, inputs) or self._args.label_smoothing_factor > 0
-        self._items_given = ITEMS in inputs
+        self._items_given, self._fused = ITEMS in inputs, FUSED in inputs
         self._tap.next()
         ids, self._last = following
         items = inputs.get(ITEMS) if self._divides else None
@@ -209,15 +215,21 @@ class RecorderCallback(TrainerCallback):
             ids, self._last, epoch=self._tap.epoch, denominator=None if items is None else float(torch.as_tensor(items))
         )
 
-    def _own_loss(self, data: Dataset, collate: Any) -> Any:
+    def _own_loss(self, model: nn.Module, data: Dataset, collate: Any) -> Any:
+        if getattr(self._args, "loss_type", "nll") != "nll":
+            raise UnsupportedError(
+                f"The loss {self._args.loss_type!r} of this trainer is not known by example: give task(loss=...), a "
+                "function of (logits, labels) that returns one loss per example, or (sums, counts).",
+                code="model-loss-unknown",
+            )
         smoothing = self._args.label_smoothing_factor
         if smoothing:
             inner = getattr(getattr(self._model, "base_model", None), "model", None)  # of an adapter's wrapper
             names = {type(self._model).__name__, type(inner).__name__}
             return ClassLoss(bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())), smoothing)
         ids = range(min(TRIAL, batches.size(data)))
-        device = next(self._model.parameters()).device
-        return found_loss(self._model, batches.to(batches.read(data, ids, collate), device))
+        device = next(model.parameters()).device
+        return found_loss(model, batches.to(batches.read(data, ids, collate), device))
 
 
 class Collated:

@@ -100,6 +100,14 @@ class Definition:
         """∂Oᵀ·u for a linear step, in the old slots and in g; None where ``torch.func`` takes it."""
         return None
 
+    def pulled(self, slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor] | None:  # noqa: ARG002
+        """∂O(s, g)ᵀ·u in closed form, in the old slots and in g; None where ``torch.func`` takes it."""
+        return None
+
+    def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:  # noqa: ARG002
+        """The gradient that led from one state to the next; None where no slot tells it."""
+        return None
+
     def division(self, hyper: Values) -> Division | None:  # noqa: ARG002 - for subclasses
         """Return how the step divides by the root of a slot, if it does: the jump is read with it."""
         return None

@@ -164,6 +164,8 @@ class Rule:
         """∂O(s, g)ᵀ·u as its part for the state and its part for the gradient, for stacks of the same height."""
         if self.linear and (pulled := self._transposed(vector, hypers)):
             return pulled
+        if self.clip is None and (pulled := self._pulled(at, vector, hypers)):
+            return pulled
         _, pull = pullback(self._stacked(self.definition.smooth, hypers), *at)
         state, gradient = pull(vector)
         return state, gradient
@@ -182,6 +184,25 @@ class Rule:
             new[PARAM][name] = vector[PARAM][name].add(vector[AVERAGE][name], alpha=added)
             new[AVERAGE][name] = vector[AVERAGE][name].mul(kept)
         return new
+
+    def consumed(self, before: State, after: State, hypers: Sequence[Hyper]) -> Params | None:
+        """The gradient that led from one state to the next, up to rounding; None where the states do not tell it.
+
+        Of a clipped gradient they tell only what was left of it.
+        """
+        if self.clip is not None:
+            return None
+        used: Params = {}
+        for name, group in self.groups.items():
+            old, new = ({slot: state[slot][name] for slot in self.own_slots} for state in (before, after))
+            stopped = hypers[group].get(STILL) or hypers[group].get(IDLE)
+            gradient = (
+                torch.zeros_like(old[PARAM]) if stopped else self.definition.consumed(old, new, values(hypers[group]))
+            )
+            if gradient is None:
+                return None
+            used[name] = gradient
+        return used | {name: after[PARAM][name] for name in self.assigned}
 
     def _each(self, function: Step, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         new: State = {slot: {} for slot in self.slots}
@@ -218,6 +239,23 @@ class Rule:
         return whole if self.definition.stacking == "elementwise" else vmap(whole)
 
     def _transposed(self, vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:
+        return self._by_parameter(vector, hypers, lambda _, slots, hyper: self.definition.transposed(slots, hyper))
+
+    def _pulled(self, at: tuple[State, Params], vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:
+        before, gradient = at[0], self.flowing(at[1], hypers)
+
+        def pull(name: str, slots: Slots, hyper: Values) -> tuple[Slots, torch.Tensor] | None:
+            return self.definition.pulled({s: before[s][name] for s in self.own_slots}, gradient[name], slots, hyper)
+
+        return self._by_parameter(vector, hypers, pull)
+
+    def _by_parameter(
+        self,
+        vector: State,
+        hypers: Sequence[Hyper],
+        pull: Callable[[str, Slots, Values], tuple[Slots, torch.Tensor] | None],
+    ) -> tuple[State, Params] | None:
+        """The parts of a pull-back that ``pull`` gives for each parameter; None where it has none."""
         state: State = {slot: {} for slot in self.slots}
         gradient: Params = {}
         for name, group in self.groups.items():
@@ -228,7 +266,7 @@ class Rule:
                 state[AVERAGE][name] = vector[AVERAGE][name].mul(kept)
             pulled: tuple[Slots, torch.Tensor] | None = slots, torch.zeros_like(slots[PARAM])
             if not hypers[group].get(STILL):
-                pulled = self.definition.transposed(slots, values(hypers[group]))
+                pulled = pull(name, slots, values(hypers[group]))
             if pulled is None:
                 return None
             gradient[name] = torch.zeros_like(pulled[1]) if hypers[group].get(IDLE) else pulled[1]

@@ -117,7 +117,7 @@ class Reading:
     def passed(self, pulled: Pulled) -> None:
         """Go on to the step before."""
         if self.saturation:
-            self.saturation.note(pulled.step.after, pulled.step.curvature.gradient, pulled.step.hypers)
+            self.saturation.note(pulled.step.stepped, pulled.step.gradient, pulled.step.hypers)
 
     def packed(self) -> dict[str, Tensor]:
         """Return what is carried, by names."""

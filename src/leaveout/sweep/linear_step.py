@@ -80,6 +80,19 @@ class LinearStep:
         return self.curvature.has_gradient
 
     @cached_property
+    def gradient(self) -> Params:
+        """ḡ(θ; w¹): the one at hand, or as the recorded states tell it up to rounding, or computed."""
+        if not self.curvature.has_gradient and (used := self.consumed) is not None:
+            return used
+        return self.curvature.gradient
+
+    @cached_property
+    def consumed(self) -> Params | None:
+        """The gradient that the recorded states say was used, or None."""
+        recorded = self._recorded
+        return self._rule.consumed(recorded.before, recorded.after, self.hypers) if recorded.exact else None
+
+    @cached_property
     def after(self) -> State:
         """The step computed again."""
         return self._rule.step(self._recorded.before, self.curvature.gradient, self.hypers)
@@ -169,7 +182,7 @@ class LinearStep:
 
     def _at(self, count: int) -> tuple[State, Params]:
         # A linear step has the same derivative everywhere, so that any gradient serves where none is at hand.
-        gradient = self._recorded.before[PARAM] if self._rule.linear else self.curvature.gradient
+        gradient = self._recorded.before[PARAM] if self._rule.linear else self.gradient
         return expand(self._recorded.before, count), expand({PARAM: gradient}, count)[PARAM]
 
     def _tangent(self, state: State, gradient: Params) -> State:
@@ -180,12 +193,17 @@ class LinearStep:
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
         """Return the recorded state with the batch gradient that lacks each row's examples."""
         state, _ = self._at(height(gradient))
-        return state, each(torch.sub, expand({PARAM: self.curvature.gradient}, height(gradient))[PARAM], gradient)
+        return state, each(torch.sub, expand({PARAM: self.gradient}, height(gradient))[PARAM], gradient)
+
+    @cached_property
+    def stepped(self) -> State:
+        """The step with the gradient that jumps are counted from."""
+        return self._rule.step(self._recorded.before, self.gradient, self.hypers)
 
     def _jump(self, own: tuple[State, Params]) -> State:
         """Compute Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
         stepped = self._rule.steps(*own, self.hypers)
-        return {slot: each(torch.sub, stepped[slot], self.after[slot]) for slot in stepped}
+        return {slot: each(torch.sub, stepped[slot], self.stepped[slot]) for slot in stepped}
 
     def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:
         """Return the rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, on their path.

@@ -122,14 +122,15 @@ class Sweep:
         vectors = saved.vectors if saved else embed(queries, self.trajectory.final(), self.trajectory.slot)
         growth, count = Growth(self.trajectory.task), height(queries)
         chunk = None if products else budget.chunk(resources, self.trajectory, count)
+        examples = None if products else budget.examples(resources, self.trajectory)
         recorded_steps = self.trajectory.backward(saved.step if saved else None)
         for recorded in resources.track(recorded_steps, len(self.trajectory), "backward"):
             self._count(cost, count)
-            step = self._step(recorded, chunk)
+            step = self._step(recorded, chunk, examples)
             pulled = step.pull(vectors, products and partial(products, recorded, step.curvature))
             self._check(recorded, step)
             if count == 1 and not products and self._seen_along:
-                self.trajectory.check.along(recorded, vectors, pulled.carried, float(pulled.weights.sum()))
+                self._check_along(recorded, pulled)
             vectors = self.onward(recorded, pulled)
             if self.curved:
                 growth.note(recorded, vectors)
@@ -143,6 +144,14 @@ class Sweep:
         averaged = self.trajectory.run.averaged
         return self.trajectory.rule.at_rest(pulled.arriving, recorded.record.hypers) if averaged else pulled.arriving
 
+    def _check_along(self, recorded: RecordedStep, pulled: Pulled) -> None:
+        """Check a step along the one vector that is pulled back, where that costs nothing."""
+        check, slope = self.trajectory.check, float(pulled.weights.sum())
+        if self.trajectory.rule.linear:
+            check.along(recorded, pulled.arriving, pulled.carried, slope)
+        elif not pulled.step.has_gradient and pulled.step.consumed is not None:
+            check.slope(recorded, each(lambda t: t[0], pulled.gradient), pulled.step.consumed, slope)
+
     @property
     def _rough(self) -> bool:
         """Say whether the gradient at hand is not the one that the step was taken with, or not linear in weights."""
@@ -150,8 +159,8 @@ class Sweep:
 
     @property
     def _seen_along(self) -> bool:
-        """Say whether a step can be checked along one vector: where it is linear in the gradient and the weights."""
-        return self.trajectory.rule.linear and self.path is None and not self._rough
+        """Say whether a step can be checked along one vector: where the gradient is linear in the weights."""
+        return self.path is None and not self._rough
 
     def _shared(
         self, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost
@@ -187,8 +196,8 @@ class Sweep:
         growth.tell()
         return total
 
-    def _step(self, recorded: RecordedStep, chunk: int | None) -> LinearStep:
-        curvature = self.kind(recorded.task, recorded.params, recorded.batch, chunk)
+    def _step(self, recorded: RecordedStep, chunk: int | None, examples: int | None = None) -> LinearStep:
+        curvature = self.kind(recorded.task, recorded.params, recorded.batch, chunk, examples)
         return LinearStep(self.trajectory.rule, recorded, curvature, self.path)
 
     def _check(self, recorded: RecordedStep, step: LinearStep) -> None:

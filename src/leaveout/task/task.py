@@ -340,9 +340,9 @@ class Task:
 
     def weighted_loss(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, ""]:
         """(1/|Z|) Σ w_z ℓ(z, θ): leaving an example out sets its weight to zero, not the denominator."""
-        return self._objective(params, weights, batch)[0]
+        return self.objective(params, weights, batch)[0]
 
-    def _objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
+    def objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
         """The weighted loss, and the buffers after the step's forward passes."""
         total, start = None, 0
         moved: Params = {}
@@ -360,11 +360,11 @@ class Task:
         """ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, in its place, the value that it moves to."""
         own = {name: params[name] for name in self.chosen}
 
-        def objective(chosen: Params) -> tuple[Tensor, Params]:
-            loss, moved = self._objective({**params, **chosen}, weights, batch)
+        def scaled(chosen: Params) -> tuple[Tensor, Params]:
+            loss, moved = self.objective({**params, **chosen}, weights, batch)
             return (loss if self.loss_scale == 1 else loss * self.loss_scale), moved
 
-        value, moved = grad(objective, has_aux=True)(own)
+        value, moved = grad(scaled, has_aux=True)(own)
         return {**(value if self.loss_scale == 1 else {n: t / self.loss_scale for n, t in value.items()}), **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:

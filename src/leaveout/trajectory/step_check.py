@@ -109,11 +109,29 @@ class StepCheck:
         observed = float(u @ after - _flat(carried) @ before)
         size, length = float(u.norm()), float((after - before).norm())
         missed = abs(observed - slope) / max(size, 1e-300)
-        if missed <= _allowed(recorded, PARAM, length):
+        self._along(recorded, missed, length, _allowed(recorded, PARAM, length))
+
+    def slope(self, recorded: RecordedStep, vector: Params, used: Params, slope: float) -> None:
+        """The same of any rule, where the recorded states tell which gradient ḡ was ``used``.
+
+        ``slope`` is ⟨a, ḡ⟩ along a vector a, computed again. What was read off a buffer has the buffer's rounding.
+        """
+        if not recorded.exact:
+            return
+        size, length = _length(vector), _length(used)
+        observed = float(sum(torch.dot(vector[name].flatten(), used[name].flatten()) for name in used))
+        dtype = next(iter(used.values())).dtype
+        held = sum(_length(params) for slot, params in recorded.after.items() if slot != PARAM)
+        allowed = TOLERANCE.get(dtype, 1e-2) * length + 1024 * torch.finfo(dtype).eps * held
+        self._along(recorded, abs(observed - slope) / max(size, 1e-300), length, allowed)
+
+    def _along(self, recorded: RecordedStep, missed: float, length: float, allowed: float) -> None:
+        """Compute the whole step again where it is off along a vector by more than is allowed."""
+        if missed <= allowed:
             return
         self.step(recorded, self.taken(recorded, recorded.params))
         apart = self._apart(recorded, dict.fromkeys(recorded.after, missed))
-        if not missed <= 2 * sum(apart.values()) + ADDED_UP * _allowed(recorded, PARAM, length):
+        if not missed <= 2 * sum(apart.values()) + ADDED_UP * allowed:
             raise MismatchError(
                 f"Step {recorded.record.index} follows from its batch's gradient, but the examples' derivatives along "
                 f"the query vector do not add up to that gradient (by {missed / max(length, 1e-300):.2g} step lengths):"
@@ -191,3 +209,7 @@ def _allowed(recorded: RecordedStep, slot: str, length: float) -> float:
 
 def _flat(state: State) -> Float[Tensor, " width"]:
     return torch.cat([tensor.flatten() for params in state.values() for tensor in params.values()]).double()
+
+
+def _length(params: Params) -> float:
+    return float(torch.stack(torch._foreach_norm(list(params.values()))).norm())

@@ -56,7 +56,7 @@ def weights(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     """Inner products with the examples' gradients, as the derivative in their weights."""
     value, reads = weight_products(task, at, batch, _stack(_directions(at, point)))
     return point is None or (
-        point.has_gradient(value) and point.has_reads(reads[0], 0) and point.has_reads(reads[1], 1)
+        (value is None or point.has_gradient(value)) and point.has_reads(reads[0], 0) and point.has_reads(reads[1], 1)
     )
 
 

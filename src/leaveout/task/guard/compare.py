@@ -84,6 +84,7 @@ class _Search:
         self._switch("stacks", agreement.models, before)
         self._switch("symmetric", self._symmetric, before)
         self._switch("reads", agreement.weights, before)
+        self._switch("slopes", agreement.weights, before)
         # Without a comparison, the form that is wrong most often is not used.
         for kind, order, check in (
             ("vector", VECTOR if self.point else VECTOR[1:], agreement.vector),
