@@ -463,3 +463,54 @@ def test_cifar10_images_and_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     contents = {f"cifar-10-batches-bin/{name}": batch for name, batch in zip(cifar10._BATCHES, batches, strict=True)}
     put(hide(tmp_path, monkeypatch) / "data/cifar10/cifar-10-binary.tar.gz", archive(contents))
     assert data.load("cifar10", n_train=100, n_val=100).test.x.equal(loaded.test.x)
+
+
+@real
+def test_cifar10n_has_the_labels_that_people_gave() -> None:
+    assert data.is_here("cifar10n")
+    counts = np.bincount(cifar10._human("aggregate"))
+    assert len(counts) == 10
+    assert counts.sum() == 50_000
+    assert cifar10._human("aggregate")[:5].tolist() == [6, 9, 9, 4, 1]
+
+
+@real
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "share"), [("cifar10n", 0.090), ("cifar10n-worst", 0.402)])
+def test_only_training_labels_of_cifar10n_are_wrong(name: str, share: float) -> None:
+    noisy, clean = data.load(name, 2000, 1000, seed=0), data.load("cifar10", 2000, 1000, seed=0)
+    assert noisy.train.true is not None
+    assert noisy.train.true.equal(clean.train.y)
+    assert float((noisy.train.y != clean.train.y).double().mean()) == pytest.approx(share, abs=0.03)
+    assert noisy.val.y.equal(clean.val.y)
+    assert noisy.test.y.equal(clean.test.y)
+    assert noisy.val.true is None
+
+
+def test_cifar10n_that_is_missing_or_not_the_original_is_refused(nowhere: Path) -> None:
+    assert not data.is_here("cifar10n")
+    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+        cifar10._human("aggregate")
+    assert refused.value.code == "data-not-found"
+    path = put(nowhere / "data/cifar10/cifar-10n.npz", b"no archive")
+    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+        cifar10._human("aggregate")
+    assert refused.value.code == "data-unreadable"
+    np.savez(path, aggregate=np.zeros(50_000, np.uint8))
+    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+        cifar10._human("aggregate")
+    assert refused.value.code == "data-changed"
+    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+        cifar10._human("worst")
+    assert refused.value.code == "data-unreadable"
+
+
+def test_flipped_labels_come_with_the_true_ones() -> None:
+    clean = load("digits", 100, 50).train
+    noisy = data.flip(clean, 0.2, seed=1)
+    assert noisy.examples.true is not None
+    assert noisy.examples.true.equal(clean.y)
+    assert (noisy.examples.y != noisy.examples.true).equal(noisy.touched)
+    twice = data.flip(data.gaussian(noisy.examples, 0.1).examples, 0.2, seed=2)
+    assert twice.examples.true is not None
+    assert twice.examples.true.equal(clean.y)

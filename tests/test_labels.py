@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout.builtin import data, models
 from leaveout.evaluate.duplicates import conflicts, input_hashes
-from leaveout.evaluate.labels import MEMORISED, confident_count, influence_weight, robust
+from leaveout.evaluate.label_issues import MEMORISED
+from leaveout.evaluate.labels import confident_count, influence_weight, robust
 from leaveout.evaluate.metrics import Interval
 from leaveout.task.classes import Reading, class_logits, margins, readings
 from refusal import refused
@@ -214,14 +215,42 @@ def test_influence_is_added_where_every_label_is_fitted(tmp_path):
     query = TensorDataset(torch.randn(10, 60), torch.arange(10) % 2)
     scores = lo.Replay().score(run, task, query)
     check = lo.verify(scores, run, task, query, replays=8)
-    plain, mixed = lo.labels(run, task), lo.labels(run, task, scores=scores, check=check)
+    plain = lo.labels(run, task, folds=None)
+    mixed = lo.labels(run, task, scores=scores, check=check, folds=None)
     assert plain.misfit == 0
     assert "folds=5" in plain.sentence
     assert mixed.weight == influence_weight(check, 0.0) > 0.9
     both = robust(torch.tensor(plain.table["label_score"]).log()) + mixed.weight * robust(scores.mean().double())
     assert mixed.ranked().index.tolist() == both.argsort(stable=True).tolist()
     assert sorted(mixed.table["label_score"]) == pytest.approx(sorted(plain.table["label_score"]))
-    assert lo.labels(run, task, scores=scores).weight == 0  # nobody has verified them
+    assert lo.labels(run, task, scores=scores, folds=None).weight == 0  # nobody has verified them
+    assert lo.labels(run, task, scores=scores, check=check).weight == 0  # trainings that did not see them say more
+
+
+def test_memorised_labels_are_judged_out_of_sample_where_that_is_affordable(tmp_path, digits):
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 60), torch.arange(40) % 2
+    run, task = small(tmp_path, x, y, epochs=30)
+    chosen, asked, never = lo.labels(run, task), lo.labels(run, task, folds=5), lo.labels(run, task, folds=None)
+    assert chosen.table.equals(asked.table)
+    assert not chosen.table.equals(never.table)
+    assert chosen.issues["why"].str.startswith("held out, ").all()
+    assert not never.table["why"].str.startswith("held out").any()
+    assert (chosen.folds, asked.folds, never.folds) == (5, 5, None)
+    assert chosen.misfit == asked.misfit == never.misfit == 0
+    assert "judged by a training that did not see it (5 folds)" in chosen.sentence
+    assert "5 folds" not in asked.sentence  # which is what was asked for
+    assert lo.Labels.load(chosen.save(tmp_path / "labels.json")) == chosen
+    dear = lo.labels(run, task, budget=0.0)
+    assert dear.table.equals(never.table)
+    assert dear.folds is None
+    assert dear.too_long > 0
+    assert "folds=5 (--folds 5) judges them out of sample, in about 1 minute." in dear.sentence
+    assert lo.Labels.load(dear.save(tmp_path / "dear.json")) == dear
+    # The digits' run predicts nine tenths of its labels: it has not memorised them.
+    assert lo.labels(*digits[:2]).folds is None
+    with pytest.raises(lo.InputError, match="folds='some'"):
+        lo.labels(run, task, folds="some")
 
 
 def test_scores_that_do_not_fit_are_refused(digits, verified):

@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
+from torch import Tensor, nn
 
 import leaveout as lo
 from plain_training import Case
@@ -364,6 +364,30 @@ def test_methods_that_need_single_examples_say_so(method: lo.Estimator) -> None:
     with pytest.raises(lo.UnsupportedError) as error:
         method.score(run, task, query(case))
     assert error.value.code in ("examples-coupled", "curvature-not-symmetric", "derivative-not-available")
+
+
+@pytest.mark.parametrize("learning_rate", [True, False])
+def test_tracin_at_the_ends_of_epochs_leaves_running_statistics_alone(learning_rate: bool) -> None:
+    """TracInCP takes examples one at a time, in evaluation mode: inner products of plain autograd's gradients."""
+    run, task, case = recorded("BatchNorm")
+    scores = lo.TracIn("epochs", learning_rate=learning_rate).score(run, task, query(case))
+    ends = [i for i in range(1, len(run) + 1) if i == len(run) or run.record(i).epoch != run.record(i - 1).epoch]
+    model = copy.deepcopy(case.model).eval()
+
+    def gradient(inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(nn.functional.cross_entropy(model(inputs), targets), list(model.parameters())))
+
+    expected, first = torch.zeros(task.size, dtype=torch.float64), 0
+    for end in ends:
+        model.load_state_dict(run.state(end)["param"], strict=False)
+        steps = [run.record(i) for i in range(first, end)]
+        rate = sum(step.hypers[0]["lr"] / len(step.ids) for step in steps) / len(steps) if learning_rate else 1.0
+        asked = gradient(*query(case).tensors)
+        for k in range(task.size):
+            own = gradient(*(part[k : k + 1] for part in case.data))
+            expected[k] += rate * sum((a * b).sum() for a, b in zip(asked, own, strict=True)).item()
+        first = end
+    assert torch.allclose(scores.mean().double(), expected, rtol=1e-9, atol=1e-12)
 
 
 COUNTED = ["accumulated", "accumulated, added", "masked tokens", "masked tokens of a window, own loss"]

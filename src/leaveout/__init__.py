@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from leaveout.evaluate.choose import Chosen, choose
     from leaveout.evaluate.cleanse import cleanse
     from leaveout.evaluate.curve import Curve
-    from leaveout.evaluate.labels import Labels, labels
+    from leaveout.evaluate.label_issues import Labels
+    from leaveout.evaluate.labels import labels
     from leaveout.evaluate.plan import plan
     from leaveout.evaluate.precision import Rounding, rounding
     from leaveout.evaluate.refine import refine
@@ -75,7 +76,8 @@ _HOMES = {
     "evaluate.choose": ("Chosen", "choose"),
     "evaluate.cleanse": ("cleanse",),
     "evaluate.curve": ("Curve",),
-    "evaluate.labels": ("Labels", "labels"),
+    "evaluate.label_issues": ("Labels",),
+    "evaluate.labels": ("labels",),
     "evaluate.plan": ("plan",),
     "evaluate.precision": ("Rounding", "rounding"),
     "evaluate.refine": ("refine",),

@@ -21,7 +21,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutWarning, check_seed
 from leaveout.estimators.readout import Query
 from leaveout.evaluate.curve import COLUMNS, MEASURED, NOTHING, RANDOM, Curve
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget

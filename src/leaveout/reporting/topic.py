@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.verify import Check
 from leaveout.reporting.opinions import Opinions, opinions
 from leaveout.reporting.show import Show

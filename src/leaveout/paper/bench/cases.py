@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
 from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.plan import plan
-from leaveout.paper.bench import sweeps
+from leaveout.paper.bench import jumps, sweeps
 from leaveout.paper.bench.problems import QUIET, binary, digits, folder, images, plain_training, quickest, seconds
 from leaveout.paper.bench.table import Row
 from leaveout.run.reader import Run
@@ -227,5 +227,6 @@ CASES = {
         cheap_transports,
         faithful_outputs,
         *sweeps.CASES,
+        *jumps.CASES,
     )
 }

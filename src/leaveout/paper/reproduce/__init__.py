@@ -13,6 +13,7 @@ from leaveout.paper.reproduce.labels import LABELS
 from leaveout.paper.reproduce.lds import LDS
 from leaveout.paper.reproduce.mismatch import MISMATCH
 from leaveout.paper.reproduce.readouts import READOUTS
+from leaveout.paper.reproduce.removal import REMOVAL
 from leaveout.paper.reproduce.sensitivity import SENSITIVITY
 from leaveout.paper.reproduce.smoothness import SMOOTHNESS
 from leaveout.paper.reproduce.spec import Settings, Spec
@@ -29,6 +30,7 @@ SPECS = {
             CLEANSING_FULL,
             MISMATCH,
             LABELS,
+            REMOVAL,
             SMOOTHNESS,
             CEILING,
             CHOOSING,
