@@ -80,3 +80,10 @@ def test_each_is_one_short_file():
     files = sorted(FOLDER.glob("*.py"))
     assert len(files) == 10
     assert all(len(file.read_text().splitlines()) <= 120 for file in files)
+
+
+@pytest.mark.parametrize("name", ["hugging_face_trainer", "lightning_trainer", "accelerate_loop"])
+def test_recording_takes_few_lines(name):
+    """From a script that trains to scores: the lines marked in it, imports included."""
+    marked = [line for line in (FOLDER / f"{name}.py").read_text().splitlines() if line.endswith("# <-")]
+    assert 3 <= len(marked) < 10
