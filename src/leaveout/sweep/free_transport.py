@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, flat_rows, sum_of
+from leaveout._util.trees import PARAM, Params, add_rows, flat_rows, sum_of
 from leaveout.errors import RunError
 from leaveout.optim import IDLE, STILL, Hyper, Rule, values
 
@@ -229,12 +229,12 @@ class LazyVectors:
         """Add multiples of terms to the first slots of rows, as of now; a row may be named several times."""
         some = terms.shape[1]
         if not self._moving and isinstance(self._rows, Tensor):
-            self._rows[:, :some].index_add_(0, rows, terms, alpha=alpha)
+            add_rows(self._rows[:, :some], rows, terms, alpha=alpha)
             self._touched[rows] = self._step
             return
         chosen, place = torch.unique(rows, return_inverse=True)
         values = self.now(chosen)
-        values[:, :some].index_add_(0, place, terms, alpha=alpha)
+        add_rows(values[:, :some], place, terms, alpha=alpha)
         self.put(chosen, values)
 
     def advance(self, carry: Float[Tensor, "groups slots slots"]) -> None:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, each
+from leaveout._util.trees import PARAM, Params, add_rows, each
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim import Rule, values
@@ -193,5 +193,5 @@ class SubspaceTransport(Transport):
         products = (curvature.products(self._layout.unflatten(part))[0] for part in self._basis.split(chunk))
         curved = torch.cat([self._layout.flatten(product) @ self._basis.T for product in products])
         gradient = self._inside[PARAM] @ curved
-        gradient.index_add_(0, row, terms, alpha=-1 / len(recorded.record.ids))
+        add_rows(gradient, row, terms, alpha=-1 / len(recorded.record.ids))
         self._inside = rule.moved(rule.definition.step, self._inside, gradient, values(hypers[0]))
