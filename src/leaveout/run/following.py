@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, State, memory, nbytes
-from leaveout.optim import Hyper, Rule
+from leaveout.optim import AVERAGE, Hyper, Rule
 
 EVERY = 8
 """How many states there are for each that is kept whole; a backward sweep holds as many at a time."""
@@ -59,8 +59,10 @@ class Used(NamedTuple):
         return {**self.gradients, **self.moved}
 
 
-def used(params: Mapping[str, Tensor], moved: Callable[[], Params]) -> Used | None:
-    """Return what the step just taken was given; None where some parameter had no gradient, or one of another type."""
+def used(params: Mapping[str, Tensor], moved: Callable[[], Params], *, alike: bool = True) -> Used | None:
+    """Return what the step just taken was given; None where it did not move all parameters ``alike``."""
+    if not alike:
+        return None
     gradients: Params = {}
     for name, param in params.items():
         grad = param.grad
@@ -81,7 +83,7 @@ def _versions(tensors: Params) -> tuple[int, ...]:
 
 def saves_room(rule: Rule) -> bool:
     """Say whether gradients take less room than states, and lead from one to the next by elementwise work."""
-    return rule.definition.stacking == "elementwise" and len(rule.slots) > 1
+    return rule.definition.stacking == "elementwise" and len(rule.slots) > 1 and AVERAGE not in rule.slots
 
 
 def disk_bytes(rule: Rule, state: State, steps: int) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from leaveout._util.tensor_files import Rows
 from leaveout._util.trees import PARAM, Params, State
 from leaveout.errors import RunError
+from leaveout.optim import AVERAGE
 from leaveout.run.following import Used
 from leaveout.run.manifest import AGAIN, Manifest
 
@@ -80,7 +81,7 @@ class StateTensors:
         """Refuse tensors that are not so many states of this run."""
         for slot in self._manifest.rule.slots:
             for name in self._names(slot):
-                shape = self._manifest.rule.definition.shape(slot, self._manifest.shapes.get(name, ()))
+                shape = self._manifest.rule.shape(slot, self._manifest.shapes.get(name, ()))
                 self._check_one(file, tensors[f"state/{slot}/{name}"], slot, name, [count, *shape])
 
     def check_given(self, file: Path, shard: Mapping[str, Tensor]) -> None:
@@ -97,7 +98,9 @@ class StateTensors:
 
     def _names(self, slot: str) -> list[str]:
         """What a slot holds: the trained parameters; beside them, the model's moving buffers."""
-        return [*self._manifest.rule.groups, *(self._manifest.buffers if slot == PARAM else ())]
+        made = self._manifest
+        moving = made.buffers if slot == PARAM else made.averaged if slot == AVERAGE else ()
+        return [*made.rule.groups, *moving]
 
     def _check_one(self, file: Path, tensor: Tensor, slot: str, name: str, shape: list[int]) -> None:
         moving = self._manifest.buffers.get(name)

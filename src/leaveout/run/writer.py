@@ -15,20 +15,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
 from leaveout._util.tensor_files import Rows, write_tensors_checked
-from leaveout._util.trees import PARAM, State
+from leaveout._util.trees import PARAM, Params, State
 from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
-from leaveout.run import kept_batches, kept_states, micro
+from leaveout.optim import AVERAGE, Settings
+from leaveout.optim.averaging import Update
+from leaveout.run import averages, kept_batches, kept_states, micro, uneven
 from leaveout.run.following import Used, size_of
 from leaveout.run.kept_states import KEPT
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 
 SHARD_BYTES = 64_000_000
 SHARD_STEPS = 4096
@@ -140,6 +144,16 @@ class Writer:
         else:
             self._states[index] = state
 
+    def amend(self, average: Update, state: Params) -> bool:
+        """Say what became of the weights' average after the newest step; False where that is on disk already."""
+        if not self._records:
+            return False
+        self._records[-1] = replace(self._records[-1], average=average)
+        held = self._states.get(self._records[-1].index + 1)
+        if isinstance(held, dict):
+            held[AVERAGE] = state
+        return True
+
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
         """Wait until everything is on disk; ``complete=False`` leaves the run marked as cut short.
 
@@ -202,7 +216,7 @@ class Writer:
         self._manifest = replace(run.manifest, shards=tuple(whole), finished=run.manifest.finished and steps is None)
         self._number = max(shard.number for shard in run.manifest.shards) + 1
         self._records = [
-            replace(run.record(index), batches=tuple(run.batches(index)))
+            replace(run.written(index), batches=tuple(run.batches(index)))
             for index in range(self._manifest.steps, len(run))
         ]
         self._states = {index: run.state(index) for index in run.kept if index > self._manifest.steps}
@@ -276,17 +290,19 @@ def _write_shard(
     path: Path, number: int, records: Sequence[Record], states: dict[int, State | Used], manifest: Manifest
 ) -> Manifest:
     """Write a shard, then the manifest that names it."""
-    names = manifest.rule.hypers
     leaves = max(len(record.fingerprint) for record in records)
     prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
     tensors: dict[str, Tensor | Rows] = {
         "ids": torch.cat([record.ids for record in records]),
         "lengths": torch.tensor([len(record.ids) for record in records]),
         "epochs": torch.tensor([record.epoch for record in records]),
-        "hypers": torch.tensor([[[h[name] for name in names] for h in r.hypers] for r in records], dtype=torch.float64),
         "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
     }
     tensors |= micro.written([record.parts for record in records])
+    tensors |= averages.written([record.average for record in records])
+    tensors |= uneven.written(manifest.rule, [Settings(record.hypers, record.places) for record in records])
+    if any(record.scale != 1 for record in records):
+        tensors[micro.SCALES] = torch.tensor([record.scale for record in records], dtype=torch.float64)
     modes = list(manifest.modes)
     if all(record.training is not None for record in records):
         modes += [one for one in dict.fromkeys(r.training for r in records) if one is not None and one not in modes]
@@ -304,7 +320,11 @@ def _write_shard(
     crc32 = write_tensors_checked(path / shard_name(number), tensors | kept)
     shard = Shard(number, len(records), crc32, tensor_checksum(kept[KEPT]))  # type: ignore[arg-type]
     manifest = replace(
-        manifest, shards=(*manifest.shards, shard), modes=tuple(modes), autocast=_autocast(records, manifest)
+        manifest,
+        shards=(*manifest.shards, shard),
+        modes=tuple(modes),
+        autocast=_autocast(records, manifest),
+        uneven=manifest.uneven or uneven.PLACES in tensors,
     )
     write_manifest(path, manifest)
     return manifest
@@ -322,7 +342,7 @@ def _autocast(records: Sequence[Record], manifest: Manifest) -> str | None:
     return kinds.pop()
 
 
-def never_finished(writer: Writer, owner: int) -> None:
+def never_finished(writer: Any, owner: int) -> None:
     """Save what a recorder had when the program ended without ``finish``."""
     if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
         return

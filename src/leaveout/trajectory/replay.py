@@ -51,7 +51,7 @@ def counterfactuals(
     stack: Stack | None = None
     for _, stack in _on_their_way(trajectory, left_out, weight, resources, cost):  # noqa: B007 - the last one counts
         pass
-    return {} if stack is None else stack.params()
+    return {} if stack is None else trajectory.scored(stack.rows())
 
 
 def courses(
@@ -59,7 +59,7 @@ def courses(
 ) -> Iterator[tuple[RecordedStep, Params]]:
     """The trainings of ``counterfactuals`` on their way: each step with all models' parameters after it."""
     for recorded, stack in _on_their_way(trajectory, left_out, weight, resources, cost):
-        yield recorded, stack.params()
+        yield recorded, trajectory.scored(stack.rows())
 
 
 def _on_their_way(
@@ -120,11 +120,11 @@ class Stack:
         """Return the state of the last row's model."""
         return {slot: {name: tensor[0] for name, tensor in params.items()} for slot, params in self.state.items()}
 
-    def params(self) -> Params:
-        """Return every row's parameters, in the rows' own order."""
+    def rows(self) -> State:
+        """Return every row's state, in the rows' own order."""
         place = torch.zeros(self._count, dtype=torch.int64, device=self._rows.device)
         place[self._rows] = torch.arange(len(self._rows), device=self._rows.device)
-        return {name: tensor[place] for name, tensor in self.state[PARAM].items()}
+        return {slot: {name: t[place] for name, t in params.items()} for slot, params in self.state.items()}
 
 
 def stacked(
@@ -135,13 +135,13 @@ def stacked(
     ``weights(ids, like)`` has the examples' weights at a step, a row per model, in the dtype of ``like``.
     """
     stack = Stack(start, count)
-    gradients: Callable[..., Params] | None = None
+    ways: dict[Task, Callable[..., Params]] = {}  # one for each mode that the steps were taken in
     like = next(iter(start[PARAM].values()))
     for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {count - 1}"):
         now = stack.part(weights(recorded.record.ids, like))
-        if gradients is None:
-            gradients = _way(trajectory.trained, stack.state[PARAM], recorded.batch)
-        new = gradients(stack.state[PARAM], now, recorded.batch)
+        if recorded.trained not in ways:
+            ways[recorded.trained] = _way(recorded.trained, stack.state[PARAM], recorded.batch)
+        new = ways[recorded.trained](stack.state[PARAM], now, recorded.batch)
         stack.state = trajectory.rule.steps_(stack.state, new, recorded.record.hypers)
         cost.gradients += len(now)
         _check_statistics(trajectory.task, stack.state[PARAM], recorded.record.index)
@@ -155,7 +155,7 @@ def final(
     stack = Stack(start, count)
     for _, stack in stacked(trajectory, start, count, weights, resources, cost):  # noqa: B007 - the last one counts
         pass
-    return stack.params()
+    return trajectory.scored(stack.rows())
 
 
 def moved_start(trajectory: Trajectory, jitter: float, seed: int) -> State:
@@ -189,8 +189,8 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
     Start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded.
     """
     state, count = copies(trajectory.initial(), len(left_out) + 1), len(left_out) + 1
-    task, order = trajectory.trained, torch.Generator().manual_seed(seed)
-    gradients: Callable[..., Params] | None = None
+    task, order = trajectory.task, torch.Generator().manual_seed(seed)
+    ways: dict[Task, Callable[..., Params]] = {}
     epoch, places = None, torch.arange(task.size)
     for index in resources.track(range(len(trajectory)), len(trajectory), f"training {count}"):
         record = trajectory.run.record(index)
@@ -199,11 +199,13 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
         ids = places[record.ids]
         batch = trajectory.shuffled(record, ids, {name: tensor[-1] for name, tensor in state[PARAM].items()})
         weights = _weights(left_out, 0.0, count, ids, next(iter(state[PARAM].values())))
-        if gradients is None:
-            gradients = _way(task, state[PARAM], batch)
+        trained = trajectory.trained_at(record)
+        if trained not in ways:
+            ways[trained] = _way(trained, state[PARAM], batch)
+        gradients = ways[trained]
         state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, batch), record.hypers)
         cost.gradients += count
-    return state[PARAM]
+    return trajectory.scored(state)
 
 
 def copies(state: State, count: int) -> State:
