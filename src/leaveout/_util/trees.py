@@ -117,11 +117,11 @@ def zeros(state: State, count: int) -> State:
     }
 
 
-def embed(params: Params, like: State) -> State:
-    """Embed a stack of parameter vectors as state vectors: zero in every optimizer buffer."""
-    count = height(params)
-    buffers = {slot: tensors for slot, tensors in like.items() if slot != PARAM}
-    return {PARAM: params, **zeros(buffers, count)}
+def embed(params: Params, like: State, slot: str = PARAM) -> State:
+    """Embed a stack of parameter vectors as state vectors: zero in every slot but one."""
+    others = zeros({name: tensors for name, tensors in like.items() if name != slot}, height(params))
+    own = params if slot == PARAM else {name: params[name] for name in like[slot]}
+    return {name: own if name == slot else others[name] for name in like}
 
 
 def pullback(function: Callable, *at: Any) -> tuple[Any, Callable]:

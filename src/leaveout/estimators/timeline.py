@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from leaveout._util.allocator import kept_memory
-from leaveout._util.trees import PARAM, add_rows
+from leaveout._util.trees import add_rows
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
@@ -77,7 +77,7 @@ def timeline(
         resources: memory budget and progress.
     """
     trajectory, resources = Trajectory(run, task).compared(), resources or Resources()
-    final = trajectory.final()[PARAM]
+    final = trajectory.scored(trajectory.final())
     warn_of_other_weights(run, task.parameters(), final)
     asked = Query(trajectory.task, final, query, single=False, resources=resources.inside())
     asked.check()

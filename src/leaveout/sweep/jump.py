@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, add_rows, embed, height, inner, nbytes, sum_of
+from leaveout._util.trees import PARAM, Params, add_rows, height, inner, nbytes, sum_of
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.sweep.checkpoint import SweepCheckpoint
@@ -61,7 +61,6 @@ def jump_products(
     fresh = {name: like.new_zeros((len(left_out), height(queries))) for name in ("plain", "extra")}
     sums = {name: saved.gathered[name] for name in fresh} if saved else fresh
     chunk = resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(left_out)))
-    still = embed(queries, sweep.trajectory.final())
     read = Reading(Saturation(sweep.trajectory.rule, sweep.trajectory.final()[PARAM]) if saturated else None, chunk)
     if saved and read.saturation:
         read.saturation.unpack(saved.gathered)
@@ -80,8 +79,7 @@ def jump_products(
                 read.add_single(sums["extra"], pairs, recorded.record.ids, pulled)
             add_rows(sums["extra"], pairs[0], reads, alpha=-1)
         read.passed(pulled)
-        carried = pulled.state if sweep.curved else still
-        checkpoint.note(recorded.record.index, carried, lambda: {**sums, **read.packed()})
+        checkpoint.note(recorded.record.index, sweep.onward(recorded, pulled), lambda: {**sums, **read.packed()})
     return Products(sums["plain"], sums["plain"] + sums["extra"])
 
 
