@@ -143,7 +143,7 @@ class Choice:
         sweep = Sweep(request.trajectory, self._curvature(request), corrected, self.schedule, self._path(request))
 
         def pushed(shard: Request) -> tuple[Tensor, Params | None]:
-            moved = sweep.displacements(shard.left_out, shard.resources, shard.cost)[PARAM]
+            moved = shard.trajectory.scored(sweep.displacements(shard.left_out, shard.resources, shard.cost))
             return readout.of_displacements(shard.query, moved), moved if shard.displacements else None
 
         def pulled(shard: Request, vectors: Params) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from leaveout.evaluate.plan import plan
 from leaveout.paper.bench import jumps, sweeps
 from leaveout.paper.bench.problems import QUIET, binary, digits, folder, images, plain_training, quickest, seconds
 from leaveout.paper.bench.table import Row
+from leaveout.paper.bench.trainers import adapters, trainer_recording
 from leaveout.run.reader import Run
 from leaveout.run.recorder import Recorder
 from leaveout.sweep.transports import Subspace
@@ -223,6 +224,8 @@ CASES = {
         replays,
         wide_inputs,
         recording,
+        trainer_recording,
+        adapters,
         plans,
         cheap_transports,
         faithful_outputs,

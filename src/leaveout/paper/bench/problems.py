@@ -27,11 +27,16 @@ def folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="leaveout-bench-")) / "run"
 
 
+CLOCKS: list[Callable[[], float]] = [time.perf_counter]
+"""What measures time: the last one, which is the processor's own on a machine that has other work."""
+
+
 def seconds(function: Callable[[], T]) -> tuple[float, T]:
     """Measure how long a call took, and what it gave."""
-    start = time.perf_counter()
+    clock = CLOCKS[-1]
+    start = clock()
     result = function()
-    return time.perf_counter() - start, result
+    return clock() - start, result
 
 
 def quickest(rounds: int, *functions: Callable[[], object]) -> list[float]:
