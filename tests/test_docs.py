@@ -1,4 +1,4 @@
-"""The documents' code runs as it stands: every python block, in order, one namespace a document.
+"""The documents' code runs as it stands: every python block, in order, one namespace per document.
 
 ``python tests/test_docs.py docs/tutorial.md`` runs a document's blocks and prints what they print: that is where the
 figures in the documents come from.

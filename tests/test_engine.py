@@ -53,7 +53,7 @@ METHODS = {
     "SGD-IE forward": (lo.SGDIE(direction="forward"), {"queries": "each"}),
     "SGD-IE backward": (lo.SGDIE(direction="backward"), {"queries": "each"}),
     "ACC": (lo.ACC(readout="outputs"), {"queries": "each"}),
-    "ACC, a sweep a query": (lo.ACC(direction="backward"), {"queries": "each"}),
+    "ACC, a sweep per query": (lo.ACC(direction="backward"), {"queries": "each"}),
 }
 
 

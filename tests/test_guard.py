@@ -135,8 +135,8 @@ def test_weighted_classes_without_reduction():
     torch.testing.assert_close(task.losses(task.parameters(), batch), loss(task.model(batch[0]), batch[1]))
 
 
-class Old(torch.autograd.Function):
-    """Written for autograd alone."""
+class Reversed(torch.autograd.Function):
+    """Written for autograd alone: the gradient's other direction."""
 
     @staticmethod
     def forward(ctx, x):
@@ -147,14 +147,32 @@ class Old(torch.autograd.Function):
         return -gradient
 
 
-class UsesOld(nn.Linear):
+class InPlace(Reversed):
+    """Writes into its input, which torch.func does not allow."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.neg_()
+
+
+class Uses(nn.Linear):
+    function = Reversed
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(Old.apply(x * self.weight.sum()))
+        return super().forward(self.function.apply(x * self.weight.sum()))
 
 
 def test_what_torch_func_cannot_differentiate():
+    model = Uses(4, 2).double()
+    model.function = InPlace
     with refused(UnsupportedError, "task-not-supported", "setup_context"):
-        lo.Task(UsesOld(4, 2).double(), nn.CrossEntropyLoss(), data())
+        lo.Task(model, nn.CrossEntropyLoss(), data())
+
+
+def test_a_function_whose_gradient_is_no_derivative_is_not_scored_by_derivatives():
+    task = lo.Task(Uses(4, 2).double(), nn.CrossEntropyLoss(), data())
+    assert not task.abilities.slope
 
 
 def test_a_kink_beside_the_state_does_not_make_a_right_derivative_wrong():

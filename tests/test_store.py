@@ -21,7 +21,7 @@ from leaveout.builtin.config import Config, TrainPart, run_config
 from leaveout.optim import Rule
 from leaveout.run import writer as writing
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, shard_name, write_manifest
-from leaveout.run.reader import Record
+from leaveout.run.record import Record
 from leaveout.run.writer import Writer
 from refusal import refused
 

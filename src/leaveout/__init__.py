@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from leaveout.evaluate.smoothness import Smoothness, smoothness
     from leaveout.evaluate.verify import Check, verify
     from leaveout.reporting import Show, report
-    from leaveout.run.reader import Run, check_run, open_run
+    from leaveout.run.checking import check_run
+    from leaveout.run.reader import Run, open_run
     from leaveout.run.recorder import Recorder
     from leaveout.run.train import train
     from leaveout.scores import Scores
@@ -83,7 +84,8 @@ _HOMES = {
     "evaluate.smoothness": ("Smoothness", "smoothness"),
     "evaluate.verify": ("Check", "verify"),
     "reporting": ("Show", "report"),
-    "run.reader": ("Run", "check_run", "open_run"),
+    "run.checking": ("check_run",),
+    "run.reader": ("Run", "open_run"),
     "run.recorder": ("Recorder",),
     "run.train": ("train",),
     "scores": ("Scores",),

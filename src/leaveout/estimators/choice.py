@@ -40,7 +40,7 @@ class Choice:
         schedule: where the correction is applied.
         project: the width of the random projection that gradients go through, if any.
         kinks: whether the Hessian has the curvature of kinks; ``"auto"``: where the run is such that it can help.
-        together: for jumps, a group's examples leave a batch in one; otherwise the jumps of single examples are added.
+        together: for jumps, a group's examples leave a batch in one; otherwise the jumps of its examples are added.
         saturated: for jumps, see ``sweep/saturation.py``.
     """
 
@@ -52,7 +52,7 @@ class Choice:
     schedule: Schedule = ALWAYS
     project: int | None = None
     kinks: bool | str = False
-    together: bool = False
+    together: bool = True
     saturated: bool = True
 
     def __post_init__(self) -> None:
@@ -104,9 +104,8 @@ class Choice:
                 )
 
             def jumps(shard: Request, vectors: Params) -> dict[str, Tensor]:
-                together = self.together or shard.left_out.named() is None
                 work = (sweep, shard.left_out, vectors, shard.resources, shard.cost)
-                return jump_products(*work, together=together, saturated=self.saturated)._asdict()
+                return jump_products(*work, together=self.together, saturated=self.saturated)._asdict()
 
             moments = len(PARTS) * budget.param_bytes(request.trajectory)
             vector = budget.backward_bytes(request.trajectory) + moments
@@ -144,7 +143,7 @@ class Choice:
         sweep = Sweep(request.trajectory, self._curvature(request), corrected, self.schedule, self._path(request))
 
         def pushed(shard: Request) -> tuple[Tensor, Params | None]:
-            moved = sweep.displacements(shard.left_out, shard.resources, shard.cost)[PARAM]
+            moved = shard.trajectory.scored(sweep.displacements(shard.left_out, shard.resources, shard.cost))
             return readout.of_displacements(shard.query, moved), moved if shard.displacements else None
 
         def pulled(shard: Request, vectors: Params) -> dict[str, Tensor]:

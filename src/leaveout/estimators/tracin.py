@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, height
+from leaveout._util.trees import PARAM, Params, add_rows, height
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import Checkpoint, checkpoints, example_blocks
@@ -102,7 +102,7 @@ class TracIn(Estimator):
                 for ids, block in example_blocks(request):
                     reads = weight_products(task, checkpoint.params, block, vectors, chunk)[1] * len(ids)
                     row, position = request.left_out.pairs(ids)
-                    columns.index_add_(0, row, reads[:, position].T)
+                    add_rows(columns, row, reads[:, position].T)
                     request.cost.gradients += 1
         return total
 
@@ -122,7 +122,8 @@ def _inner_products(request: Request, vectors: Params) -> dict[str, Tensor]:
     chunk = budget.chunk(request.resources, trajectory, height(vectors))
     for recorded in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
         row, position = request.left_out.pairs(recorded.record.ids)
-        reads = weight_products(trajectory.task, recorded.params, recorded.batch, vectors, chunk)[1]
-        total.index_add_(0, row, reads[:, position].T, alpha=len(recorded.record.ids))
+        moving = trajectory.rule.flowing(vectors, recorded.record.hypers)
+        reads = weight_products(recorded.task, recorded.params, recorded.batch, moving, chunk)[1]
+        add_rows(total, row, reads[:, position].T, alpha=len(recorded.record.ids))
         request.cost.gradients += 1
     return {"products": total}

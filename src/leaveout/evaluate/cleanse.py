@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from leaveout._util.trees import PARAM, Params
+from leaveout._util.trees import Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import Resources
@@ -71,7 +71,7 @@ def cleanse(
     ranked = _ranked(methods, amounts[-1])
     resources, cost = resources or Resources(), Cost()
     trajectory = Trajectory(run, task)
-    query = Query(task, trajectory.final()[PARAM], test_set, single=True, resources=resources.inside())
+    query = Query(task, trajectory.scored(trajectory.final()), test_set, single=True, resources=resources.inside())
     query.check()
     rows: list[dict[str, Any]] = []
     with cost.metered():

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.errors import UnsupportedError
 
 Hyper: TypeAlias = dict[str, float]
 """The hyperparameters of one parameter group at one step, as they are recorded."""
 
 Values: TypeAlias = Mapping[str, Any]
 """The same as a step uses them: a hyperparameter that torch holds as a tensor is one again."""
+
+STILL = "still"
+"""A column that only steps that were read have: torch passed this group's parameters over, as they had no gradient."""
+
+IDLE = "idle"
+"""The same for parameters that took the step with a gradient of zero, whatever the loss says: frozen ones."""
 
 Slots: TypeAlias = dict[str, Tensor]
 """One parameter's tensors by slot."""
@@ -142,15 +147,9 @@ class Definition:
             values["beta1"], values["beta2"] = group["betas"]
         return {name: values[name] for name in self.hypers if name not in self.counters}
 
-    def counts(self, number: int, group: Group, states: Sequence[Mapping[str, Any]]) -> Hyper:  # noqa: ARG002
-        """The counters as the coming step will use them; ``number`` is the group's, for messages."""
-        counts = {int(state["step"]) if "step" in state else 0 for state in states}
-        if len(counts) > 1:
-            raise UnsupportedError(
-                f"The parameters of group {number} have taken different numbers of steps: split the group.",
-                code="steps-differ-in-group",
-            )
-        return {"step": float(counts.pop() + 1 if counts else 1)}
+    def counted(self, group: Group, state: Mapping[str, Any]) -> tuple[float, ...]:  # noqa: ARG002 - for subclasses
+        """One parameter's ``counters`` as the coming step will use them."""
+        return (float(state["step"]) + 1.0 if "step" in state else 1.0,)
 
     def restored(self, held: Slots, hyper: Hyper, group: Group, param: Tensor) -> dict[str, Any]:
         """``optimizer.state[param]`` after a step that used these hyperparameters, from the recorded slots."""

@@ -44,11 +44,14 @@ class Forwards:
         model: what is trained.
         drawn: says how many batches were drawn since the last step.
         first: called before the first pass since the last step.
+        again: called before each further one.
     """
 
-    def __init__(self, model: nn.Module, drawn: Callable[[], int], first: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, drawn: Callable[[], int], first: Callable[[], None], again: Callable[[], None]
+    ) -> None:
         self._named = list(bare(model).named_modules())
-        self._drawn, self._first = drawn, first
+        self._drawn, self._first, self._again = drawn, first, again
         self._kind = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}
         self.passes: list[Pass] = []
@@ -75,6 +78,8 @@ class Forwards:
 
     def _before(self) -> None:
         if torch.is_grad_enabled():
+            if self.passes:
+                self._again()
             if not self.passes:
                 self._first()
             self.passes.append(Pass(self._drawn(), self.state(), self.training(), self._within or self._autocast()))

@@ -61,6 +61,10 @@ class Manifest:
     structure: Any = field(default=None, repr=False)
     # The type that operations were cast to in forward passes, where they were.
     autocast: str | None = field(default=None, repr=False)
+    # Of those buffers, the ones that the average of weights holds, where there is one.
+    averaged: dict[str, list[int]] = field(default_factory=dict, repr=False)
+    # Whether some step did not move all parameters alike.
+    uneven: bool = field(default=False, repr=False)
 
     @property
     def steps(self) -> int:
@@ -123,6 +127,8 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
     counts += [count for count in (manifest.train_size, manifest.config_crc32) if count is not None]
     counts += [number for part in (*map(astuple, shards), *manifest.shapes.values()) for number in part]
     counts += [number for shape in manifest.buffers.values() for number in shape]
+    if not set(manifest.averaged) <= set(manifest.buffers):
+        raise ValueError("averages of buffers that do not move")
     if not all(isinstance(name, str) for names in modes for name in names):
         raise ValueError("a module's name that is not a string")
     if not rule.groups or not set(rule.groups) == set(manifest.shapes) == set(manifest.dtypes):
@@ -135,8 +141,9 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
         raise ValueError("a type's name that is not a string")
     if manifest.autocast not in (None, "bfloat16", "float16"):
         raise ValueError(f"autocast is {manifest.autocast!r}")
-    if type(manifest.finished) is not bool:
-        raise ValueError(f"finished is {manifest.finished!r}")
+    for name in ("finished", "uneven"):
+        if type(getattr(manifest, name)) is not bool:
+            raise ValueError(f"{name} is {getattr(manifest, name)!r}")
     return manifest
 
 

@@ -10,25 +10,25 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from leaveout._util import notebook
-from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
+from leaveout._util.files import checksum, plain, tensor_checksum
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import InputError, RunError, is_whole
-from leaveout.optim import Hyper, Rule
-from leaveout.run import kept_batches
+from leaveout.optim import AVERAGE, Rule, Settings
+from leaveout.run import averages, kept_batches, uneven
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
-from leaveout.run.micro import AFTER, FURTHER, MODES, Micro, is_sound, micro_of
+from leaveout.run.micro import AFTER, FURTHER, MODES, SCALES, is_sound, micro_of
+from leaveout.run.record import Record
 from leaveout.run.remote import local, source
 from leaveout.task.draws import RandomState
 
@@ -36,37 +36,14 @@ LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
 """The tensors with a row for each step, and how many dimensions they have."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """One step as it was taken: everything but the state.
-
-    ``micro`` are its micro-batches in order, which share ids and fingerprint; ``training`` the modules in training
-    mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states;
-    ``batches`` what the loader yielded, on its way to disk where it has to be kept.
-    """
-
-    index: int
-    epoch: int
-    ids: Int[Tensor, " batch"]
-    hypers: list[Hyper]
-    fingerprint: list[tuple[int, int]]
-    micro: tuple[Micro, ...] = ()
-    training: tuple[str, ...] | None = None
-    after: RandomState | None = None
-    batches: tuple[Any, ...] = ()
-    autocast: str | None = None
-
-    @property
-    def parts(self) -> tuple[Micro, ...]:
-        """The micro-batches, also where there is but one."""
-        return self.micro or (Micro(len(self.ids)),)
-
-
 class Run:
     """A recorded run, or its first ``steps``: what each step was, and the states that were kept.
 
     ``end`` is the state after the last step, once a ``Trajectory`` has computed it, where it was not kept.
     """
+
+    averaged = False
+    """Say whether the average of the weights is looked at, in place of the weights."""
 
     as_recorded = True
     """Say whether the states are those of the training to the last digit."""
@@ -83,7 +60,7 @@ class Run:
 
     def __reduce__(self) -> tuple:
         """Travels to other processes as its path: they open it themselves."""
-        return _reopened, (source(self.path), len(self), self.interpolate)
+        return _reopened, (source(self.path), len(self), self.interpolate, self.averaged)
 
     def __len__(self) -> int:
         """How many steps the run has, up to the last state that is on disk."""
@@ -129,12 +106,25 @@ class Run:
     @property
     def fingerprint(self) -> int:
         """A number that tells this run from others: its manifest has the checksums of all its files."""
-        return zlib.crc32(f"{self.manifest} {len(self)}".encode())
+        return zlib.crc32(f"{self.manifest} {len(self)}{' average' if self.averaged else ''}".encode())
+
+    @cached_property
+    def rule(self) -> Rule:
+        """The optimizer; where steps did not move all parameters alike, with a group for those that were."""
+        return self._refined[0]
+
+    @cached_property
+    def _refined(self) -> tuple[Rule, list[str]]:
+        rule = self.manifest.rule
+        if not self.manifest.uneven:
+            return rule, []
+        return uneven.refined(rule, [self._shard(number) for number in range(len(self.manifest.shards))])
 
     @property
-    def rule(self) -> Rule:
-        """The optimizer."""
-        return self.manifest.rule
+    def precision(self) -> str:
+        """The parameters' type and, where forward passes were cast (``torch.autocast``), "around" theirs."""
+        own = " and ".join(sorted(set(self.manifest.dtypes.values())))
+        return own if self.manifest.autocast is None else f"{own} around {self.manifest.autocast}"
 
     @property
     def exact(self) -> bool:
@@ -153,9 +143,20 @@ class Run:
             )
         return self._part(min(int(steps), len(self)), interpolate=self.interpolate)
 
+    def average(self) -> Run:
+        """The same run, of which the average of the weights (EMA, SWA) is scored: see ``Recorder(average=)``."""
+        if AVERAGE not in self.manifest.rule.slots:
+            raise InputError(
+                f"{self} was recorded without an average of its weights: record it with Recorder(average=...).",
+                code="average-not-recorded",
+            )
+        part = self._part(len(self), interpolate=self.interpolate)
+        part.averaged = True
+        return part
+
     def _part(self, steps: int, *, interpolate: bool) -> Run:
         part = Run(self.path, self.manifest, interpolate=interpolate, steps=steps)
-        part.__dict__["on_disk"] = self.on_disk
+        part.__dict__ |= {"on_disk": self.on_disk, "_refined": self._refined, "averaged": self.averaged}
         return part
 
     def interpolated(self) -> Run:
@@ -166,21 +167,34 @@ class Run:
         return self._part(len(self), interpolate=True)
 
     def record(self, index: int) -> Record:
-        """Step ``index`` without its state."""
+        """Step ``index`` without its state, with hyperparameters for each group of ``rule``."""
+        record = self.written(index)
+        hypers = record.hypers
+        if self.manifest.uneven:
+            hypers = uneven.of_groups(self.manifest.rule, self._refined[1], Settings(hypers, record.places))
+        if record.average is not None:
+            hypers = [{**hyper, **record.average.columns()} for hyper in hypers]
+        return replace(record, hypers=hypers, places=None)
+
+    def written(self, index: int) -> Record:
+        """Step ``index`` as it was written."""
         number, offset = self._find(index)
         shard = self._shard(number)
         lengths = shard["lengths"]
         start = int(lengths[:offset].sum())
-        names = self.rule.hypers
+        settings = uneven.read(self.manifest.rule, shard, offset)
         return Record(
             index,
             int(shard["epochs"][offset]),
             shard["ids"][start : start + int(lengths[offset])].clone(),
-            [dict(zip(names, values, strict=True)) for values in shard["hypers"][offset].tolist()],
+            settings.hypers,
             [(a, b) for a, b in shard["fingerprints"][offset].tolist() if a >= 0],
             micro_of(shard, offset),
             self.manifest.modes[int(shard[MODES][offset])] if MODES in shard else None,
             autocast=self.manifest.autocast,
+            places=settings.places,
+            average=averages.read(shard, offset),
+            scale=float(shard[SCALES][offset]) if SCALES in shard else 1.0,
         )
 
     def state(self, index: int) -> State:
@@ -251,11 +265,12 @@ class Run:
 
     @cached_property
     def _keys(self) -> set[str]:
-        return {f"state/{slot}/{name}" for slot in self.rule.slots for name in self._names(slot)}
+        return {f"state/{slot}/{name}" for slot in self.manifest.rule.slots for name in self._names(slot)}
 
     def _names(self, slot: str) -> list[str]:
         """What a slot holds: the trained parameters; beside them, the model's moving buffers."""
-        return [*self.rule.groups, *(self.manifest.buffers if slot == PARAM else ())]
+        moving = self.manifest.buffers if slot == PARAM else self.manifest.averaged if slot == AVERAGE else ()
+        return [*self.manifest.rule.groups, *moving]
 
     def _initial(self) -> dict[str, Tensor]:
         file = self.path / INITIAL
@@ -269,13 +284,14 @@ class Run:
         file = self.path / entry.name
         self._hold_against(file, entry.crc32)
         shard = _load(file, {*LOG, "ids", "kept"})
-        rows, groups = entry.steps, max(self.rule.groups.values()) + 1
+        rule = self.manifest.rule
+        rows, groups = entry.steps, max(rule.groups.values()) + 1
         if (
             shard["hypers"].dtype != torch.float64
             or any(shard[key].ndim != LOG[key] or len(shard[key]) != rows for key in LOG)
             or any(shard[key].dtype != torch.int64 for key in ("ids", *LOG) if key != "hypers")
             or shard["hypers"].shape[1] < groups
-            or shard["hypers"].shape[2] != len(self.rule.hypers)
+            or shard["hypers"].shape[2] != len(rule.hypers)
             or shard["fingerprints"].shape[2] != 2
             or int(shard["lengths"].min()) < 1
             or shard["ids"].shape != (sum(shard["lengths"].tolist()),)  # a tensor's sum may wrap
@@ -287,7 +303,8 @@ class Run:
             shard |= _load(file, self._keys)
             self._check_states(file, shard, count)
         further = _load(file, set(), FURTHER)
-        if not is_sound(further, shard["lengths"], len(self.manifest.modes), count):
+        sound = is_sound(further, shard["lengths"], len(self.manifest.modes), count)
+        if not (sound and averages.is_sound(further, rows) and uneven.is_sound(rule, shard | further, rows)):
             raise RunError(f"{file} does not hold the micro-batches of this run: {AGAIN}", code="run-damaged")
         return shard | further
 
@@ -306,11 +323,11 @@ class Run:
         self._checked[file.name] = seen
 
     def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
-        for slot in self.rule.slots:
+        for slot in self.manifest.rule.slots:
             for name in self._names(slot):
                 tensor = tensors[f"state/{slot}/{name}"]
                 moving = self.manifest.buffers.get(name)
-                shape = self.rule.definition.shape(slot, self.manifest.shapes[name]) if moving is None else moving
+                shape = self.manifest.rule.shape(slot, self.manifest.shapes[name]) if moving is None else moving
                 dtype = self.manifest.dtypes[name if moving is None else next(iter(self.manifest.dtypes))]
                 if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
                     raise RunError(
@@ -321,12 +338,13 @@ class Run:
         """Copies, which stay as they are whatever becomes of the file."""
         return {
             slot: {name: tensors[f"state/{slot}/{name}"].clone() for name in self._names(slot)}
-            for slot in self.rule.slots
+            for slot in self.manifest.rule.slots
         }
 
 
-def _reopened(path: str, steps: int, interpolate: bool) -> Run:
+def _reopened(path: str, steps: int, interpolate: bool, averaged: bool = False) -> Run:
     run = open_run(path, partial=True).head(steps)
+    run.averaged = averaged
     return run.interpolated() if interpolate else run
 
 
@@ -372,29 +390,3 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
             code="run-cut-short",
         )
     return run
-
-
-def check_run(path: str | Path) -> list[str]:
-    """Read every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
-
-    A run that was cut short is well; files that were not written by a recorder are named. One that is being recorded is
-    well too: its newest shard is there a moment before the manifest names it.
-    """
-    path = local(path)
-    try:
-        run = Run(path, read_manifest(path))
-        damage, strangers = run.damage(), _strangers(run)
-        if strangers:
-            # If there is no writer now, the manifest names all that one has written.
-            strangers = [] if has_writer(path) else _strangers(Run(path, read_manifest(path)))
-    except RunError as error:
-        return [str(error)]
-    return [
-        *damage,
-        *(f"{path / name} belongs to no recorded step: delete it, or continue the run." for name in strangers),
-    ]
-
-
-def _strangers(run: Run) -> list[str]:
-    listed = {shard.name for shard in run.manifest.shards}
-    return sorted(file.name for file in run.path.glob("shard-*") if file.name not in listed)

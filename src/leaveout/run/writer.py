@@ -15,17 +15,21 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
-from leaveout._util.trees import State, nbytes
+from leaveout._util.trees import Params, State, nbytes
 from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
-from leaveout.run import kept_batches, micro
+from leaveout.optim import AVERAGE, Settings
+from leaveout.optim.averaging import Update
+from leaveout.run import averages, kept_batches, micro, uneven
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 
 SHARD_BYTES = 64_000_000
 SHARD_STEPS = 4096
@@ -107,6 +111,16 @@ class Writer:
             self._states[record.index + 1] = state
             self._held += nbytes(state)
 
+    def amend(self, average: Update, state: Params) -> bool:
+        """Say what became of the weights' average after the newest step; False where that is on disk already."""
+        if not self._records:
+            return False
+        self._records[-1] = replace(self._records[-1], average=average)
+        held = self._states.get(self._records[-1].index + 1)
+        if held is not None:
+            held[AVERAGE] = state
+        return True
+
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
         """Wait until everything is on disk; ``complete=False`` leaves the run marked as cut short.
 
@@ -168,7 +182,7 @@ class Writer:
         self._manifest = replace(run.manifest, shards=tuple(whole), finished=run.manifest.finished and steps is None)
         self._number = max(shard.number for shard in run.manifest.shards) + 1
         self._records = [
-            replace(run.record(index), batches=tuple(run.batches(index)))
+            replace(run.written(index), batches=tuple(run.batches(index)))
             for index in range(self._manifest.steps, len(run))
         ]
         self._states = {index: run.state(index) for index in run.kept if index > self._manifest.steps}
@@ -242,17 +256,19 @@ def _write_shard(
     path: Path, number: int, records: Sequence[Record], states: dict[int, State], manifest: Manifest
 ) -> Manifest:
     """Write a shard, then the manifest that names it."""
-    names = manifest.rule.hypers
     leaves = max(len(record.fingerprint) for record in records)
     prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
     tensors = {
         "ids": torch.cat([record.ids for record in records]),
         "lengths": torch.tensor([len(record.ids) for record in records]),
         "epochs": torch.tensor([record.epoch for record in records]),
-        "hypers": torch.tensor([[[h[name] for name in names] for h in r.hypers] for r in records], dtype=torch.float64),
         "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
     }
     tensors |= micro.written([record.parts for record in records])
+    tensors |= averages.written([record.average for record in records])
+    tensors |= uneven.written(manifest.rule, [Settings(record.hypers, record.places) for record in records])
+    if any(record.scale != 1 for record in records):
+        tensors[micro.SCALES] = torch.tensor([record.scale for record in records], dtype=torch.float64)
     modes = list(manifest.modes)
     if all(record.training is not None for record in records):
         modes += [one for one in dict.fromkeys(r.training for r in records) if one is not None and one not in modes]
@@ -274,7 +290,11 @@ def _write_shard(
     write_tensors(file, tensors)
     shard = Shard(number, len(records), checksum(file), tensor_checksum(tensors["kept"]))
     manifest = replace(
-        manifest, shards=(*manifest.shards, shard), modes=tuple(modes), autocast=_autocast(records, manifest)
+        manifest,
+        shards=(*manifest.shards, shard),
+        modes=tuple(modes),
+        autocast=_autocast(records, manifest),
+        uneven=manifest.uneven or uneven.PLACES in tensors,
     )
     write_manifest(path, manifest)
     return manifest
@@ -296,7 +316,7 @@ def _flatten(state: State) -> dict[str, Tensor]:
     return {f"state/{slot}/{name}": tensor for slot, params in state.items() for name, tensor in params.items()}
 
 
-def never_finished(writer: Writer, owner: int) -> None:
+def never_finished(writer: Any, owner: int) -> None:
     """Save what a recorder had when the program ended without ``finish``."""
     if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
         return

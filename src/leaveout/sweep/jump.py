@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, embed, height, inner, nbytes, sum_of
+from leaveout._util.trees import PARAM, Params, add_rows, height, inner, nbytes, sum_of
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.sweep.checkpoint import SweepCheckpoint
@@ -61,7 +61,6 @@ def jump_products(
     fresh = {name: like.new_zeros((len(left_out), height(queries))) for name in ("plain", "extra")}
     sums = {name: saved.gathered[name] for name in fresh} if saved else fresh
     chunk = resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(left_out)))
-    still = embed(queries, sweep.trajectory.final())
     read = Reading(Saturation(sweep.trajectory.rule, sweep.trajectory.final()[PARAM]) if saturated else None, chunk)
     if saved and read.saturation:
         read.saturation.unpack(saved.gathered)
@@ -69,7 +68,7 @@ def jump_products(
         pairs = left_out.pairs(recorded.record.ids)
         row, position = pairs
         reads = -pulled.weights[:, position].T
-        sums["plain"].index_add_(0, row, reads)
+        add_rows(sums["plain"], row, reads)
         keep = sweep.schedule.kept(recorded.record, left_out, row)
         if keep is not None:
             pairs, reads = (row[keep], position[keep]), reads[keep]
@@ -78,10 +77,9 @@ def jump_products(
                 read.add(sums["extra"], pairs, pulled)
             else:
                 read.add_single(sums["extra"], pairs, recorded.record.ids, pulled)
-            sums["extra"].index_add_(0, pairs[0], reads, alpha=-1)
+            add_rows(sums["extra"], pairs[0], reads, alpha=-1)
         read.passed(pulled)
-        carried = pulled.state if sweep.curved else still
-        checkpoint.note(recorded.record.index, carried, lambda: {**sums, **read.packed()})
+        checkpoint.note(recorded.record.index, sweep.onward(recorded, pulled), lambda: {**sums, **read.packed()})
     return Products(sums["plain"], sums["plain"] + sums["extra"])
 
 
@@ -101,7 +99,7 @@ class Reading:
             if self.saturation:
                 jump = self.saturation.read(jump, pulled.step.hypers)
             reads = sum_of(inner(jump[slot], pulled.arriving[slot]) for slot in jump)
-            total.index_add_(0, rows, reads)
+            add_rows(total, rows, reads)
 
     def add_single(
         self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled
@@ -114,7 +112,7 @@ class Reading:
         self.add(single, (which[needed], needed.nonzero()[:, 0]), pulled)
         # An example that occurs twice in the batch leaves once.
         leaves = torch.unique(torch.stack([row, which[position]]), dim=1)
-        total.index_add_(0, leaves[0], single[leaves[1]])
+        add_rows(total, leaves[0], single[leaves[1]])
 
     def passed(self, pulled: Pulled) -> None:
         """Go on to the step before."""

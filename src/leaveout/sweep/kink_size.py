@@ -50,7 +50,7 @@ def kink_size(trajectory: Trajectory) -> float | None:
     sizes = []
     for part in range(count):
         recorded = trajectory.recorded_step(kept[(2 * part + 1) * len(kept) // (2 * count)])
-        if not kink_widths(trajectory.task, recorded.params, recorded.batch):
+        if not kink_widths(recorded.task, recorded.params, recorded.batch):
             return None
         sizes.append(_size(trajectory, recorded))
     return float(torch.tensor(sizes).quantile(0.25))

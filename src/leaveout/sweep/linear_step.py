@@ -18,6 +18,7 @@ from leaveout._util.trees import (
     PARAM,
     Params,
     State,
+    add_rows,
     each,
     expand,
     gather_sums,
@@ -56,7 +57,7 @@ class Pulled(NamedTuple):
     def add_to(self, totals: Float[Tensor, "rows vectors"], pairs: Pairs) -> None:
         """Add −(∂F/∂w_k)ᵀu, the first-order effect of leaving k out here, to the total of each row without k."""
         row, position = pairs
-        totals.index_add_(0, row, self.weights[:, position].T, alpha=-1)
+        add_rows(totals, row, self.weights[:, position].T, alpha=-1)
 
 
 class LinearStep:

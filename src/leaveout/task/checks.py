@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leaveout.errors import InputError, UnsupportedError
+from leaveout.errors import InputError, UnsupportedError, is_whole
 from leaveout.task import batches
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called
@@ -174,6 +174,21 @@ def is_coupled(called: Called, training: frozenset[str], buffers: tuple[str, ...
     """Say whether a training batch's examples depend on each other, or training moves buffers: BatchNorm."""
     trained = (module for name, module in called.named if name in training)
     return bool(buffers) or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained)
+
+
+def check_options(train_set: Any, l2: Any, statistics: str, accumulation: str | int) -> None:
+    """Refuse arguments of a task that mean nothing."""
+    if batches.size(train_set) == 0:
+        raise InputError("The training set is empty: give one with at least one example.", code="train-set-empty")
+    if not is_strength(l2):
+        raise InputError(f"l2={l2!r} must be a finite number, 0 or more.", code="l2-out-of-range")
+    if statistics not in ("leave", "stay"):
+        raise InputError(f"statistics={statistics!r} is unknown: use 'leave' or 'stay'.", code="statistics-unknown")
+    if accumulation not in ("mean", "sum", "window") and not is_whole(accumulation, 1):
+        raise InputError(
+            f"accumulation={accumulation!r} is unknown: use 'mean', 'sum', 'window' or a whole number from 1 on.",
+            code="accumulation-unknown",
+        )
 
 
 def is_strength(value: Any) -> bool:

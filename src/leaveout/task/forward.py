@@ -19,6 +19,7 @@ from leaveout._util.trees import Params
 from leaveout.errors import InputError
 from leaveout.task import batches
 from leaveout.task.batches import Batch
+from leaveout.task.own_functions import transformable
 from leaveout.task.rewriting import Batched, plain_attention
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
@@ -104,6 +105,7 @@ class Called(nn.Module):
         with (
             sdpa_kernel(SDPBackend.MATH) if not _casting(swapped) else nullcontext(),
             plain_attention(),
+            transformable(),
             batched if self.recurrent else nullcontext(),
             self._modes(training),
             within or nullcontext(),

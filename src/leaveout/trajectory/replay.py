@@ -63,7 +63,7 @@ def courses(
         if share is not None and not strayed:
             strayed = True
             _warn_of_rounding(recorded.record.index, share)
-        yield recorded, state[PARAM]
+        yield recorded, trajectory.scored(state)
 
 
 def _check_statistics(task: Task, params: Params, step: int) -> None:
@@ -85,11 +85,12 @@ def stacked(
     ``weights(ids, like)`` has the examples' weights at a step, a row per model, in the dtype of ``like``. The state is
     changed in place.
     """
-    gradients: Callable[..., Params] | None = None
+    ways: dict[Task, Callable[..., Params]] = {}  # one for each mode that the steps were taken in
     like = next(iter(state[PARAM].values()))
     for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(like) - 1}"):
-        if gradients is None:
-            gradients = _way(trajectory.trained, state[PARAM], recorded.batch)
+        if recorded.trained not in ways:
+            ways[recorded.trained] = _way(recorded.trained, state[PARAM], recorded.batch)
+        gradients = ways[recorded.trained]
         now = weights(recorded.record.ids, next(iter(state[PARAM].values())))
         state = trajectory.rule.steps_(state, gradients(state[PARAM], now, recorded.batch), recorded.record.hypers)
         cost.gradients += len(now)
@@ -104,7 +105,7 @@ def final(
     end = start
     for _, end in stacked(trajectory, start, weights, resources, cost):  # noqa: B007 - the last one counts
         pass
-    return end[PARAM]
+    return trajectory.scored(end)
 
 
 def moved_start(trajectory: Trajectory, jitter: float, seed: int) -> State:
@@ -138,8 +139,8 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
     Start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded.
     """
     state, count = copies(trajectory.initial(), len(left_out) + 1), len(left_out) + 1
-    task, order = trajectory.trained, torch.Generator().manual_seed(seed)
-    gradients: Callable[..., Params] | None = None
+    task, order = trajectory.task, torch.Generator().manual_seed(seed)
+    ways: dict[Task, Callable[..., Params]] = {}
     epoch, places = None, torch.arange(task.size)
     for index in resources.track(range(len(trajectory)), len(trajectory), f"training {count}"):
         record = trajectory.run.record(index)
@@ -148,11 +149,13 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
         ids = places[record.ids]
         batch = trajectory.shuffled(record, ids, {name: tensor[-1] for name, tensor in state[PARAM].items()})
         weights = _weights(left_out, 0.0, ids, next(iter(state[PARAM].values())))
-        if gradients is None:
-            gradients = _way(task, state[PARAM], batch)
+        trained = trajectory.trained_at(record)
+        if trained not in ways:
+            ways[trained] = _way(trained, state[PARAM], batch)
+        gradients = ways[trained]
         state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, batch), record.hypers)
         cost.gradients += count
-    return state[PARAM]
+    return trajectory.scored(state)
 
 
 def copies(state: State, count: int) -> State:

@@ -12,12 +12,14 @@ from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.errors import MismatchError
 from leaveout.optim import Rule
 from leaveout.task.derivatives import gradient
-from leaveout.task.task import Task
 from leaveout.trajectory.diagnosis import REMEDY, called, diagnosis
 from leaveout.trajectory.recorded_step import RecordedStep
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
+
+CAST = 8
+"""The same under ``torch.autocast``, in units of the last place of the type that was cast to."""
 
 ADDED_UP = 10
 """How many times as far buffers may lie after many steps, each from the one computed before."""
@@ -39,8 +41,8 @@ class StepCheck:
     such a jump explains is not a mismatch.
     """
 
-    def __init__(self, rule: Rule, task: Task) -> None:
-        self._rule, self._task = rule, task
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
 
     def step(self, recorded: RecordedStep, predicted: State) -> None:
         """``‖predicted − recorded‖ ≤ tolerance · length`` in every slot, plus what rounding can do."""
@@ -54,7 +56,7 @@ class StepCheck:
                 f"{'step lengths' if slot == PARAM else 'times what the step brought to it'} away"
                 for slot in missed
             )
-            used = gradient(self._task, recorded.params, recorded.batch)
+            used = gradient(recorded.trained, recorded.params, recorded.batch)
             raise MismatchError(
                 f"Step {recorded.record.index} does not follow from its batch and this task: computed again it ends "
                 f"with {words} from what was recorded. {diagnosis(self._rule, recorded, used)}",
@@ -139,7 +141,8 @@ class StepCheck:
 
     def taken(self, recorded: RecordedStep, params: Params) -> State:
         """The step with the gradient at these parameters."""
-        return self._rule.step(recorded.before, gradient(self._task, params, recorded.batch), recorded.record.hypers)
+        value = gradient(recorded.trained, params, recorded.batch)
+        return self._rule.step(recorded.before, value, recorded.record.hypers)
 
     def _lengths(self, recorded: RecordedStep) -> Lengths:
         """How far the step moved the parameters, and what the gradient brought to each buffer."""
@@ -197,7 +200,11 @@ def _sizes(recorded: RecordedStep, travelled: float) -> Lengths:
 def _allowed(recorded: RecordedStep, slot: str, length: float) -> float:
     """The tolerance of that length, and what rounding of the slot may add."""
     dtype = next(iter(recorded.after[slot].values())).dtype
-    return TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(recorded.after[slot])
+    cast = recorded.trained.autocast
+    tolerance = (
+        TOLERANCE.get(dtype, 1e-2) if cast is None else max(TOLERANCE[torch.float32], CAST * torch.finfo(cast).eps)
+    )
+    return tolerance * length + 64 * torch.finfo(dtype).eps * norm(recorded.after[slot])
 
 
 def _flat(state: State) -> Float[Tensor, " width"]:

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
 from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.plan import plan
-from leaveout.paper.bench import sweeps
+from leaveout.paper.bench import jumps, sweeps
 from leaveout.paper.bench.problems import QUIET, binary, digits, folder, images, plain_training, quickest, seconds
 from leaveout.paper.bench.table import Row
+from leaveout.paper.bench.trainers import adapters, trainer_recording
 from leaveout.run.reader import Run
 from leaveout.run.recorder import Recorder
 from leaveout.sweep.transports import Subspace
@@ -223,9 +224,12 @@ CASES = {
         replays,
         wide_inputs,
         recording,
+        trainer_recording,
+        adapters,
         plans,
         cheap_transports,
         faithful_outputs,
         *sweeps.CASES,
+        *jumps.CASES,
     )
 }

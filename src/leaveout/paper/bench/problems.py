@@ -27,11 +27,16 @@ def folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="leaveout-bench-")) / "run"
 
 
+CLOCKS: list[Callable[[], float]] = [time.perf_counter]
+"""What measures time: the last one, which is the processor's own on a machine that has other work."""
+
+
 def seconds(function: Callable[[], T]) -> tuple[float, T]:
     """Measure how long a call took, and what it gave."""
-    start = time.perf_counter()
+    clock = CLOCKS[-1]
+    start = clock()
     result = function()
-    return time.perf_counter() - start, result
+    return clock() - start, result
 
 
 def quickest(rounds: int, *functions: Callable[[], object]) -> list[float]:
@@ -51,12 +56,13 @@ def binary(
     return dataset, task, train(task, optimizer, epochs, size, seed, folder(), resources=QUIET)
 
 
-def images(n: int, epochs: int, *, size: int = 64) -> tuple[Data, Task, Run]:
-    """Train the convolutional network on n MNIST images."""
+def images(n: int, epochs: int, *, size: int = 64, adam: bool = False) -> tuple[Data, Task, Run]:
+    """Train the convolutional network on n MNIST images by SGD, or by AdamW."""
     dataset = data.load("mnist", n_train=n, n_val=1000)
     net = models.build("mnist-cnn", seed=0)
     task = Task(net, nn.CrossEntropyLoss(), dataset.train)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    params = net.parameters()
+    optimizer = torch.optim.AdamW(params, lr=0.001) if adam else torch.optim.SGD(params, lr=0.05)
     return dataset, task, train(task, optimizer, epochs, size, 0, folder(), resources=QUIET)
 
 

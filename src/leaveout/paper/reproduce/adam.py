@@ -21,7 +21,7 @@ DIGITS: dict[str, Any] = {
     "queries": 200,
     "dtype": "float64",
     "optimizer": "adam",
-    "batch": 20,
+    "batch": 50,
     "epochs": 15,
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
     return clouds(frame, "case", "adam", "Digits, Adam")
 
 
-SETTING = """200 digits, batch 20, 15 epochs, Adam with PyTorch's defaults but for the rate, float64; mean loss of 200
+SETTING = """200 digits, batch 50, 15 epochs, Adam with PyTorch's defaults but for the rate, float64; mean loss of 200
 queries. Cells: Kendall's tau with exact replays of all examples, mean (standard deviation) over seeds; RMSE over the
 standard deviation of the true scores. SGD-IE on Adam is the metagradient (MAGIC). MNIST networks and the small
 GPT are in the table of `leaveout reproduce tsloo`, with the same measures."""

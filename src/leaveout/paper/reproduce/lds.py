@@ -28,6 +28,20 @@ from leaveout.trajectory.left_out import leave_out
 
 SHARES = (0.01, 0.05, 0.2)
 RUN: dict[str, Any] = {**GPT, "lr": 1e-3, "meaning": "run", "subsets": 40}
+SMALL_RUN: dict[str, Any] = {
+    "data": "digits",
+    "n": 300,
+    "queries": 50,
+    "hidden": [32],
+    "activation": "gelu",
+    "dtype": "float32",
+    "optimizer": "adamw",
+    "lr": 0.003,
+    "batch": 30,
+    "epochs": 5,
+    "meaning": "run",
+    "subsets": 100,
+}
 ALGORITHM: dict[str, Any] = {
     "data": "digits",
     "n": 300,
@@ -48,9 +62,9 @@ QUICK: dict[str, Any] = {"n": 60, "queries": 4, "subsets": 6, "epochs": 1}
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """For each seed the single-run scores of the GPT, and the algorithm's of a digits network."""
+    """For each seed the single-run scores of a digits network and the GPT, and the algorithm's of the network."""
     small = QUICK if quick else {}
-    return [{**case, **small, "seed": seed} for seed in range(seeds) for case in (RUN, ALGORITHM)]
+    return [{**case, **small, "seed": seed} for seed in range(seeds) for case in (SMALL_RUN, RUN, ALGORITHM)]
 
 
 def compute(settings: Settings) -> list[Row]:
@@ -62,7 +76,7 @@ def _of_the_run(settings: Settings) -> list[Row]:
     n, rows = settings["n"], []
     subsets = {share: random_subsets(n, settings["subsets"], share, settings["seed"]) for share in SHARES}
     left_out = {f"{share:.0%} left out": leave_out(n, groups=groups) for share, groups in subsets.items()}
-    with small_gpt(settings) as problem:
+    with (network if settings["data"] == "digits" else small_gpt)(settings) as problem:
         asked = (problem.run, problem.task, problem.val)
         estimates = readings(problem, {"single": leave_out(n), **left_out})
         single = estimates["single"]
@@ -134,32 +148,43 @@ def _fresh(settings: Settings, train_set: Any, val: Any, ids: list[int], seed: i
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A table for each meaning."""
+    """A table for each meaning and data set."""
     parts = [SETTING]
-    for meaning, part in frame.groupby("meaning", sort=False):
+    for key, part in frame.groupby(["meaning", "data"], sort=False):
+        meaning, data = map(str, key)
         rows = []
         last = "off" if meaning == "run" else "ceiling"
         for (of, method), own in part.groupby(["of", "method"], sort=False):
             rows.append([str(of), str(method), spread(own["lds"]), spread(own[last]), str(own["seed"].nunique())])
         head = "RMSE over sd of the mean loss" if meaning == "run" else "ceiling"
-        parts.append(table([HEADS[str(meaning)], "method", "LDS, mean Spearman per query", head, "seeds"], rows))
+        parts.append(table([HEADS[meaning, data], "method", "LDS, mean Spearman per query", head, "seeds"], rows))
     return "\n\n".join(parts)
 
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
-    """Plot estimate against truth of the mean loss for every subset of seed 0."""
-    return clouds(frame, "of", "lds", "Subsets of the small GPT's run")
+    """Plot estimate against truth of the mean loss for every subset of seed 0, a picture per run."""
+    runs = frame[frame["meaning"] == "run"]
+    names = {"digits": "digits", "20news words": "gpt"}
+    return [
+        plot
+        for data, own in runs.groupby("data", sort=False)
+        for plot in clouds(own, "of", f"lds-{names[str(data)]}", f"Subsets, {HEADS['run', str(data)]}")
+    ]
 
 
-HEADS = {"run": "small GPT, single run", "algorithm": "digits, algorithm"}
+HEADS = {
+    ("run", "digits"): "digits, single run",
+    ("run", "20news words"): "small GPT, single run",
+    ("algorithm", "digits"): "digits, algorithm",
+}
 
-SETTING = """Single run: the small GPT of `leaveout reproduce tsloo` (AdamW 0.001, one epoch), 40 random subsets of
-1%, 5% and 20% left out of the recorded trajectory, 10 queries. SGD-IE (the metagradient, MAGIC) is additive. Jumps of
-single examples are added, or a subset's examples leave each batch in one jump; each with saturated moments and
-with moments by derivative. Algorithm: 300 digits, 64-32-10 with GELU, SGD at 0.1, 10 epochs; 40 random halves, each
-trained afresh with 5 seeds, 50 queries; scores of one recorded run of all examples, and averaged over 5 runs of other
-seeds. The ceiling is what a perfect prediction of the expected loss would reach (Spearman-Brown). Mean (standard
-deviation) over seeds."""
+SETTING = """Single run: the small GPT of `leaveout reproduce tsloo` (AdamW 0.001, one epoch), 40 random subsets of 1%,
+5% and 20% left out of the recorded trajectory, 10 queries; and 300 digits, 64-32-10 with GELU, AdamW at 0.003, 5
+epochs of 30, 100 subsets, 50 queries. SGD-IE (the metagradient, MAGIC) is additive. Jumps of single examples are
+added, or a subset's examples leave each batch in one jump; each with saturated moments and with moments by derivative.
+Algorithm: the same digits and network with SGD at 0.1, 10 epochs; 40 random halves, each trained afresh with 5 seeds,
+50 queries; scores of one recorded run of all examples, and averaged over 5 runs of other seeds. The ceiling is what a
+perfect prediction of the expected loss would reach (Spearman-Brown). Mean (standard deviation) over seeds."""
 
 LDS = Spec(
     "lds",
@@ -168,6 +193,6 @@ LDS = Spec(
     cells=cells,
     compute=compute,
     tables=tables,
-    naming=("meaning", "seed"),
+    naming=("meaning", "data", "seed"),
     plots=plots,
 )
