@@ -53,7 +53,7 @@ def study(tmp_path_factory):
 def test_results_show_themselves(study):
     scores, check = study.scores["SGD-IE"], study.checks["SGD-IE"]
     for thing, words in (
-        (scores, [f"{scores.harmful_count} did harm", str(scores.top(1).index[0])]),
+        (scores, [f"{scores.harmful_count} did harm", *(f" {i} " for i in scores.harmful(5) + scores.helpful(5))]),
         (check, [check.verdict.value, "8 exact replays"]),
         (study.issues, [study.issues.issues["why"].iloc[0]]),
         (study.curve, ["in pairs", "SGD-IE"]),
@@ -114,6 +114,9 @@ def test_bars_in_a_notebook(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "IPython", IPython)
     assert progress.in_notebook()
+    monkeypatch.setattr(progress, "find_spec", lambda _: None)
+    monkeypatch.setattr(progress, "_shown", lambda *_: pytest.fail("rich warns in every cell without ipywidgets"))
+    assert list(progress.track([1, 2], 2, "counting", True)) == [1, 2]
 
 
 def trained(path, epochs, **options):

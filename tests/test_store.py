@@ -349,7 +349,7 @@ def damage(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
         "an unknown key": (lambda: told(colour="red"), rf"{MANIFEST} is not a manifest.*colour.*{again}"),
         "no shards": (lambda: told(shards=None), rf"{MANIFEST} is not a manifest.*{again}"),
         "shards in words": (lambda: told(shards=["four"]), rf"{MANIFEST} is not a manifest.*{again}"),
-        "an unknown format": (lambda: told(format=99), "format 99, this version reads 3 and before"),
+        "an unknown format": (lambda: told(format=99), "format 99, this version reads 4 and before"),
         "an unknown optimizer": (
             lambda: told(rule={**json.loads(file.read_text())["rule"], "kind": "Sorcery"}),
             rf"{MANIFEST} is not a manifest.*Sorcery.*{again}",

@@ -100,8 +100,11 @@ class Scores(Comparable):
         words = (
             f"{self.helpful_count} of {count} rows helped, {self.harmful_count} did harm; {exact} are exact replays."
         )
-        top = self.top(10)
-        rows = [(name, float(row["score"]), "exact" if row["exact"] else "") for name, row in top.iterrows()]
+        values = self.mean().tolist()
+        order = sorted(range(count), key=lambda place: values[place])
+        ends = order if count <= 10 else order[:5] + order[-5:]  # the most harmful first, the most helpful last
+        marks = [False] * count if self.exact is None else self.exact.tolist()
+        rows = [(self.train_ids[place], values[place], "exact" if marks[place] else "") for place in ends]
         title = f"{self.method}: {count} training x {len(self.query_ids)} query, {self.unit}"
         said = [words, f"{self.sign}.", *([f"Mixed precision: {self.mixed}."] if self.mixed else [])]
         return notebook.card(title, said, ("train", "score", ""), rows)
@@ -117,7 +120,7 @@ class Scores(Comparable):
         ):
             ax.hist(part, edges, color=colour, label=name)
         ax.set(xlabel=self.unit, ylabel="examples", title=self.method, yscale="symlog")
-        ax.legend()
+        ax.legend(loc="upper right")
         return ax
 
     @property

@@ -112,7 +112,7 @@ class Labels(Comparable):
             )
         fitted = f"The trained model predicts {1 - self.misfit:.1%} of the given labels"
         if self.question.folds == AUTO and self.folds:
-            return f"{fitted}, so each was judged by a training that did not see it ({self.folds} folds)."
+            return f"{fitted}, so each was judged by a training that did not see it ({self.folds} folds).{self._doubt}"
         if self.folds is not None or self.misfit >= MEMORISED:
             return ""
         minutes = 0 if self.too_long is None else math.ceil(self.too_long / 60)
@@ -120,6 +120,17 @@ class Labels(Comparable):
         return (
             f"{fitted}: if it would not do so on new examples, it has memorised them, and folds={FOLDS} "
             f"(--folds {FOLDS}) judges them out of sample{long}."
+        )
+
+    @property
+    def _doubt(self) -> str:
+        """Say where trainings that did not see the examples agree with few labels: the judges are poor then."""
+        agreed = float((self.table["given_label"] == self.table["predicted_label"]).mean())
+        if agreed > 1 - UNLEARNED:
+            return ""
+        return (
+            f" These agree with only {agreed:.1%} of the labels: they are wrong more often than the labels are, so "
+            "look at the first ones at most."
         )
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leaveout.errors import RunError, UnsupportedError
+from leaveout.errors import InputError, RunError, UnsupportedError
 
 
 def finished(path: Path) -> RunError:
@@ -93,4 +93,11 @@ def disk_full(path: Path, error: OSError, steps: int) -> str:
     there = "nothing is on disk yet" if steps == 0 else "open_run(path, partial=True) reads what is on disk"
     return (
         f"The run in {path} could not be written further ({error}): {there}; make room and continue it with resume=True"
+    )
+
+
+def not_an_epoch(epoch: object) -> InputError:
+    """Refuse an epoch that does not count."""
+    return InputError(
+        f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.", code="epoch-not-a-count"
     )

@@ -13,9 +13,9 @@ from leaveout.errors import RunError
 from leaveout.optim import Rule
 from leaveout.run.paths import CONFIG
 
-FORMAT = 3
-READABLE = (2, 3)
-"""Format 2 has neither modes nor buffers nor micro-batches."""
+FORMAT = 4
+READABLE = (2, 3, 4)
+"""Format 2 has neither modes nor buffers nor micro-batches; 3 has all states whole."""
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 AGAIN = "the run is damaged; restore it or record it again."

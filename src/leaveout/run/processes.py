@@ -6,6 +6,7 @@ its own (examples, random generators, batches to be kept) is gathered after ever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import distributed, nn
 from leaveout._util.trees import Params, State
 from leaveout.errors import UnsupportedError
 from leaveout.optim.averaging import Update
+from leaveout.run.following import Used
 from leaveout.run.manifest import Manifest
 from leaveout.run.pending import Taken
 from leaveout.run.record import Record
@@ -68,6 +70,7 @@ class NoWriter:
     """Stands for the writer in processes that do not write."""
 
     before = None
+    newest = None
     unfinished = False
 
     def __init__(self, path: str | Path) -> None:
@@ -76,8 +79,12 @@ class NoWriter:
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Leave that to the first process, as all else."""
 
-    def append(self, record: Record, state: State | None, held: int = 0) -> None:
+    def append(self, record: Record, state: State | Used | None, held: int = 0) -> None:
         """See ``begin``."""
+
+    def settle(self, final: Callable[[], State | None]) -> bool:  # noqa: ARG002
+        """See ``begin``."""
+        return False
 
     def amend(self, average: Update, state: Params) -> bool:  # noqa: ARG002
         """See ``begin``."""

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from leaveout._util import notebook
 from leaveout._util.files import checksum, plain, tensor_checksum
-from leaveout._util.trees import PARAM, State
+from leaveout._util.trees import State
 from leaveout.errors import InputError, RunError, is_whole
 from leaveout.optim import AVERAGE, Rule, Settings
 from leaveout.run import averages, kept_batches, uneven
+from leaveout.run.following import Following, stepped
+from leaveout.run.kept_states import KEPT, WHOLE, StateTensors, whole
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
 from leaveout.run.micro import AFTER, FURTHER, MODES, SCALES, is_sound, micro_of
 from leaveout.run.record import Record
@@ -56,6 +58,8 @@ class Run:
         self._steps = steps
         self._starts = [0, *accumulate(shard.steps for shard in manifest.shards)]
         self._loaded = lru_cache(maxsize=2)(self._load_shard)
+        self._tensors = StateTensors(manifest)
+        self._following = Following(self._stepped, self._last_whole, self.state)
         self._checked: dict[str, tuple[int, int, int]] = {}
 
     def __reduce__(self) -> tuple:
@@ -200,16 +204,28 @@ class Run:
     def state(self, index: int) -> State:
         """A kept state: the one before step ``index``; ``state(len(run))`` is the final one."""
         if index == 0:
-            return self._unflatten(self._initial())
-        number, _ = self._find(index - 1)
-        shard = self._shard(number)
-        place = int(torch.searchsorted(shard["kept"], index))
-        if place == len(shard["kept"]) or int(shard["kept"][place]) != index:
+            return self._tensors.unflatten(self._initial())
+        shard = self._shard(self._find(index - 1)[0])
+        if _place(shard[KEPT], index) is None:
             raise RunError(
                 f"{self.path} does not keep the state before step {index}: ask a Trajectory, which replays it.",
                 code="state-not-kept",
             )
-        return self._unflatten({key: shard[key][place] for key in self._keys})
+        place = _place(whole(shard), index)
+        return self._following.state(index) if place is None else self._tensors.unflatten(shard, place)
+
+    def _last_whole(self, index: int) -> int:
+        """The number of the last state up to this one that is on disk as it is."""
+        for number in range(self._find(index - 1)[0], -1, -1):
+            known = whole(self._shard(number))
+            if place := int(torch.searchsorted(known, index, right=True)):
+                return int(known[place - 1])
+        return 0
+
+    def _stepped(self, index: int, state: State) -> State:
+        """The state after a step, from what was kept of it."""
+        given = self._tensors.given_at(self._shard(self._find(index)[0]), index + 1)
+        return stepped(self.rule, state, given, self.record(index).hypers)
 
     def batches(self, index: int) -> list[Any]:
         """The micro-batches of a step as the loader yielded them; none where the data set has them."""
@@ -263,20 +279,11 @@ class Run:
         self._hold_against(self.path / entry.name, entry.crc32)
         return self._loaded(number)
 
-    @cached_property
-    def _keys(self) -> set[str]:
-        return {f"state/{slot}/{name}" for slot in self.manifest.rule.slots for name in self._names(slot)}
-
-    def _names(self, slot: str) -> list[str]:
-        """What a slot holds: the trained parameters; beside them, the model's moving buffers."""
-        moving = self.manifest.buffers if slot == PARAM else self.manifest.averaged if slot == AVERAGE else ()
-        return [*self.manifest.rule.groups, *moving]
-
     def _initial(self) -> dict[str, Tensor]:
         file = self.path / INITIAL
         self._hold_against(file, self.manifest.initial_crc32)
-        tensors = _load(file, self._keys)
-        self._check_states(file, {key: tensors[key].unsqueeze(0) for key in self._keys}, 1)
+        tensors = _load(file, self._tensors.keys)
+        self._tensors.check(file, {key: tensors[key].unsqueeze(0) for key in self._tensors.keys}, 1)
         return tensors
 
     def _load_shard(self, number: int) -> dict[str, Tensor]:
@@ -300,8 +307,13 @@ class Run:
         ):
             raise RunError(f"{file} does not hold {rows} steps of this run: {AGAIN}", code="run-damaged")
         if count := shard["kept"].numel():
-            shard |= _load(file, self._keys)
-            self._check_states(file, shard, count)
+            shard |= _load(file, set(), WHOLE)
+            if WHOLE in shard:
+                shard |= _load(file, self._tensors.given)
+                self._tensors.check_given(file, shard)
+            if as_they_are := whole(shard).numel():
+                shard |= _load(file, self._tensors.keys)
+                self._tensors.check(file, shard, as_they_are)
         further = _load(file, set(), FURTHER)
         sound = is_sound(further, shard["lengths"], len(self.manifest.modes), count)
         if not (sound and averages.is_sound(further, rows) and uneven.is_sound(rule, shard | further, rows)):
@@ -322,25 +334,6 @@ class Run:
             raise RunError(f"{file} is not the file that was written (checksum): {AGAIN}", code="run-damaged")
         self._checked[file.name] = seen
 
-    def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
-        for slot in self.manifest.rule.slots:
-            for name in self._names(slot):
-                tensor = tensors[f"state/{slot}/{name}"]
-                moving = self.manifest.buffers.get(name)
-                shape = self.manifest.rule.shape(slot, self.manifest.shapes[name]) if moving is None else moving
-                dtype = self.manifest.dtypes[name if moving is None else next(iter(self.manifest.dtypes))]
-                if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
-                    raise RunError(
-                        f"{file} does not hold the states of this run ({slot} of {name!r}): {AGAIN}", code="run-damaged"
-                    )
-
-    def _unflatten(self, tensors: dict[str, Tensor]) -> State:
-        """Copies, which stay as they are whatever becomes of the file."""
-        return {
-            slot: {name: tensors[f"state/{slot}/{name}"].clone() for name in self._names(slot)}
-            for slot in self.manifest.rule.slots
-        }
-
 
 def _reopened(path: str, steps: int, interpolate: bool, averaged: bool = False) -> Run:
     run = open_run(path, partial=True).head(steps)
@@ -358,6 +351,12 @@ def _load(file: Path, needed: set[str], more: str | None = None) -> dict[str, Te
             return {key: opened.get_tensor(key) for key in needed | others}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{file} cannot be read ({error}): {AGAIN}", code="run-damaged") from None
+
+
+def _place(numbers: Tensor, index: int) -> int | None:
+    """Where a number is in a list in order; None where it is not."""
+    place = int(torch.searchsorted(numbers, index))
+    return place if place < len(numbers) and int(numbers[place]) == index else None
 
 
 def _refusal(check: Callable[[], object]) -> str | None:

@@ -23,6 +23,7 @@ from leaveout.compute.resources import parse_bytes
 from leaveout.errors import InputError, LeaveoutWarning, RunError, is_whole
 from leaveout.optim import AVERAGE, Hyper, Settings, hypers_of, rule_of, unwrapped
 from leaveout.run import failures, uneven
+from leaveout.run.following import Choice, Used, size_of, used
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
@@ -104,6 +105,7 @@ class Recorder:
         self._processes = processes_of(called, resume=bool(resume))
         writes = self._processes is None or self._processes.first
         self._keep = Keep(keep if writes else NEVER, parse_bytes(disk, "disk"))
+        self._choice = Choice(rule)
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
         check_modules(called)
@@ -193,9 +195,7 @@ class Recorder:
         """
         numbers = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
-            raise InputError(
-                f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.", code="epoch-not-a-count"
-            )
+            raise failures.not_an_epoch(epoch)
         self._epoch = int(epoch)
         if not self._hooks:
             return  # the disk is full, or the run is finished
@@ -203,13 +203,10 @@ class Recorder:
         self._pending.tell(numbers, batch, denominator, autocast)
 
     def flush(self) -> None:
-        """Write what is recorded so far, with the state after the last step; call it with each checkpoint you save.
-
-        A loop that is killed later and goes on from that checkpoint goes on with the run too (``resume=steps``).
-        """
+        """Write what is recorded so far; call it with each checkpoint, from which ``resume=steps`` can go on then."""
         if not self._hooks or self._steps == 0:
             return
-        self._average_updated()
+        self._settle()
         state = self._last.final()
         try:
             if self._writer.flush(state) and state is not None:
@@ -272,16 +269,16 @@ class Recorder:
         if self._past.finished:
             self._writer.abandon()
             return
-        # A run that was resumed and took no further step has its last state on disk.
         taken = complete and self._steps > (0 if self.before is None else len(self.before))
-        self._average_updated()
+        self._settle()
         final = self._last.final() if taken else None
-        self._cut |= taken and final is None
+        lost = taken and final is None and self._writer.newest is None
+        self._cut |= lost
         try:
             self._writer.finish(final, complete=complete and not self._cut)
         except OSError as error:
             self._give_up(error)
-        if taken and final is None:
+        if lost:
             raise failures.last_state_lost(self._steps - 1)
 
     def _give_up(self, error: OSError) -> None:
@@ -321,7 +318,7 @@ class Recorder:
         if self._last.changed():
             raise failures.parameters_changed(where, self._steps - 1)
         self._moving.check(where)
-        self._average_updated()
+        self._settle()
         self._settings = hypers_of(self._optimizer, self._rule, self._params, gradients=not closure)
         self._closure, self._scale = closure, scale_of_step(self._pending.autocast)
         if not closure:
@@ -365,23 +362,26 @@ class Recorder:
         record = Record(self._steps, self._epoch, **self._settings._asdict(), **taken._asdict(), scale=self._scale)
         held = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
         self._steps += 1
-        state = self._state() if self._keep.wants(self._steps) else None
-        if state is not None:
-            self._keep.note(self._steps, nbytes(state))
-        self._last.note(total, state)
+        kept: State | Used | None = None
+        if self._keep.wants(self._steps):
+            given = partial(used, self._params, self._moving.now, alike=self._settings.places is None)
+            kept = self._choice.kept(self._steps, given, self._settings.hypers, self._state)
+            self._keep.note(self._steps, size_of(kept))
+        self._last.note(total, None if isinstance(kept, Used) else kept)
         try:
-            self._writer.append(record, state, held)
+            self._writer.append(record, kept, held)
         except OSError as error:
             self._give_up(error)
         if self._average is not None:
             self._average.stepped()
 
-    def _average_updated(self) -> None:
-        """Note what the loop has done to its average since the last step, which belongs to that step."""
-        if self._average is None:
-            return
-        update = self._average.taken(first=not self._steps)
-        if self._steps and not self._writer.amend(update, self._average.now()) and update.added:
+    def _settle(self) -> None:
+        """Note what the loop has done since the last step to its average and to its gradients, which belong to it."""
+        if self._writer.settle(self._last.final):
+            self._choice.written_to()
+        update = self._average and self._average.taken(first=not self._steps)
+        kept = self._average is None or not update or not self._steps or self._writer.amend(update, self._average.now())
+        if not kept and update and update.added:
             raise failures.average_late(self._steps - 1)
 
     def _stop_at_nan(self) -> None:

@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +21,14 @@ import torch
 from torch import Tensor
 
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
-from leaveout._util.trees import Params, State, nbytes
+from leaveout._util.tensor_files import Rows, write_tensors_checked
+from leaveout._util.trees import PARAM, Params, State
 from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
 from leaveout.optim import AVERAGE, Settings
 from leaveout.optim.averaging import Update
-from leaveout.run import averages, kept_batches, micro, uneven
+from leaveout.run import averages, kept_batches, kept_states, micro, uneven
+from leaveout.run.following import Used, size_of
+from leaveout.run.kept_states import KEPT
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Run
@@ -63,7 +66,7 @@ class Writer:
         self._shard_bytes = shard_bytes
         self._manifest: Manifest | None = None
         self._records: list[Record] = []
-        self._states: dict[int, State] = {}
+        self._states: dict[int, State | Used] = {}
         self._held = 0
         self._number = 0
         self._flushed = time.monotonic()
@@ -84,7 +87,7 @@ class Writer:
 
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Write the state before the first step."""
-        write_tensors(self.path / INITIAL, _flatten(initial))
+        write_tensors(self.path / INITIAL, kept_states.flatten(initial))
         config = self.path / CONFIG
         self._manifest = replace(
             manifest,
@@ -93,10 +96,11 @@ class Writer:
         )
         write_manifest(self.path, self._manifest)
 
-    def append(self, record: Record, state: State | None, held: int = 0) -> None:
+    def append(self, record: Record, state: State | Used | None, held: int = 0) -> None:
         """Take one step, and the state after it if it is to be kept; its tensors must not change afterwards.
 
-        ``held`` are the bytes of batches that are kept with it.
+        In place of the state there may be what the step was given, where the state before it is kept. ``held`` are the
+        bytes of batches that are kept with it.
 
         The newest step is never written before the next one comes: ``finish`` may still give it its state.
         """
@@ -109,7 +113,36 @@ class Writer:
         self._held += held
         if state is not None:
             self._states[record.index + 1] = state
-            self._held += nbytes(state)
+            self._held += size_of(state)
+
+    @property
+    def newest(self) -> Used | None:
+        """What is kept of the last step's state, if that is not the state itself."""
+        kept = self._states.get(self._records[-1].index + 1) if self._records else None
+        return kept if isinstance(kept, Used) else None
+
+    def settle(self, final: Callable[[], State | None]) -> bool:
+        """See that the newest state is kept: whole, where the gradient that led to it may have been written to.
+
+        ``final`` copies the state, if it is still there. Say whether the gradient may have been written to.
+        """
+        given = self.newest
+        if given is None or given.intact():
+            return False
+        state = final()
+        if state is None and given.unchanged():
+            return False  # not by a loop that writes behind the count: that one would have been noticed before
+        # Buffers may have moved on with the next forward pass.
+        self.replace_newest(state and {**state, PARAM: {**state[PARAM], **given.moved}})
+        return True
+
+    def replace_newest(self, state: State | None) -> None:
+        """Keep this as the last step's state, or nothing of it."""
+        index = self._records[-1].index + 1
+        if state is None:
+            del self._states[index]
+        else:
+            self._states[index] = state
 
     def amend(self, average: Update, state: Params) -> bool:
         """Say what became of the weights' average after the newest step; False where that is on disk already."""
@@ -117,7 +150,7 @@ class Writer:
             return False
         self._records[-1] = replace(self._records[-1], average=average)
         held = self._states.get(self._records[-1].index + 1)
-        if held is not None:
+        if isinstance(held, dict):
             held[AVERAGE] = state
         return True
 
@@ -131,7 +164,8 @@ class Writer:
             if self._records:
                 assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
                 if final is not None:
-                    self._states[self._records[-1].index + 1] = final
+                    self.replace_newest(final)
+                self.settle(lambda: None)
                 # Not in the thread: none starts any more while the interpreter ends.
                 self._manifest = _write_shard(self.path, self._number, self._records, self._states, self._manifest)
             if self._manifest is not None:
@@ -156,7 +190,7 @@ class Writer:
         if not self._records:
             return False
         if state is not None:
-            self._states[self._records[-1].index + 1] = state
+            self.replace_newest(state)
         self._flush()
         self._wait()
         return True
@@ -186,7 +220,7 @@ class Writer:
             for index in range(self._manifest.steps, len(run))
         ]
         self._states = {index: run.state(index) for index in run.kept if index > self._manifest.steps}
-        self._held = sum(map(nbytes, self._states.values()))
+        self._held = sum(map(size_of, self._states.values()))
         self.before = run
 
     def _flush(self) -> None:
@@ -253,12 +287,12 @@ def _ours(file: Path, names: re.Pattern[str]) -> bool:
 
 
 def _write_shard(
-    path: Path, number: int, records: Sequence[Record], states: dict[int, State], manifest: Manifest
+    path: Path, number: int, records: Sequence[Record], states: dict[int, State | Used], manifest: Manifest
 ) -> Manifest:
     """Write a shard, then the manifest that names it."""
     leaves = max(len(record.fingerprint) for record in records)
     prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
-    tensors = {
+    tensors: dict[str, Tensor | Rows] = {
         "ids": torch.cat([record.ids for record in records]),
         "lengths": torch.tensor([len(record.ids) for record in records]),
         "epochs": torch.tensor([record.epoch for record in records]),
@@ -282,13 +316,9 @@ def _write_shard(
             tensors |= kept_batches.packed(batch, kept_batches.key(record.index, part))
             if manifest.structure is None:
                 manifest = replace(manifest, structure=kept_batches.structure(batch))
-    tensors["kept"] = torch.tensor(list(states), dtype=torch.int64)
-    flat = [_flatten(state) for state in states.values()]
-    if flat:
-        tensors |= {key: torch.stack([state[key] for state in flat]) for key in flat[0]}
-    file = path / shard_name(number)
-    write_tensors(file, tensors)
-    shard = Shard(number, len(records), checksum(file), tensor_checksum(tensors["kept"]))
+    kept = kept_states.written(states)
+    crc32 = write_tensors_checked(path / shard_name(number), tensors | kept)
+    shard = Shard(number, len(records), crc32, tensor_checksum(kept[KEPT]))  # type: ignore[arg-type]
     manifest = replace(
         manifest,
         shards=(*manifest.shards, shard),
@@ -310,10 +340,6 @@ def _autocast(records: Sequence[Record], manifest: Manifest) -> str | None:
             code="autocast-changed",
         )
     return kinds.pop()
-
-
-def _flatten(state: State) -> dict[str, Tensor]:
-    return {f"state/{slot}/{name}": tensor for slot, params in state.items() for name, tensor in params.items()}
 
 
 def never_finished(writer: Any, owner: int) -> None:

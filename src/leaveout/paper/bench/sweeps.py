@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import torch
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -14,6 +15,8 @@ from leaveout.estimators import ACC, SGDIE, Estimator, TracIn
 from leaveout.paper.bench.networks import Problem, slim_resnet, small_gpt
 from leaveout.paper.bench.problems import QUIET, images, plain_training, quickest, seconds
 from leaveout.paper.bench.table import Row
+from leaveout.task.derivatives import directional, weight_products
+from leaveout.trajectory.trajectory import Trajectory
 
 GPT = "GPT of four layers of width 128, 1.3 million parameters, 2,000 words, batches of 32 x 64, AdamW"
 QUICKER = "the quicker of two each, traced before"
@@ -27,6 +30,29 @@ def gpt_sweeps() -> list[Row]:
     return [
         Row("SGD-IE / training, GPT", sgdie / training, "<=", 2.9, how),
         Row("TracIn / training, GPT", tracin / training, "<=", 1.5, "the same run"),
+    ]
+
+
+def gpt_products() -> list[Row]:
+    """Compare what a step of SGD-IE and TracIn computes, without all that is around it, with a step of training."""
+    problem = small_gpt(2, queries=8)
+    trajectory = Trajectory(problem.run, problem.task)
+    task, recorded = trajectory.task, trajectory.recorded_step(1)
+    vector = {name: torch.randn_like(tensor) for name, tensor in recorded.params.items()}
+    stack = {name: tensor[None] for name, tensor in vector.items()}
+    calls = (
+        lambda: directional(task, recorded.params, recorded.batch, vector),
+        lambda: weight_products(task, recorded.params, recorded.batch, stack),
+    )
+    quickest(8, *calls)  # traced from then on
+    training, product, reads = quickest(4, problem.train, *calls)
+    how = (
+        f"{GPT}: a step of training {training / 2 * 1e3:.0f} ms, the product {product * 1e3:.0f} ms, the losses along "
+    )
+    how += f"along a vector {reads * 1e3:.0f} ms, the quickest of four each, traced before"
+    return [
+        Row("SGD-IE's product / a step of training, GPT", 2 * product / training, "<=", 2.67, how),
+        Row("TracIn's product / a step of training, GPT", 2 * reads / training, "<=", 1.2, "the same run"),
     ]
 
 
@@ -131,6 +157,7 @@ def _scored(problem: Problem, estimator: Estimator, queries: str) -> Callable[[]
 
 CASES = (
     gpt_sweeps,
+    gpt_products,
     gpt_jump,
     resnet_sweep,
     adapter_sweep,
