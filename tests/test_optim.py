@@ -46,7 +46,7 @@ def follow(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRSched
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         gradient = {name: param.grad.clone() for name, param in params.items()}
-        state = rule.step(state, gradient, hypers_of(optimizer, rule, params))
+        state = rule.step(state, gradient, hypers_of(optimizer, rule, params).hypers)
         optimizer.step()
         schedule.step()
     return state, state_of(model, optimizer, rule)
@@ -136,7 +136,7 @@ def test_a_stack_of_models_takes_the_steps_of_each(case: str) -> None:
     optimizer = make_of(case)(model)
     follow(model, optimizer, LambdaLR(optimizer, lambda t: 1.0), steps=3)
     rule, params = rule_of(optimizer, model), {n: p for n, p in model.named_parameters() if p.requires_grad}
-    state, hypers = state_of(model, optimizer, rule), hypers_of(optimizer, rule, params)
+    state, hypers = state_of(model, optimizer, rule), hypers_of(optimizer, rule, params).hypers
     torch.manual_seed(0)
     gradients = {parameter: torch.randn(4, *tensor.shape).double() for parameter, tensor in params.items()}
     together = rule.steps(expand(state, 4), gradients, hypers)

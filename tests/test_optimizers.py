@@ -107,7 +107,7 @@ def test_derivatives_of_a_step_are_those_of_torchs_own(case: str, monkeypatch: p
     model, optimizer = steps.at(4)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     rule, names = rule_of(optimizer, model), list(params)
-    hypers = hypers_of(optimizer, rule, params)
+    hypers = hypers_of(optimizer, rule, params).hypers
     size = len(at)
 
     def split(vector: Tensor) -> tuple[State, dict[str, Tensor]]:

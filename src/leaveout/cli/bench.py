@@ -38,7 +38,9 @@ def bench(
         suite.CLOCKS.append(time.process_time)
     for row in suite.run_cases([case for name, case in suite.CASES.items() if not only or name in only]):
         row = (
-            replace(row, detail=f"{row.detail}; processor time, {torch.get_num_threads()} thread") if processor else row
+            replace(row, detail=f"{row.detail}; processor time, threads: {torch.get_num_threads()}")
+            if processor
+            else row
         )
         mark = "[green]meets[/green]" if row.meets else "[red]misses[/red]"
         console.print(f"{row.what}: {row.value:.4g}, {mark} {row.bound} {row.target:.4g} ({row.detail})")

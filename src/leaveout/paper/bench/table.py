@@ -65,7 +65,7 @@ calls, reach it (the row with 100 outputs above). Every step's gradient is compa
 query's vector, which costs nothing; the first, the last and every sixteenth step are computed again as a whole, which
 costs a gradient each and weighs more the shorter a run is.
 
-The cases on a GPT, adapters and a ResNet-18 (`gpt_sweeps`, `gpt_products`, `gpt_jump`, `adapter_sweep`,
+The cases on a GPT, adapters and a ResNet-18 (`gpt_sweeps`, `gpt_jump`, `adapter_sweep`,
 `resnet_sweep`, `query_vectors`, `scoring_memory`, `short_run`, `image_tracin`) have no row above as long as they have
 not been measured on a quiet machine.
 
