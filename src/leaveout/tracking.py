@@ -65,12 +65,14 @@ def to_mlflow(
     """
     import mlflow
 
-    active = mlflow.active_run()
-    if run_id is None and active is None:
-        raise InputError(
-            "No run of MLflow is under way: call mlflow.start_run() first, or give run_id=.", code="tracker-missing"
-        )
-    client, run_id = mlflow.MlflowClient(), run_id or active.info.run_id
+    if run_id is None:
+        active = mlflow.active_run()
+        if active is None:
+            raise InputError(
+                "No run of MLflow is under way: call mlflow.start_run() first, or give run_id=.", code="tracker-missing"
+            )
+        run_id = active.info.run_id
+    client = mlflow.MlflowClient()
     for name, value in _numbers(check).items():
         client.log_metric(run_id, name, value)
     for name, words in _words(scores, check).items():
