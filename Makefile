@@ -10,8 +10,11 @@ TOOLS = $(VENV)/.tools
 demo: $(READY)  ## the main job, offline, in seconds once it is set up
 	$(BIN)/leaveout demo
 
+# Files are handed out whole, the longest first (tests/conftest.py has the order).
+PYTEST = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(TOOLS) lint  ## lint, types, doctests and tests
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 test-all: test test-rest  ## the same and everything that is long by nature
 
@@ -20,9 +23,9 @@ TYPED = --jaxtyping-packages=leaveout,beartype.beartype
 CHECKED = tests/test_optimizers.py tests/test_ids.py tests/test_timeline.py tests/test_jump.py tests/test_curvature.py tests/test_engine.py tests/test_cleanse.py
 
 test-rest: $(TOOLS)  ## what test-all adds to test
-	$(BIN)/pytest -n 2 --dist loadfile -m full $(TYPED)
-	$(BIN)/pytest -n 2 --dist loadfile -m 'hypothesis and not full' --hypothesis-profile=full
-	$(BIN)/pytest -n 2 --dist loadfile -m 'not full and not hypothesis' $(TYPED) $(CHECKED)
+	$(PYTEST) -m full $(TYPED)
+	$(PYTEST) -m 'hypothesis and not full' --hypothesis-profile=full
+	$(PYTEST) -m 'not full and not hypothesis' $(TYPED) $(CHECKED)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

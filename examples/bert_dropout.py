@@ -77,7 +77,7 @@ def main(folder: Path, examples: int = 200, epochs: int = 5, replays: int = 32) 
     # 1. Train as always, with a recorder.
     torch.manual_seed(0)
     model, loss_fn = Bert(words, x.shape[1]), nn.CrossEntropyLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-6, weight_decay=0.01)  # as BERT was
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     loader = DataLoader(train_set, batch_size=25, shuffle=True)
     steps, warmup = epochs * len(loader), len(loader)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -61,7 +61,7 @@ def main(folder: Path, examples: int = 240, epochs: int = 4, replays: int = 16) 
     # 1. Train as always, with a recorder: the batches drawn before a step are its micro-batches.
     torch.manual_seed(0)
     model = lo.models.build("gpt", seed=0, words=characters, positions=LENGTH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(train_set, batch_size=8, shuffle=True)
     with lo.Recorder(folder / "run", model, optimizer, overwrite=True) as recorder:
         for _ in range(epochs):

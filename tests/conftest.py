@@ -1,5 +1,6 @@
 """Shared settings of the tests."""
 
+import gc
 import os
 
 import jaxtyping
@@ -13,11 +14,33 @@ settings.register_profile("full", deadline=None, max_examples=30, derandomize=Tr
 settings.load_profile("leaveout")
 
 
+LONGEST = """
+commands family report engine estimators real_runs integrations_transformers optimizers kinks experiments recorder
+refusals transports store docs numbers tracing trajectory shards next_commands resume end_to_end examples optim
+step_check damage sweep_checkpoints which_weights layers memory plan models_work truth_experiments
+"""
+"""Files that begin first, so that both processes end at about the same time; the others follow in any order."""
+
+
+def pytest_collection_modifyitems(items):
+    """Order the tests by file: `make test` hands whole files out, in this order."""
+    place = {f"test_{name}": at for at, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Two test processes share two cores; tiny tensors gain nothing from threads."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Compare derivatives once per structure and process, except where the comparison is what is tested."""
+    from comparisons import share  # not above: leaveout is imported after its types are hooked in
+
+    share(item.get_closest_marker("compared_anew") is None)
 
 
 @pytest.fixture
@@ -31,6 +54,12 @@ def untyped():
 def pytest_configure(config):
     """Make leaveout's own warnings errors; not in pyproject.toml, which would import it before types are hooked in."""
     config.addinivalue_line("filterwarnings", "error::leaveout.LeaveoutWarning")
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector what was imported: it would look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header():

@@ -60,12 +60,13 @@ def make_of(case: str, **more: Any) -> Make:
                 param.requires_grad_(param.ndim == 2)
         trained = [param for param in model.parameters() if param.requires_grad]
         half = len(trained) // 2
-        other = {"lr": torch.tensor(0.003) if isinstance(more.get("lr"), Tensor) else 0.003}
+        rate = max(0.02, inspect.signature(kind).parameters["lr"].default)  # Adadelta's unit is 1
+        other = {"lr": torch.tensor(0.15 * rate) if isinstance(more.get("lr"), Tensor) else 0.15 * rate}
         if "weight_decay" in inspect.signature(kind).parameters:
             other["weight_decay"] = 0.05
         groups = [{"params": trained[:half]}, {"params": trained[half:], **other}]
         own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in more.items()}
-        return kind(groups, **{"lr": 0.02, **options, **own})
+        return kind(groups, **{"lr": rate, **options, **own})
 
     return make
 
@@ -88,7 +89,8 @@ class Steps:
     def __init__(
         self, model: nn.Module, make: Make, loss: nn.Module, data: tuple[Tensor, Tensor], batches: list
     ) -> None:
-        self.loss, (self.x, self.y), self.batches = loss, data, batches
+        self.losses, (self.x, self.y), self.batches = copy.deepcopy(loss), data, batches
+        self.losses.reduction = "none"
         model = copy.deepcopy(model)
         optimizer = make(model)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
@@ -124,8 +126,8 @@ class Steps:
 
     def _backward(self, model: nn.Module, ids: list[int], weights: Tensor) -> None:
         model.zero_grad()
-        total = sum(weights[k] * self.loss(model(self.x[k : k + 1]), self.y[k : k + 1]) for k in ids)
-        (total / len(ids)).backward()
+        losses = self.losses(model(self.x[ids]), self.y[ids])
+        (torch.dot(weights[ids], losses) / len(ids)).backward()
 
     def state(self, i: int) -> Tensor:
         """The flat state before a step: parameters, then buffers, zero where they do not exist yet."""
@@ -204,7 +206,7 @@ class Steps:
         def columns() -> Iterator[Tensor]:
             for j in range(len(at)):
                 move = torch.zeros_like(at)
-                move[j] = max(h * float(at[j].abs()), 1e-8)  # second moments are small, and must not be left behind
+                move[j] = max(h * float(at[j].abs()), 2e-9)  # second moments are small, and must not be left behind
                 yield (after(at + move) - after(at - move)) / (2 * move[j])
 
         return torch.stack(list(columns()), dim=1)

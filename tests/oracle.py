@@ -209,8 +209,38 @@ class Oracle:
                 free[r] = carry @ free[r] - enter @ plain / len(ids)
         return moved[:, : self.p] @ query
 
+    def saturated(self, i: int, jump: Tensor) -> Tensor:
+        """A jump of Adam's state after step i, its moments saturated.
+
+        The second moment at which they do comes from derivatives of what the later steps, taken one after the other
+        from jumped moments with the recorded gradients, move the parameters by.
+        """
+        p, ones = self.p, torch.ones(len(self.inputs), dtype=torch.float64)
+        change, signed = torch.zeros(2, p, dtype=torch.float64).requires_grad_(), []
+        mean, square = self.flat(self.run.state(i + 1))[p:].view(2, p) + change
+        for t in range(i + 1, len(self.run)):
+            theta = self.flat(self.run.state(t))[:p].requires_grad_()
+            gradient = self.batch_gradient(theta, ones, self.run.record(t).ids.tolist()).detach()
+            after = self.update(t, torch.cat([theta.detach(), mean, square]), gradient)
+            mean, square = after[p:].view(2, p)
+            signed.append((after[:p], -torch.sign(mean.detach()) * after[:p]))
+        if not signed:
+            return jump
+
+        def derivative(moved: Tensor) -> Tensor:
+            return torch.autograd.grad(moved.sum(), change, create_graph=True)[0]
+
+        plain, positive = (derivative(sum(parts)) for parts in zip(*signed, strict=True))
+        mean_rate = -2 * derivative(plain[0])[1] / plain[0]
+        square_rate = -2 / 3 * derivative(positive[1])[1] / positive[1]
+        moved, dm, dv = jump.view(3, p)
+        x, y = (1 + mean_rate * dv).clamp_min(1 / 16), (1 + square_rate * dv).clamp_min(1 / 16)
+        return torch.cat([moved, dm / x.sqrt(), 2 * dv / (y.sqrt() + y)]).detach()
+
     @remembered
-    def jumps(self, query: Tensor, rows: list[list[int]], where=lambda _step, _row: True) -> Tensor:
+    def jumps(
+        self, query: Tensor, rows: list[list[int]], where=lambda _step, _row: True, *, saturated: bool = True
+    ) -> Tensor:
         """Σ_i ⟨u_{i+1}, F_i(s_i; w without the row) − F_i(s_i; w)⟩ with u_i = ∂F_iᵀ u_{i+1}; γ where not corrected."""
         ones = torch.ones(len(self.inputs), dtype=torch.float64)
         u = torch.cat([query, torch.zeros(self.p * (len(self.run.rule.slots) - 1), dtype=torch.float64)])
@@ -225,6 +255,7 @@ class Oracle:
                 without = ones.clone()
                 without[row] = 0
                 jump = self.step(i, state, without).detach() - after
+                jump = self.saturated(i, jump) if saturated else jump
                 totals[r] += u @ (jump if where(i, row) else -in_weights[:, row].sum(1))
             u = self.jacobian(i, state, ones).T @ u
         return totals

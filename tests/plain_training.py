@@ -83,12 +83,15 @@ class Case:
         clip_value=None,
         divide: str = "mean",
         leave: str = "leave",
+        turn=lambda model, step: None,
+        to_none: bool = True,
     ) -> None:
         self.model, self.data, self.optimizer = model, data, optimizer
         self.total = total or (lambda out, y: F.cross_entropy(out, y, reduction="none"))
         self.counts = counts or (lambda y: torch.ones(len(y), dtype=torch.float64))
         self.batch, self.window, self.epochs = batch, window, epochs
         self.clip_norm, self.clip_value, self.divide, self.leave = clip_norm, clip_value, divide, leave
+        self.turn, self.to_none = turn, to_none
 
     def batches(self) -> list[list[list[int]]]:
         """The ids of every micro-batch of every step."""
@@ -106,8 +109,9 @@ class Case:
         model.train()
         optimizer = self.optimizer(model.parameters())
         torch.manual_seed(5)
-        for parts in self.batches()[:steps]:
-            optimizer.zero_grad()
+        for number, parts in enumerate(self.batches()[:steps]):
+            self.turn(model, number)
+            optimizer.zero_grad(set_to_none=self.to_none)
             window = sum(float(self.counts(self.data[-1][ids]).sum()) for ids in parts)
             for ids in parts:
                 self.backward(model, ids, out, weight, len(parts), window)
@@ -136,8 +140,11 @@ class Case:
         ]
         (weights[rows] * self.total(model(x[rows]), y[rows])).sum().div(factor).backward()
 
-    def record(self, path, **options):
-        """The same training as a user would write it, recorded; the model is trained in place."""
+    def record(self, path, stop: int | None = None, **options):
+        """The same training as a user would write it, recorded; the model is trained in place.
+
+        With ``stop`` the loop fails before that step; ``resume=True`` then goes on with it.
+        """
         import leaveout as lo
 
         model = self.model
@@ -147,7 +154,12 @@ class Case:
         with lo.Recorder(path, model, optimizer, **options) as recorder:
             torch.manual_seed(5)
             for number, parts in enumerate(self.batches()):
-                optimizer.zero_grad()
+                self.turn(model, number)
+                if number < recorder.done:
+                    continue
+                if number == stop:
+                    raise KeyboardInterrupt
+                optimizer.zero_grad(set_to_none=self.to_none)
                 window = sum(float(self.counts(self.data[-1][ids]).sum()) for ids in parts)
                 for ids in parts:
                     x, y = (tensor[ids] for tensor in self.data)

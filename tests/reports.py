@@ -1,4 +1,4 @@
-"""Small runs with reports that the tests share: pictures with a column a query, texts, and rows with groups."""
+"""Small runs with reports that the tests share: pictures with a column per query, texts, and rows with groups."""
 
 from __future__ import annotations
 

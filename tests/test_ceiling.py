@@ -11,9 +11,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.cli.verify import _advice
 from leaveout.evaluate import ceiling as module
 from leaveout.evaluate.ceiling import Ceiling
 from leaveout.evaluate.metrics import Interval
+from leaveout.reporting.words import trusted
 
 
 def trained(path, activation: type[nn.Module], lr: float, epochs: int = 6):
@@ -76,6 +78,8 @@ def test_wrong_scores_of_a_run_with_a_truth_are_called_wrong(smooth):
     assert check.reproducible
     assert "so the scores are wrong" in str(check)
     assert "no reproducible effect" not in str(check)
+    assert trusted(scores, check).headline == "The scores are wrong"
+    assert trusted(scores, replace(check, ceiling=None)).headline == "The ranking cannot be trusted"
 
 
 def test_a_run_without_a_truth_is_not_blamed_on_the_scores(rough):
@@ -85,6 +89,11 @@ def test_a_run_without_a_truth_is_not_blamed_on_the_scores(rough):
     assert "have no reproducible effect in this run" in str(check)
     assert "the scores are wrong" not in str(check)
     assert "train with smooth activations" in str(check)
+    assert trusted(scores, check).headline == "Single examples have no reproducible effect"
+    assert _advice([(check, scores)])[1] == "labels"
+    sure = replace(check.ceiling, extreme=Interval(0.9, 0.8, 1.0))
+    assert _advice([(replace(check, ceiling=sure), scores)])[1] == "refine"
+    assert trusted(scores, replace(check, ceiling=sure)).headline == "Only the largest effects are reproducible"
     assert next(iter(check.ceiling.groups)) == 4
     assert check.ceiling.groups[4] == pytest.approx(_tau_of_groups(rough, 4))
     assert lo.verify(scores, *rough, replays=24, moves=0).ceiling is None

@@ -3,12 +3,15 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import rankdata
 from torch import nn
 
 import leaveout as lo
 from leaveout.evaluate import choose as module
+from leaveout.evaluate import selection
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +38,12 @@ def test_what_is_affordable_is_replayed(digits):
     torch.testing.assert_close(chosen.scores.values, lo.Replay().score(*digits).values)
 
 
-def test_otherwise_the_best_is_chosen_on_one_half_and_trusted_by_the_other(digits):
+def test_otherwise_the_best_on_a_sample_is_chosen(digits):
     chosen = lo.choose(*digits, budget=0)
     truth = lo.Replay().score(*digits).mean()
     own = {scores.method: scores for scores in lo.score(list(module.METHODS), *digits)}
     assert not chosen.exact
-    assert set(chosen.table.index) == set(own)
+    assert set(chosen.table.index) == set(own)  # tanh has no kinks
     best = chosen.table[chosen.table["chosen"]].index[0]
     assert chosen.table["tau"].idxmax() == best
     assert chosen.scores.method == f"{best} + Replay"
@@ -51,17 +54,57 @@ def test_otherwise_the_best_is_chosen_on_one_half_and_trusted_by_the_other(digit
     assert int(exact.sum()) == module.FEWEST
     torch.testing.assert_close(chosen.scores.mean()[exact], truth[exact])
     torch.testing.assert_close(chosen.scores.values[~exact], own[best].values[~exact])
-    trusted = [int(i) for i in chosen.check.table.index]
-    assert len(trusted) == module.FEWEST // 2 == int(chosen.table.loc[best, "compared"])
-    assert set(trusted) <= set(exact.nonzero().flatten().tolist())
-    assert chosen.check.table["score"].tolist() == own[best].mean()[trusted].tolist()
+    table = chosen.check.table
+    rows = [int(i) for i in table.index]
+    assert sorted(rows) == exact.nonzero().flatten().tolist()
+    assert int(chosen.table.loc[best, "compared"]) == len(rows) == module.FEWEST
+    assert table["score"].tolist() == own[best].mean()[rows].tolist()
     chosen.check.check_same_scores(chosen.scores)
-    compared = sorted(set(exact.nonzero().flatten().tolist()) - set(trusted))
     for name, row in chosen.table.iterrows():
-        assert row["tau"] == pytest.approx(lo.metrics.kendall(own[name].mean()[compared], truth[compared]))
+        assert row["tau"] == pytest.approx(lo.metrics.kendall(own[name].mean()[rows], truth[rows]))
+    part = table[table["sample"] == "extreme"]
+    assert chosen.check.extreme.kendall.value <= lo.metrics.kendall(part["score"], part["truth"])
     assert best in str(chosen)
     with pytest.raises(lo.InputError):
         chosen.check.check_same_scores(replace(chosen.scores, values=chosen.scores.values + 1))
+
+
+def test_rows_to_replay_are_the_extremes_of_all_methods_and_others_at_random():
+    torch.manual_seed(0)
+    scores = torch.randn(3, 50, dtype=torch.float64)
+    extreme, random = selection.sample(scores, 12, seed=1)
+    ranks = np.mean([rankdata(one) for one in scores.numpy()], axis=0)
+    assert set(extreme) == set(np.argsort(ranks)[:3]) | set(np.argsort(ranks)[-3:])
+    assert len(random) == 6
+    assert not set(random) & set(extreme)
+    assert selection.sample(scores, 12, seed=1)[1] == random != selection.sample(scores, 12, seed=2)[1]
+    everything = selection.sample(scores, 50, seed=0)
+    assert sorted(everything[0] + everything[1]) == list(range(50))
+
+
+def test_optimism_is_what_choosing_among_equals_brings():
+    """Many methods without any merit: the best of them looks as good as the luckiest, and is not."""
+    torch.manual_seed(0)
+    measured, brought = [], []
+    for seed in range(20):
+        scores, truth = torch.randn(8, 40, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
+        brought.append(max(lo.metrics.kendall(one, truth) for one in scores))  # the true tau is zero
+        measured.append(selection.optimism(scores, truth, seed=seed))
+    assert np.mean(brought) > 0.1
+    assert np.mean(brought) <= np.mean(measured) <= 2 * np.mean(brought)  # cautious, not absurd
+    assert selection.optimism(scores[:1], truth) == 0
+    clear = torch.stack([truth, -truth])  # nothing could have been chosen but the first
+    assert selection.optimism(clear, truth) == 0
+
+
+def test_networks_with_kinks_are_also_scored_with_their_curvature(tmp_path):
+    found = lo.data.load("digits-1v7", 140, 30)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 1), nn.Flatten(0))
+    task = lo.Task(model, nn.BCEWithLogitsLoss(), found.train, check=False)
+    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), 3, 20, 0, tmp_path / "run")
+    chosen = lo.choose(run, task, found.val, budget=0)
+    assert set(chosen.table.index) > {"ACC(free, kinks)", "SGD-IE(kinks)", "SGD-IE"}
 
 
 def test_a_method_that_cannot_be_used_is_passed_over(digits):

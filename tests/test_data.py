@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from leaveout.builtin import data
 from leaveout.builtin.data import adult, cifar10, files, mnist, news
 from leaveout.errors import InputError
+from refusal import refused
 
 real = pytest.mark.skipif(not os.environ.get("LEAVEOUT_DATA"), reason="LEAVEOUT_DATA names no directory with the data")
 load = cache(data.load)  # the tests only read what they share
@@ -71,20 +72,20 @@ def test_a_split_is_repeatable_and_depends_on_the_seed() -> None:
 
 @pytest.mark.parametrize(("n_train", "n_val"), [(0, 5), (5, 0), (-1, 5), (6, 5), (True, 3)])
 def test_impossible_splits_are_refused(n_train: int, n_val: int) -> None:
-    with pytest.raises(InputError, match="together at most 10"):
+    with refused(InputError, "split-too-large", "10"):
         data.split(10, n_train, n_val)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_seeds_that_are_none_are_refused(seed: int) -> None:
-    with pytest.raises(InputError, match="must be a whole number from 0 to 4294967295"):
+    with refused(InputError, "seed-not-a-number", "4294967295"):
         data.load("digits", seed=seed)
-    with pytest.raises(InputError, match="must be a whole number from"):
+    with refused(InputError, "seed-not-a-number"):
         data.flip(data.load("digits").train, 0.1, seed=2**64)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"'iris'.*digits"):
+    with refused(InputError, "data-unknown", "'iris'", "digits"):
         data.load("iris")
 
 
@@ -132,7 +133,7 @@ def test_missing_files_without_a_network_are_named(nowhere: Path, name: str, fil
 
 def test_a_data_directory_that_does_not_exist_is_refused(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEAVEOUT_DATA", str(nowhere / "gone"))
-    with pytest.raises(InputError, match="gone, which is not a directory"):
+    with refused(InputError, "data-directory-missing", "gone"):
         data.load("adult")
 
 
@@ -193,14 +194,14 @@ def test_a_download_is_checked_and_kept(nowhere: Path, server: str) -> None:
 
 
 def test_a_download_with_a_wrong_checksum_is_refused_and_not_kept(nowhere: Path, server: str) -> None:
-    with pytest.raises(InputError, match="file was not found and has a wrong checksum"):
+    with refused(InputError, "data-not-found", "checksum"):
         files.download(files.Remote("set", "file", server, "sha256:" + "0" * 64))
     assert files.find("set", "file") is None
 
 
 def test_an_archive_without_its_batches_is_refused(nowhere: Path) -> None:
     put(nowhere / "data/cifar10/cifar-10-binary.tar.gz", archive({"cifar-10-batches-bin/test_batch.bin": b"0"}))
-    with pytest.raises(InputError, match=r"lacks data_batch_1.bin, data_batch_2.bin"):
+    with refused(InputError, "data-incomplete", "data_batch_1.bin, data_batch_2.bin"):
         data.load("cifar10")
 
 
@@ -296,7 +297,7 @@ def test_flip_changes_exactly_that_fraction_of_the_labels(clean: data.Examples, 
 
 def test_flip_needs_two_classes(clean: data.Examples) -> None:
     same = data.Examples(clean.x, torch.zeros(200), clean.ids)
-    with pytest.raises(InputError, match="at least two classes"):
+    with refused(InputError, "one-class-only"):
         data.flip(same, 0.5)
 
 
@@ -405,7 +406,7 @@ def test_news_reads_any_archive_with_the_two_groups(tmp_path: Path, monkeypatch:
     assert (news.table().x == expected.x).all()
     contents.popitem()
     put(path, archive(contents))
-    with pytest.raises(InputError, match="does not hold the original messages"):
+    with refused(InputError, "data-changed", "comp.sys.ibm.pc.hardware"):
         news.table()
 
 
@@ -462,3 +463,54 @@ def test_cifar10_images_and_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     contents = {f"cifar-10-batches-bin/{name}": batch for name, batch in zip(cifar10._BATCHES, batches, strict=True)}
     put(hide(tmp_path, monkeypatch) / "data/cifar10/cifar-10-binary.tar.gz", archive(contents))
     assert data.load("cifar10", n_train=100, n_val=100).test.x.equal(loaded.test.x)
+
+
+@real
+def test_cifar10n_has_the_labels_that_people_gave() -> None:
+    assert data.is_here("cifar10n")
+    counts = np.bincount(cifar10._human("aggregate"))
+    assert len(counts) == 10
+    assert counts.sum() == 50_000
+    assert cifar10._human("aggregate")[:5].tolist() == [6, 9, 9, 4, 1]
+
+
+@real
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "share"), [("cifar10n", 0.090), ("cifar10n-worst", 0.402)])
+def test_only_training_labels_of_cifar10n_are_wrong(name: str, share: float) -> None:
+    noisy, clean = data.load(name, 2000, 1000, seed=0), data.load("cifar10", 2000, 1000, seed=0)
+    assert noisy.train.true is not None
+    assert noisy.train.true.equal(clean.train.y)
+    assert float((noisy.train.y != clean.train.y).double().mean()) == pytest.approx(share, abs=0.03)
+    assert noisy.val.y.equal(clean.val.y)
+    assert noisy.test.y.equal(clean.test.y)
+    assert noisy.val.true is None
+
+
+def test_cifar10n_that_is_missing_or_not_the_original_is_refused(nowhere: Path) -> None:
+    assert not data.is_here("cifar10n")
+    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+        cifar10._human("aggregate")
+    assert refused.value.code == "data-not-found"
+    path = put(nowhere / "data/cifar10/cifar-10n.npz", b"no archive")
+    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+        cifar10._human("aggregate")
+    assert refused.value.code == "data-unreadable"
+    np.savez(path, aggregate=np.zeros(50_000, np.uint8))
+    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+        cifar10._human("aggregate")
+    assert refused.value.code == "data-changed"
+    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+        cifar10._human("worst")
+    assert refused.value.code == "data-unreadable"
+
+
+def test_flipped_labels_come_with_the_true_ones() -> None:
+    clean = load("digits", 100, 50).train
+    noisy = data.flip(clean, 0.2, seed=1)
+    assert noisy.examples.true is not None
+    assert noisy.examples.true.equal(clean.y)
+    assert (noisy.examples.y != noisy.examples.true).equal(noisy.touched)
+    twice = data.flip(data.gaussian(noisy.examples, 0.1).examples, 0.2, seed=2)
+    assert twice.examples.true is not None
+    assert twice.examples.true.equal(clean.y)

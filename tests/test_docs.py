@@ -1,4 +1,4 @@
-"""The documents' code runs as it stands: every python block, in order, one namespace a document.
+"""The documents' code runs as it stands: every python block, in order, one namespace per document.
 
 ``python tests/test_docs.py docs/tutorial.md`` runs a document's blocks and prints what they print: that is where the
 figures in the documents come from.
@@ -53,7 +53,7 @@ def run(document: Path, name: str) -> None:
         exec(compile(block, str(document), "exec"), namespace)  # noqa: S102 - our own documents
 
 
-@pytest.mark.parametrize("name", mostly_full(RUN, "README.md", "docs/tutorial.md"))
+@pytest.mark.parametrize("name", mostly_full(RUN, "README.md"))
 def test_the_code_in_the_documents_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TTY_COMPATIBLE", "0")  # no progress bars, also under pytest -s
@@ -61,7 +61,7 @@ def test_the_code_in_the_documents_runs(name, tmp_path, monkeypatch):
     run(ROOT / name, Path(name).stem)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/command-line.md"])
+@pytest.mark.parametrize("name", mostly_full(["README.md", "docs/command-line.md"], "README.md"))
 def test_the_commands_in_the_documents_run(name, tmp_path, monkeypatch, capsys):
     shell = Shell(tmp_path, monkeypatch, capsys)
     text = (ROOT / name).read_text()

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from problems import mostly_full
+from refusal import refused
+
+pytestmark = pytest.mark.compared_anew
 
 WIDTH, N = 4, 6
 BATCHES = [[0, 1, 2], [3, 4, 5], [2, 0, 4], [1, 5, 3]]
@@ -173,7 +177,7 @@ def assert_near(found: Tensor, known: Tensor, tolerance: float = 1e-6) -> None:
     assert float((found - known).abs().max() / known.abs().max()) < tolerance
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_full(MODELS, "LayerNorm", "detach"))
 def test_sgd_ie_all_ways(dense_of, name):
     dense = dense_of(name)
     known = dense.displacements(corrected=False) @ dense.slope().T
@@ -184,7 +188,7 @@ def test_sgd_ie_all_ways(dense_of, name):
     assert_near(lo.timeline(run, task, query).values.sum(1), known.mean(1))
 
 
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", mostly_full(SMOOTH, "LayerNorm"))
 def test_acc_with_a_subspace(dense_of, name):
     dense = dense_of(name)
     known = dense.displacements(corrected=True, basis=dense.top_directions(dense.p)) @ dense.slope().T
@@ -216,7 +220,7 @@ def test_exact_acc(dense_of, name):
     for direction in ("forward", "backward"):
         estimator = lo.ACC("exact", direction=direction)
         if direction == "backward" and name == "detach":  # focal weights depend on the loss alone: symmetric
-            with pytest.raises(lo.UnsupportedError, match="not a symmetric matrix"):
+            with refused(lo.UnsupportedError, "curvature-not-symmetric"):
                 estimator.score(run, task, query)
             continue
         assert_near(estimator.score(run, task, query).values[:, 0], known.mean(1))

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from problems import mostly_full
+
 FOLDER = Path(__file__).parent.parent / "examples"
 PLACES = [
     "embedded",
-    pytest.param("real", marks=pytest.mark.skipif("LEAVEOUT_DATA" not in os.environ, reason="no data")),
+    pytest.param(
+        "real",
+        marks=[pytest.mark.full, pytest.mark.skipif("LEAVEOUT_DATA" not in os.environ, reason="no data")],
+    ),
 ]
 
 
@@ -52,12 +57,13 @@ RUNS = {  # as small as they can be: that they go through, and that replays foll
     "bert_dropout": {"examples": 16, "epochs": 1, "replays": 8},
     "gpt_accumulation": {"examples": 20, "epochs": 1, "replays": 8},
     "lstm_packed": {"examples": 16, "epochs": 1, "replays": 8},
+    "bf16_ema": {"examples": 24, "epochs": 1, "replays": 8},
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_full(RUNS, "gpt_accumulation"))
 def test_runs_as_they_are(name, load, tmp_path, capsys):
-    if name == "resnet_batchnorm" and "LEAVEOUT_DATA" in os.environ:
+    if name in ("resnet_batchnorm", "bf16_ema") and "LEAVEOUT_DATA" in os.environ:
         pytest.skip("the files of CIFAR-10 alone take ten seconds to read")
     result = load(name).main(tmp_path, **RUNS[name])
     assert result["steps"] >= 1
@@ -73,5 +79,12 @@ def reported(tmp_path, request):
 
 def test_each_is_one_short_file():
     files = sorted(FOLDER.glob("*.py"))
-    assert len(files) == 10
+    assert len(files) == 11
     assert all(len(file.read_text().splitlines()) <= 120 for file in files)
+
+
+@pytest.mark.parametrize("name", ["hugging_face_trainer", "lightning_trainer", "accelerate_loop"])
+def test_recording_takes_few_lines(name):
+    """From a script that trains to scores: the lines marked in it, imports included."""
+    marked = [line for line in (FOLDER / f"{name}.py").read_text().splitlines() if line.endswith("# <-")]
+    assert 3 <= len(marked) < 10

@@ -20,8 +20,10 @@ from leaveout.paper.reproduce import (
     mismatch,
     problems,
     readouts,
+    removal,
 )
 from leaveout.paper.reproduce.fidelity import METHODS
+from leaveout.paper.reproduce.label_runs import mislabelled
 from leaveout.paper.reproduce.markdown import number
 from leaveout.paper.reproduce.plots import interactive, png
 
@@ -215,12 +217,14 @@ def test_readings_of_displacements_are_those_of_the_estimators():
 
 
 def test_flipped_labels_are_ranked_by_every_signal():
-    cell = {**labels.cells(1, False)[0], "n": 120, "val": 40, "epochs": 6, "replays": 8}
-    rows = {row["method"]: row for row in labels.compute(cell)}
-    assert list(rows)[:2] == ["labels()", "labels(folds=5)"]
+    small = {"n": 120, "val": 40, "epochs": 6, "replays": 8}
+    seen, asked = ({**cell, **small} for cell in (labels.cells(1, False)[0], labels.cells(1, False)[5]))
+    assert (seen["signals"], asked["signals"], asked["data"]) == ("dynamics", "influence", "digits")
+    rows = {row["method"]: row for cell in (seen, asked) for row in labels.compute(cell)}
+    assert list(rows)[:3] == ["labels()", "labels(folds=None)", "labels(folds=5)"]
     assert rows["labels()"]["wrong"] == 12
-    with labels.flipped_run(cell) as (problem, wrong):
-        final = problem.run.final()["param"]
+    with mislabelled(seen) as problem:
+        final, wrong = problem.run.final()["param"], problem.wrong
         x, y = problem.task.train_set.tensors
         loss = nn.functional.cross_entropy(
             torch.func.functional_call(problem.task.model, final, (x,)), y, reduction="none"
@@ -229,5 +233,24 @@ def test_flipped_labels_are_ranked_by_every_signal():
         assert rows["last loss"]["found"] == pytest.approx(float(wrong[first].double().mean()))
         expected = lo.SGDIE().score(problem.run, problem.task, problem.val).harmful(12)
         assert rows["SGD-IE"]["found"] == pytest.approx(float(wrong[expected].double().mean()))
-        assert rows["labels()"]["issues"] == len(lo.labels(problem.run, problem.task))
-    assert "| labels() |" in shown("labels", cell, list(rows.values()))
+        chosen = lo.labels(problem.run, problem.task)  # what the experiment puts together is what labels() does
+        assert rows["labels()"]["issues"] == len(chosen)
+        assert rows["labels()"]["misfit"] == chosen.misfit
+    assert "| labels() |" in shown("labels", seen, list(rows.values()))
+
+
+def test_removed_examples_are_the_first_of_each_ranking():
+    cell = {**removal.cells(1, False)[0], "n": 100, "val": 40, "epochs": 4, "remove": [5, 20]}
+    assert removal.cells(1, False)[0]["remove"] == [10, 30, 100, 300]
+    rows = removal.compute(cell)
+    by = {(row["choice"], row["removed"]): row for row in rows}
+    assert len(rows) == 1 + 5 * 2
+    with mislabelled(cell) as problem:
+        run, task = problem.run, problem.task
+        worst = lo.SGDIE().score(run, task, problem.val).mean().argsort()[:20].tolist()
+        assert by["SGD-IE", 20]["caught"] == int(problem.wrong[worst].sum())
+        left = lo.labels(run, task).ranked(20).index.tolist()
+        assert by["labels()", 20]["caught"] == int(problem.wrong[left].sum())
+    text = shown("removal", cell, rows)
+    assert "| SGD-IE |" in text
+    assert "digits, 1 seed" in text

@@ -10,6 +10,7 @@ from leaveout.sweep.free_transport import Layout, sketch
 from leaveout.sweep.schedule import schedule_of
 from oracle import jacobian
 from problems import OPTIMIZERS, flat, mostly_full, recorded, shared, with_least_memory
+from refusal import refused
 from test_estimators import BATCHES, close
 
 LONG = BATCHES * 2
@@ -121,7 +122,7 @@ def test_cheap_transports_of_layers_are_that_of_the_restricted_model(tmp_path, l
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-@pytest.mark.parametrize("options", mostly_full(OPTIONS, *OPTIONS[:2]))
+@pytest.mark.parametrize("options", mostly_full(OPTIONS, OPTIONS[0]))
 def test_corrections_where_they_are_asked_for(tmp_path, optimizer, options):
     problem = shared("mlp", optimizer, batches=BATCHES)
     chosen = schedule_of(options.get("probability", 1.0), options.get("epochs"), options.get("seed", 0))
@@ -244,9 +245,9 @@ def test_influence_functions_of_a_network(tmp_path):
     expected = torch.linalg.solve(mean + torch.diag(decay + 2.0), slopes.T).T / problem.n @ query_gradients(problem).T
     for solver in ("cg", "direct"):
         close(score(problem, lo.InfluenceFunction(solver, damping=2.0), queries="each").values, expected)
-        with pytest.raises(lo.UnsupportedError, match=r"not positive definite.*damping"):
+        with refused(lo.UnsupportedError, "hessian-not-positive", "damping="):
             score(problem, lo.InfluenceFunction(solver, damping=0.0))
-    with pytest.raises(lo.MismatchError, match="steps="):
+    with refused(lo.MismatchError, "solver-not-converged", "steps="):
         score(problem, lo.InfluenceFunction(damping=2.0, steps=2))
 
 
@@ -330,7 +331,7 @@ ALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ALL, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", mostly_full(ALL, *ALL[3:7], ALL[-1]), ids=lambda method: method.name)
 def test_self_influence_is_the_diagonal(tmp_path, method):
     problem = shared("mlp", "momentum", batches=BATCHES)
     whole = method.score(problem.run, problem.task, problem.train, queries="each").values.diagonal()
@@ -388,10 +389,10 @@ def test_refusals(code, named, ask):
 
 def test_refusals_of_adamie_and_of_unknown_epochs(tmp_path):
     problem = shared("mlp", "adam", batches=BATCHES)
-    with pytest.raises(lo.InputError, match=r"Cosines do not add up.*use SGDIE"):
+    with refused(lo.InputError, "groups-not-additive", "Adam-IE"):
         score(problem, lo.AdamIE(), groups=[[0, 1]])
-    with pytest.raises(lo.InputError, match="has no displacements, only cosines"):
+    with refused(lo.InputError, "displacements-not-available", "Adam-IE"):
         score(problem, lo.AdamIE(), displacements=True)
     short = shared("mlp", "sgd", batches=BATCHES[:2])
-    with pytest.raises(lo.InputError, match="one epoch only"):
+    with refused(lo.InputError, "epochs-not-recorded", "epochs="):
         score(short, lo.ACC("exact", epochs=1))

@@ -11,6 +11,9 @@ from leaveout.sweep.curvature import Hessian
 from leaveout.task.forms import Form
 from leaveout.task.guard.agreement import slope
 from leaveout.task.guard.points import trial
+from refusal import refused
+
+pytestmark = pytest.mark.compared_anew
 
 
 def data(n: int = 8) -> TensorDataset:
@@ -50,7 +53,10 @@ def test_products_are_those_of_the_dense_hessian():
 def test_the_quick_form_is_kept_where_it_is_right():
     plain = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
     assert lo.Task(plain, nn.CrossEntropyLoss(), data()).abilities.vector is Form.REVERSE_FORWARD
-    assert lo.Task(normalised(), nn.CrossEntropyLoss(), data()).abilities.vector is not Form.REVERSE_FORWARD
+    assert lo.Task(normalised(), nn.CrossEntropyLoss(), data()).abilities.vector is Form.REVERSE_FORWARD
+    layers = (nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 2))
+    wrong = lo.Task(nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), data())
+    assert wrong.abilities.vector is not Form.REVERSE_FORWARD
     unchecked = lo.Task(plain, nn.CrossEntropyLoss(), data(), check=False).abilities
     assert unchecked.vector is Form.FORWARD_REVERSE  # not compared, so not the one that is wrong most often
 
@@ -68,7 +74,7 @@ class Gated(nn.Module):
 
 
 def test_examples_mixed_behind_a_gate_that_is_zero():
-    with pytest.raises(UnsupportedError, match="depends on the other examples"):
+    with refused(UnsupportedError, "task-not-supported", "depends on the other examples"):
         lo.Task(Gated(0.0).double(), nn.CrossEntropyLoss(), data())
 
 
@@ -84,7 +90,7 @@ def test_examples_mixed_at_the_last_state_only(tmp_path):
             recorder.step(ids, [t[ids] for t in train.tensors])
             optimizer.step()
     for method in (lo.SGDIE(), lo.TracIn(), lo.Replay()):
-        with pytest.raises(UnsupportedError, match=r"at the run's last state.*depends on the other examples"):
+        with refused(UnsupportedError, "task-not-supported", "at the run's last state", "other examples"):
             method.score(lo.open_run(tmp_path / "run"), task, train)
 
 
@@ -129,8 +135,8 @@ def test_weighted_classes_without_reduction():
     torch.testing.assert_close(task.losses(task.parameters(), batch), loss(task.model(batch[0]), batch[1]))
 
 
-class Old(torch.autograd.Function):
-    """Written for autograd alone."""
+class Reversed(torch.autograd.Function):
+    """Written for autograd alone: the gradient's other direction."""
 
     @staticmethod
     def forward(ctx, x):
@@ -141,14 +147,32 @@ class Old(torch.autograd.Function):
         return -gradient
 
 
-class UsesOld(nn.Linear):
+class InPlace(Reversed):
+    """Writes into its input, which torch.func does not allow."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.neg_()
+
+
+class Uses(nn.Linear):
+    function = Reversed
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(Old.apply(x * self.weight.sum()))
+        return super().forward(self.function.apply(x * self.weight.sum()))
 
 
 def test_what_torch_func_cannot_differentiate():
-    with pytest.raises(UnsupportedError, match=r"torch\.func cannot take its gradient.*setup_context"):
-        lo.Task(UsesOld(4, 2).double(), nn.CrossEntropyLoss(), data())
+    model = Uses(4, 2).double()
+    model.function = InPlace
+    with refused(UnsupportedError, "task-not-supported", "setup_context"):
+        lo.Task(model, nn.CrossEntropyLoss(), data())
+
+
+def test_a_function_whose_gradient_is_no_derivative_is_not_scored_by_derivatives():
+    task = lo.Task(Uses(4, 2).double(), nn.CrossEntropyLoss(), data())
+    assert not task.abilities.slope
 
 
 def test_a_kink_beside_the_state_does_not_make_a_right_derivative_wrong():

@@ -9,6 +9,7 @@ import leaveout as lo
 from leaveout.evaluate.precision import Doubled
 from leaveout.trajectory.trajectory import Trajectory
 from problems import data_for, mostly_full
+from refusal import refused
 from test_trajectory import METHODS, kept
 
 
@@ -53,12 +54,12 @@ def test_a_head_between_kept_states_is_checked_against_the_next_of_them(tmp_path
     run, task = kept(tmp_path / "run", 5)
     other = lo.Task(task.model, task.loss, task.train_set, l2=0.3)
     for head in (run.head(3), run.head(3).interpolated()):
-        with pytest.raises(lo.MismatchError, match="Step 4 does not follow"):
+        with refused(lo.MismatchError, "step-does-not-follow", "Step 4"):
             lo.SGDIE().score(head, other, task.train_set)
 
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_what_is_no_number_of_steps_is_refused(steps: int, tmp_path: Path) -> None:
     run, _ = kept(tmp_path / "run", 5, epochs=1)
-    with pytest.raises(lo.InputError, match="give the number of its first steps"):
+    with refused(lo.InputError, "head-out-of-range"):
         run.head(steps)

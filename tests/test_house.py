@@ -26,10 +26,12 @@ FLOORS = [
     "builtin",
     "reporting",
     "study",
+    "tracking",
     "paper",
     "demo",
     "cli",
     "__init__",
+    "__main__",
 ]
 """From the ground up, as docs/architecture.md draws them."""
 

@@ -11,10 +11,13 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.sweep import kink_size as kink_module
 from leaveout.sweep.curvature import Hessian, KinkedHessian
+from leaveout.sweep.kink_size import are_mild, kink_size
 from leaveout.task.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Form
 from leaveout.task.kinks import Kinks, inverse_width
 from leaveout.task.training_batch import TrainingBatch, Window
+from leaveout.trajectory.trajectory import Trajectory
 
 EXAMPLES, FEATURES, UNITS = 9, 3, 4
 
@@ -354,3 +357,38 @@ def test_stop_gradients_stop_as_before():
     assert math.isclose(left, flattened(curved)[1] @ flattened(vectors)[0], rel_tol=1e-9)
     plain = Hessian(task, params, batch).products(vectors)[0]
     assert not torch.allclose(flattened(curved), flattened(plain))
+
+
+def test_the_size_of_kinks_is_that_of_dense_matrices(recorded):
+    """‖α (H_kinks − H)‖, by dense matrices; power iteration comes close to it from below."""
+    run, task, states = recorded
+    x, y = task.train_set.tensors
+    sizes = []
+    for model, ids in states:
+        pair = [dense(model, x[ids], y[ids], [(0, jump)])[0].mean(0) for jump in (0.8, 0.0)]
+        sizes.append(float(torch.linalg.matrix_norm(0.3 * (pair[0] - pair[1]), 2)))
+    measured = kink_size(Trajectory(run, task))
+    assert np.quantile(sizes, 0.25) * 0.5 < measured <= np.quantile(sizes, 0.25) * (1 + 1e-6)  # few steps: all of them
+    one = kink_size(Trajectory(run.head(1), task))
+    assert 0.5 * sizes[0] < one <= sizes[0] * (1 + 1e-9)
+
+
+def test_auto_is_with_kinks_where_they_are_mild_and_without_where_not(recorded, monkeypatch):
+    run, task, _ = recorded
+    query = TensorDataset(torch.randn(3, FEATURES, dtype=torch.float64), torch.randint(2, (3,)))
+    for limit, kinks in ((math.inf, True), (0.0, False)):
+        monkeypatch.setattr(kink_module, "LARGEST", limit)
+        for estimator in (lo.SGDIE, lo.ACC):
+            auto = estimator(kinks="auto").score(run, task, query)
+            assert "kinks auto" in auto.method
+            assert torch.equal(auto.values, estimator(kinks=kinks).score(run, task, query).values)
+    with pytest.raises(lo.InputError) as error:
+        lo.SGDIE(kinks="sometimes")
+    assert error.value.code == "kinks-unknown"
+
+
+def test_models_without_kinks_have_no_size_of_them(tmp_path):
+    task = task_of(functional.gelu, trace=False)
+    run = lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.1), 1, 5, 0, tmp_path / "run")
+    assert kink_size(Trajectory(run, task)) is None
+    assert not are_mild(Trajectory(run, task))

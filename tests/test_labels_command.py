@@ -76,3 +76,18 @@ def test_an_own_task_that_is_no_classifier_is_refused(shell):
     assert done.code == 1
     assert "Labels can be checked where targets are class numbers" in done.refusal
     assert not (shell.folder / "runs/own/labels.json").exists()
+
+
+@pytest.mark.parametrize("folds", ["some", "1", "-2", "2.5"])
+def test_folds_are_a_number_or_auto(shell, run, folds):
+    done = shell("labels", "runs/x", "--folds", folds)
+    assert done.code == 2
+    assert "neither auto nor a number" in done.err.replace("\n", " ")
+
+
+def test_folds_zero_asks_the_recorded_states_alone(shell, run):
+    assert shell("labels", "runs/x", "--folds", "0").code == 0
+    assert lo.Labels.load(run / "labels.json").question.folds is None
+    assert "give --again" in shell("labels", "runs/x", "--folds", "3").refusal
+    assert shell("labels", "runs/x", "--folds", "3", "--again").code == 0
+    assert lo.Labels.load(run / "labels.json").folds == 3

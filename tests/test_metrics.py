@@ -14,6 +14,7 @@ from scipy import stats
 
 from leaveout.errors import InputError
 from leaveout.evaluate.metrics import agreement as m
+from refusal import refused
 
 JACCARD = partial(m.jaccard, percent=30)
 MAGNITUDE = partial(m.jaccard_magnitude, percent=30)
@@ -154,12 +155,12 @@ def test_bad_options_are_refused():
     x, y = noisy(8)
     for percent in (0, -5, 101, math.nan):
         for metric in (m.jaccard, m.jaccard_magnitude):
-            with pytest.raises(InputError, match="percent"):
+            with refused(InputError, "percent-out-of-range", "percent"):
                 metric(x, y, percent)
-    with pytest.raises(InputError, match="resamples"):
+    with refused(InputError, "resamples-not-a-count", "resamples"):
         m.bootstrap(m.rmse, x, y, resamples=0)
     for level in (0.0, 1.0, 95.0):
-        with pytest.raises(InputError, match="level"):
+        with refused(InputError, "level-out-of-range", "level"):
             m.bootstrap(m.rmse, x, y, level=level)
 
 

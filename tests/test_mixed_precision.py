@@ -96,3 +96,53 @@ def test_another_precision_than_the_recorded_one_is_noticed(tmp_path) -> None:
     with pytest.raises(lo.MismatchError) as error:
         lo.SGDIE().score(run, task, data())
     assert error.value.code == "step-does-not-follow"
+
+
+def scaled(model, watch=lambda loader, _: loader, out=-1):
+    """Train in float16 with a gradient scaler whose first steps overflow, and are skipped."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
+    rows = torch.utils.data.TensorDataset(*data().tensors, torch.arange(24))
+    order = torch.Generator().manual_seed(2)
+    source = watch(torch.utils.data.DataLoader(rows, 6, shuffle=True, generator=order), optimizer)
+    torch.manual_seed(4)
+    for _ in range(4):
+        for x, y, ids in source:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                losses = F.cross_entropy(model(x), y, reduction="none")
+            scaler.scale((torch.where(ids == out, 0.0, 1.0) * losses).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return model
+
+
+def test_scaled_gradients_and_skipped_steps_are_followed(tmp_path) -> None:
+    recorders = []
+
+    def watch(loader, optimizer):
+        recorders.append(lo.Recorder(tmp_path / "run", model, optimizer))
+        return recorders[0].watch(loader)
+
+    model = net()
+    scaled(model, watch)
+    run = recorders[0].finish()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), scaled(net()).parameters(), strict=True))
+    assert len(run) < 16  # some were skipped
+    assert all(len(run.record(i).ids) == 6 for i in range(len(run)))
+    assert {run.record(i).scale for i in range(len(run))} == {2.0**17}  # twice that overflows each time
+    rows = torch.utils.data.TensorDataset(*data().tensors, torch.arange(24))
+    task = lo.Task(model, nn.CrossEntropyLoss(), rows, forward=lambda m, batch: (m(batch[0]), batch[1]))
+    lo.Replay().score(run, task, rows, ids=IDS)  # whose model with every example must follow the recorded run
+    lo.SGDIE().score(run, task, rows)
+
+
+def test_the_precision_is_said(tmp_path) -> None:
+    run, task = recorded(tmp_path, torch.bfloat16, "all")
+    scores = lo.SGDIE().score(run, task, data())
+    assert scores.precision == "float32 around bfloat16"
+    assert "trained in bfloat16 (autocast), derivatives in float32" in repr(scores)
+    assert lo.Scores.load(scores.save(tmp_path / "scores.safetensors")).precision == scores.precision
+    assert "replayed alike" in repr(lo.Replay().score(run, task, data(), ids=[0]))
+    page = lo.report(tmp_path / "page.html", run, scores, task=task, query=data())
+    assert "trained in bfloat16 (autocast)" in page.read_text()

@@ -44,6 +44,14 @@ def test_train_warns_of_a_training_that_failed(shell, lr):
     assert "try another learning rate" in done.refusal
 
 
+def test_train_says_where_little_was_learned(shell):
+    little = "--data digits --n-train 100 --n-val 40 --hidden 8 --epochs 6 --lr 0.1 --out runs/little"
+    done = shell("train", *little.split())
+    assert "right for only" in done.err.replace("\n", " ")
+    words = shell("labels", "runs/little").words
+    assert "before you believe this count" in words
+
+
 def test_train_twice_answers_from_disk(trained):
     before = {file: file.stat().st_mtime_ns for file in Path("runs/x").iterdir()}
     done = trained("train", *SMALL, "--flip", "0.1", "--out", "runs/x")

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import leaveout as lo
 from leaveout.compute import progress
+from refusal import refused
 
 
 class Balanced(HTMLParser):
@@ -52,7 +53,7 @@ def study(tmp_path_factory):
 def test_results_show_themselves(study):
     scores, check = study.scores["SGD-IE"], study.checks["SGD-IE"]
     for thing, words in (
-        (scores, [f"{scores.harmful_count} did harm", str(scores.top(1).index[0])]),
+        (scores, [f"{scores.harmful_count} did harm", *(f" {i} " for i in scores.harmful(5) + scores.helpful(5))]),
         (check, [check.verdict.value, "8 exact replays"]),
         (study.issues, [study.issues.issues["why"].iloc[0]]),
         (study.curve, ["in pairs", "SGD-IE"]),
@@ -113,6 +114,9 @@ def test_bars_in_a_notebook(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "IPython", IPython)
     assert progress.in_notebook()
+    monkeypatch.setattr(progress, "find_spec", lambda _: None)
+    monkeypatch.setattr(progress, "_shown", lambda *_: pytest.fail("rich warns in every cell without ipywidgets"))
+    assert list(progress.track([1, 2], 2, "counting", True)) == [1, 2]
 
 
 def trained(path, epochs, **options):
@@ -132,9 +136,8 @@ def trained(path, epochs, **options):
 def test_a_cell_that_records_runs_twice(tmp_path):
     run, task, query = trained(tmp_path / "run", 3)
     lo.SGDIE().score(run, task, query).save(tmp_path / "run/scores/sgd-ie.safetensors")
-    with pytest.raises(lo.RunError, match="replace it with overwrite=True") as refused:
+    with refused(lo.RunError, "run-exists", "overwrite=True"):
         trained(tmp_path / "run", 2)
-    assert refused.value.code == "run-exists"
     run, *_ = trained(tmp_path / "run", 2, overwrite=True)
     assert len(run) == len(lo.open_run(tmp_path / "run")) == 4
     assert not (tmp_path / "run/scores").exists(), "the scores were of the run that is gone"

@@ -13,6 +13,7 @@ from leaveout._util.trees import norm
 from leaveout.evaluate.precision import Doubled
 from leaveout.run.model_match import constants_of
 from problems import mostly_full, shared
+from refusal import refused
 
 
 def digits_like(n: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
@@ -32,7 +33,7 @@ METHODS = (lo.SGDIE(), lo.ACC("free"), lo.ACC("exact"), lo.TracIn(), lo.Replay()
 
 
 @pytest.mark.parametrize("keep", mostly_full(["all", 5], 5))
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("method", mostly_full(METHODS, METHODS[0], METHODS[-1]), ids=lambda m: m.name)
 def test_rounding_is_the_distance_to_a_run_in_float64(method: lo.Estimator, keep: str | int, tmp_path: Path) -> None:
     run, task = trained(tmp_path / "run", keep=keep)
     query = digits_like(6)
@@ -73,13 +74,13 @@ def test_scores_by_another_method_or_of_groups_are_refused(tmp_path: Path) -> No
     run, task = trained(tmp_path / "run")
     query = digits_like(6)
     scores = lo.SGDIE().score(run, task, query)
-    with pytest.raises(lo.InputError, match="by SGD-IE, not by TracIn"):
+    with refused(lo.InputError, "scores-by-another-method", "SGD-IE", "TracIn"):
         lo.rounding(scores, lo.TracIn(), run, task, query)
-    with pytest.raises(lo.InputError, match="scores of groups"):
+    with refused(lo.InputError, "rounding-needs-examples"):
         lo.rounding(lo.SGDIE().score(run, task, query, groups=[[0, 1]]), lo.SGDIE(), run, task, query)
-    with pytest.raises(lo.InputError, match="sample=0"):
+    with refused(lo.InputError, "sample-empty", "sample=0"):
         lo.rounding(scores, lo.SGDIE(), run, task, query, sample=0)
-    with pytest.raises(lo.InputError, match="seed=18446744073709551616 must be"):
+    with refused(lo.InputError, "seed-not-a-number", "seed=18446744073709551616"):
         lo.rounding(scores, lo.SGDIE(), run, task, query, sample=2, seed=2**64)
 
 
@@ -179,5 +180,5 @@ def test_a_second_derivative_that_is_not_finite_names_step_and_example(method: l
             recorder.step(ids)
             optimizer.step()
         run = recorder.finish()
-    with pytest.raises(lo.LeaveoutError, match=r"At step 1 the derivatives of example 3's loss are NaN or infinite:.*"):
+    with refused(lo.MismatchError, "sweep-overflow", "At step 1", "example 3's loss"):
         method.score(run, task, data)

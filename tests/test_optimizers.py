@@ -15,13 +15,14 @@ from leaveout._util.trees import PARAM, State
 from leaveout.optim import Rule, hypers_of, optimizers, rule_of
 from leaveout.run import writer as writing
 from optimizer_cases import CASES, Steps, make_of, unrounded
-from problems import data_for, flat
+from problems import data_for, flat, mostly_full
 
 BATCHES = [[0, 1, 2, 3], [4, 5], [1, 4, 0, 1], [2, 3, 5], [0, 5, 3, 2], [4, 1]]
 LOSS = nn.BCEWithLogitsLoss()
 RUNS = [case for case in CASES if case.split(", ")[1] not in ("decay", "betas", "momentum", "dampening", "accumulated")]
 RUNS = [case for case in RUNS if "maximize" not in case or case.startswith("SGD")]
 """Whole runs, one at least of each optimizer; what is left out changes numbers of a step and nothing else."""
+PLAIN = [case for case in RUNS if case.endswith(", plain")]
 
 
 def mlp() -> nn.Module:
@@ -106,7 +107,7 @@ def test_derivatives_of_a_step_are_those_of_torchs_own(case: str, monkeypatch: p
     model, optimizer = steps.at(4)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     rule, names = rule_of(optimizer, model), list(params)
-    hypers = hypers_of(optimizer, rule, params)
+    hypers = hypers_of(optimizer, rule, params).hypers
     size = len(at)
 
     def split(vector: Tensor) -> tuple[State, dict[str, Tensor]]:
@@ -122,7 +123,7 @@ def test_derivatives_of_a_step_are_those_of_torchs_own(case: str, monkeypatch: p
     close(pulled, back @ jacobian, 1e-6)
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", mostly_full(RUNS, *PLAIN, "SGD, nesterov"))
 def test_scores_follow_torchs_own_training(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGD-IE is the derivative of retraining, ACC its recurrence, Replay retraining itself."""
     unrounded(monkeypatch)

@@ -9,10 +9,11 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
+from torch import Tensor, nn
 
 import leaveout as lo
 from plain_training import Case
+from problems import mostly_full
 
 INF = float("inf")
 LEFT_OUT = [0, 3, 11]
@@ -21,6 +22,47 @@ LEFT_OUT = [0, 3, 11]
 def net(*middle, width: int = 6, outputs: int = 3) -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, width), *middle, nn.Linear(width, outputs)).double()
+
+
+class LayerDrop(nn.Module):
+    """Leaves its middle layer out at random, so that its parameters have no gradient then; one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.middle, self.last = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.double()
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if not self.training or float(torch.rand(())) < 0.5:
+            x = x + torch.tanh(self.middle(x))
+        return self.last(x)
+
+
+def freeze(start: int, stop: int = 1000):
+    """Freeze the first layer between two steps."""
+
+    def turn(model, step: int) -> None:
+        for param in next(iter(model.children())).parameters():
+            param.requires_grad_(not start <= step < stop)
+
+    return turn
+
+
+def evaluating(start: int):
+    """Put everything but linear layers into evaluation mode from a step on."""
+
+    def turn(model, step: int) -> None:
+        for module in model.children():
+            module.train(isinstance(module, nn.Linear) or step < start)
+
+    return turn
+
+
+def decayed(params):
+    return torch.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.05)
 
 
 def adamw(params):
@@ -140,6 +182,36 @@ CASES = {
         nn.CrossEntropyLoss(reduction="sum"),
         {},
     ),
+    "frozen midway": (
+        lambda: Case(net(nn.Tanh()), data(), turn=freeze(4, 7), optimizer=decayed, clip_norm=(0.3,)),
+        nn.CrossEntropyLoss(),
+        {"clip_norm": 0.3},
+    ),
+    "frozen midway, gradients zeroed, not removed": (
+        lambda: Case(net(nn.Tanh()), data(), turn=freeze(4), optimizer=decayed, to_none=False),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "frozen midway, AdamW": (
+        lambda: Case(net(nn.Tanh()), data(), turn=freeze(3, 6), optimizer=adamw),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "layers left out at random, NAdam": (
+        lambda: Case(LayerDrop(), data(), optimizer=lambda params: torch.optim.NAdam(params, 0.02, eps=1e-3)),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "layers left out at random": (
+        lambda: Case(LayerDrop(), data(), optimizer=decayed),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "BatchNorm frozen midway, dropout off": (
+        lambda: Case(net(BN(6), nn.Tanh(), nn.Dropout(0.3)), data(), turn=evaluating(4)),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
     "everything": (
         lambda: Case(
             net(BN(6), nn.Tanh(), nn.Dropout(0.3)), data(), window=3, clip_norm=(0.3,), clip_value=0.2, optimizer=adamw
@@ -230,7 +302,39 @@ def test_exact_acc_is_the_counterfactual_step_linearised(name: str) -> None:
     assert scores.tolist() == pytest.approx(truth, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["BatchNorm", "everything"])
+CHANGING = [name for name in CASES if "midway" in name or "at random" in name]
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_run_cut_short_and_resumed_ends_at_the_same_bits(name: str, tmp_path) -> None:
+    run, _, case = recorded(name)
+    keep = {"keep": 2 if "AdamW" in name else "all"}
+    for stop in (5, 8):
+        with pytest.raises(KeyboardInterrupt):
+            _fresh(case).record(tmp_path / "run", stop=stop, resume=stop == 8, **keep)
+    again, _ = _fresh(case).record(tmp_path / "run", resume=True, **keep)
+    for one, other in zip(run.final().values(), again.final().values(), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    assert [run.record(i).hypers for i in range(len(run))] == [again.record(i).hypers for i in range(len(run))]
+    assert lo.check_run(tmp_path / "run") == []
+
+
+def _fresh(case: Case) -> Case:
+    """The case with a model of its own, as it was before training."""
+    other = copy.copy(case)
+    other.model = copy.deepcopy(case.model)
+    return other
+
+
+@pytest.mark.parametrize("name", ["frozen midway, AdamW", "layers left out at random", "BatchNorm frozen midway"])
+def test_every_estimator_takes_a_run_whose_parameters_rest(name: str) -> None:
+    run, task, case = recorded(next(full for full in CASES if full.startswith(name)))
+    adam = "AdamW" in name
+    for method in (lo.TracIn(), lo.TracIn(checkpoints="epochs"), lo.ACC(), *([lo.AdamIE()] if adam else [])):
+        assert bool(torch.isfinite(method.score(run, task, query(case)).values).all())
+
+
+@pytest.mark.parametrize("name", mostly_full(["BatchNorm", "everything", "frozen midway, AdamW"], "everything"))
 def test_everything_else_works_on_such_runs(name: str, tmp_path) -> None:
     run, task, case = recorded(name)
     asked = query(case)
@@ -262,10 +366,35 @@ def test_methods_that_need_single_examples_say_so(method: lo.Estimator) -> None:
     assert error.value.code in ("examples-coupled", "curvature-not-symmetric", "derivative-not-available")
 
 
+@pytest.mark.parametrize("learning_rate", [True, False])
+def test_tracin_at_the_ends_of_epochs_leaves_running_statistics_alone(learning_rate: bool) -> None:
+    """TracInCP takes examples one at a time, in evaluation mode: inner products of plain autograd's gradients."""
+    run, task, case = recorded("BatchNorm")
+    scores = lo.TracIn("epochs", learning_rate=learning_rate).score(run, task, query(case))
+    ends = [i for i in range(1, len(run) + 1) if i == len(run) or run.record(i).epoch != run.record(i - 1).epoch]
+    model = copy.deepcopy(case.model).eval()
+
+    def gradient(inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(nn.functional.cross_entropy(model(inputs), targets), list(model.parameters())))
+
+    expected, first = torch.zeros(task.size, dtype=torch.float64), 0
+    for end in ends:
+        model.load_state_dict(run.state(end)["param"], strict=False)
+        steps = [run.record(i) for i in range(first, end)]
+        rate = sum(step.hypers[0]["lr"] / len(step.ids) for step in steps) / len(steps) if learning_rate else 1.0
+        asked = gradient(*query(case).tensors)
+        for k in range(task.size):
+            own = gradient(*(part[k : k + 1] for part in case.data))
+            expected[k] += rate * sum((a * b).sum() for a, b in zip(asked, own, strict=True)).item()
+        first = end
+    assert torch.allclose(scores.mean().double(), expected, rtol=1e-9, atol=1e-12)
+
+
 COUNTED = ["accumulated", "accumulated, added", "masked tokens", "masked tokens of a window, own loss"]
+RESTING = ["frozen midway, gradients zeroed, not removed"]
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", COUNTED + RESTING)
 def test_free_acc_is_the_same_in_both_orders_of_its_sum(name: str) -> None:
     run, task, case = recorded(name)
     forward, backward = (

@@ -366,6 +366,11 @@ def test_rows_and_groups(visit, reports):
         assert page.locator(control).count() == 0, "a number has no other class to be mistaken for"
 
 
+def test_hyphens_in_words_are_no_minus_signs(visit):
+    words = visit("table").evaluate("['Never-married', '-2.5e-5', '-', '', 'Craft-repair'].map(minus)")
+    assert words == ["Never-married", "−2.5e−5", "-", "", "Craft-repair"]
+
+
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
 def test_no_sideways_scrolling(visit, name, width):

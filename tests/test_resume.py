@@ -17,7 +17,8 @@ import leaveout as lo
 from leaveout.builtin import config
 from leaveout.run import writer as writing
 from leaveout.run.manifest import shard_name
-from problems import MODELS, OPTIMIZERS, data_for
+from problems import MODELS, OPTIMIZERS, data_for, mostly_full
+from refusal import refused
 from test_store import contents, manifest, record, state
 
 
@@ -75,7 +76,9 @@ def same(one: lo.Run, two: lo.Run) -> None:
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("how", [{"keep": 1}, {"keep": 3}, {"keep": 5}, {"disk": 100}], ids=str)
+@pytest.mark.parametrize(
+    "how", mostly_full([{"keep": 1}, {"keep": 3}, {"keep": 5}, {"disk": 100}], {"keep": 3}), ids=str
+)
 def test_a_run_cut_short_twice_ends_as_the_undisturbed_one(optimizer: str, how: dict, tmp_path: Path) -> None:
     whole = told(tmp_path / "whole", optimizer, **how)
     for stop, seed in ((7, 0), (14, 5)):  # what is resumed does not depend on how the model was made
@@ -134,9 +137,9 @@ def test_a_loader_in_another_order_or_with_other_data_is_refused(tmp_path: Path)
     with pytest.raises(Cut):
         watched(tmp_path / "run", stop=8)
     before = contents(tmp_path)
-    with pytest.raises(lo.MismatchError, match=r"another batch for step 0 .*seed it as before"):
+    with refused(lo.MismatchError, "batches-differ", "step 0"):
         watched(tmp_path / "run", resume=True, seed=5)
-    with pytest.raises(lo.UnsupportedError, match="12 examples, not 11"):
+    with refused(lo.UnsupportedError, "loaders-differ", "12 examples, not 11"):
         watched(tmp_path / "run", resume=True, n=12)
     assert contents(tmp_path) == before
 
@@ -152,17 +155,17 @@ def test_training_again_in_another_way_is_refused(tmp_path: Path) -> None:
     whole = trained(tmp_path / "run", resume=False)
     before = contents(tmp_path)
     same(trained(tmp_path / "run"), whole)  # a finished run is given back
-    for how, words in (
-        ({"epochs": 5}, "other batches"),
-        ({"epochs": 3}, "other batches"),
-        ({"size": 5}, "other batches"),
-        ({"seed": 2}, "other batches"),
-        ({"lr": 0.7}, "lr=0.05, not 0.7"),
-        ({"optimizer": "adamw"}, "trained by Adam"),
+    for how, code, *named in (
+        ({"epochs": 5}, "batches-differ"),
+        ({"epochs": 3}, "batches-differ"),
+        ({"size": 5}, "batches-differ"),
+        ({"seed": 2}, "batches-differ"),
+        ({"lr": 0.7}, "optimizer-differs", "lr=0.05", "0.7"),
+        ({"optimizer": "adamw"}, "optimizer-differs", "Adam"),
     ):
-        with pytest.raises(lo.MismatchError, match=words):
+        with refused(lo.MismatchError, code, *named):
             trained(tmp_path / "run", **how)
-    with pytest.raises(lo.RunError, match=r"already holds a run.*resume=True"):
+    with refused(lo.RunError, "run-exists", "resume=True"):
         trained(tmp_path / "run", resume=False)
     assert contents(tmp_path) == before
 
@@ -177,7 +180,7 @@ def test_a_finished_run_takes_no_more_steps(tmp_path: Path) -> None:
         assert torch.equal(model.state_dict()["0.weight"], whole.final()["param"]["0.weight"])
         recorder.step([0])
         model(torch.zeros(1, 3, dtype=torch.float64)).sum().backward()
-        with pytest.raises(lo.RunError, match="is finished: record further steps into another directory"):
+        with refused(lo.RunError, "run-finished"):
             optimizer.step()
     assert contents(tmp_path) == before
 
@@ -283,7 +286,7 @@ def test_a_training_killed_while_its_config_is_written_goes_on(tmp_path: Path) -
 def test_of_two_trainings_into_one_directory_the_second_is_refused(tmp_path: Path) -> None:
     plan = config.Config(config.DataPart(n_train=30, n_val=5), train=config.TrainPart(epochs=1))
     first = writing.claim(tmp_path / "run")  # before it has written anything
-    with pytest.raises(lo.RunError, match=f"being written by process {os.getpid()}"):
+    with refused(lo.RunError, "directory-busy", str(os.getpid())):
         config.run_config(plan, tmp_path / "run")
     assert sorted(contents(tmp_path / "run")) == [".lock"]
     first.release()
@@ -293,7 +296,7 @@ def test_a_run_without_its_manifest_is_not_written_over(tmp_path: Path) -> None:
     whole = told(tmp_path / "run", "adam")
     (whole.path / "manifest.json").unlink()
     before = contents(tmp_path)
-    with pytest.raises(lo.RunError, match="not an empty directory"):
+    with refused(lo.RunError, "directory-not-empty"):
         told(tmp_path / "run", "adam", resume=True)
     assert contents(tmp_path) == before
 
@@ -304,7 +307,7 @@ def test_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)).double()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for _ in range(2):  # the first refusal lets go of the directory
-        with pytest.raises(lo.MismatchError, match=r"'0.weight' has shape \[4, 3\]"):
+        with refused(lo.MismatchError, "shapes-differ", "'0.weight'", "[4, 3]"):
             lo.Recorder(tmp_path / "run", model, OPTIMIZERS["sgd"](model), resume=True)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -316,9 +319,9 @@ def test_a_second_recorder_in_the_same_process_is_refused(tmp_path: Path) -> Non
     model, optimizer, _ = made("sgd")
     first = lo.Recorder(tmp_path / "run", model, optimizer)
     other, another, _ = made("sgd")
-    with pytest.raises(lo.RunError, match=f"being written by process {os.getpid()}: wait until"):
+    with refused(lo.RunError, "directory-busy", str(os.getpid())):
         lo.Recorder(tmp_path / "run", other, another, resume=True)
-    with pytest.raises(lo.RunError, match="Nothing was recorded"):
+    with refused(lo.RunError, "nothing-recorded"):
         first.finish()
     lo.Recorder(tmp_path / "run", other, another, resume=True)
 
@@ -334,7 +337,7 @@ def test_a_lock_is_let_go_when_its_process_is_killed_but_not_by_its_children(tmp
         lock.release()
     assert os.read(told_, 4) == b"held"
     assert os.read(told_, 4) == b"held"
-    with pytest.raises(lo.RunError, match=f"being written by process {holder}"):
+    with refused(lo.RunError, "directory-busy", str(holder)):
         writing.Lock(tmp_path)
     child = int((Path("/proc") / str(holder) / "task" / str(holder) / "children").read_text().split()[0])
     os.kill(holder, signal.SIGKILL)

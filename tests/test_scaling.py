@@ -18,6 +18,7 @@ from leaveout.estimators.question import Question
 from leaveout.evaluate.scale import Described, Planned, needs, size_of
 from leaveout.task.trace import tracer as tracing
 from problems import mostly_full
+from refusal import refused
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"^```text\n\$ leaveout (.*)\n([^`]*)```$", re.MULTILINE)
@@ -103,9 +104,9 @@ def printed(command: str) -> str:
 
 
 def test_what_describes_nothing_is_refused():
-    with pytest.raises(lo.InputError, match="at least 1"):
+    with refused(lo.InputError, "planned-run-impossible"):
         Planned(0, 1, 1)
-    with pytest.raises(lo.InputError, match=r"there are 0\.weight, 0\.bias"):
+    with refused(lo.InputError, "layers-match-nothing", "0.weight, 0.bias"):
         size_of(Described(**{**language().__dict__, "layers": ("head.*",)}))
     done = CliRunner().invoke(app, ["plan", "--model", "leaveout.paper.bench.large:resnet50"])
     assert done.exit_code == 2

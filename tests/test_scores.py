@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout import Cost, InputError, Scores
 from leaveout._util.files import write_tensors
+from refusal import refused
 
 
 def example() -> Scores:
@@ -33,7 +34,7 @@ def example() -> Scores:
 
 def test_a_name_that_is_too_long_is_told(tmp_path):
     scores = lo.Scores(torch.zeros(1, 1), (0,), ("mean",), "SGD-IE")
-    with pytest.raises(lo.RunError, match="cannot be written"):
+    with refused(lo.RunError, "file-not-writable"):
         scores.save(tmp_path / ("x" * 300))
 
 
@@ -51,7 +52,7 @@ def test_top_is_by_magnitude_of_the_mean_or_of_one_query():
     assert scores.top(2)["score"].tolist() == [-1.5, 1.4375]
     assert scores.top(2, query=1).index.tolist() == [0, 3]
     assert not scores.top(4)["exact"].any()
-    with pytest.raises(InputError, match="query=9 was not scored: give one of 0, 1"):
+    with refused(InputError, "query-not-scored", "query=9", "0, 1"):
         scores.top(query=9)
 
 
@@ -187,7 +188,7 @@ def test_scores_of_a_run_survive_with_displacements_and_cost(tmp_path: Path) -> 
     assert scores.cost.peak_memory > 0
     assert_same(Scores.load(scores.save(tmp_path / "scores")), scores)
     before = (tmp_path / "scores").read_bytes()
-    with pytest.raises(lo.InputError, match=r"scores exists already: choose another name, or pass overwrite=True"):
+    with refused(lo.InputError, "file-exists", "scores", "overwrite=True"):
         scores.save(tmp_path / "scores")
     assert (tmp_path / "scores").read_bytes() == before
 
@@ -218,7 +219,7 @@ def test_what_holds_no_scores_is_named(tmp_path: Path) -> None:
     names = ["missing", *(file.name for file in sorted(tmp_path.iterdir()))]
     assert len(names) == 10
     for name in names:
-        with pytest.raises(lo.RunError, match=rf"{name} does not hold scores .*: give a file that Scores\.save wrote"):
+        with refused(lo.RunError, "scores-unreadable", name, "Scores.save"):
             Scores.load(tmp_path / name)
 
 
@@ -227,6 +228,5 @@ def test_what_holds_no_scores_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 1), (2, 2), (1, 2), (0, 0)])
 def test_a_shape_that_does_not_match_the_ids_is_refused(rows: int, columns: int) -> None:
-    message = rf"\[{rows}, {columns}\] do not match 2 training ids and 1 query ids: give a row"
-    with pytest.raises(lo.InputError, match=message):
+    with refused(lo.InputError, "scores-shape", f"[{rows}, {columns}]", "2 training ids", "1 query ids"):
         Scores(torch.zeros(rows, columns), (0, 1), ("mean",), "ACC")

@@ -21,8 +21,9 @@ from leaveout.builtin.config import Config, TrainPart, run_config
 from leaveout.optim import Rule
 from leaveout.run import writer as writing
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, shard_name, write_manifest
-from leaveout.run.reader import Record
+from leaveout.run.record import Record
 from leaveout.run.writer import Writer
+from refusal import refused
 
 
 def contents(path: Path) -> dict[str, bytes | None]:
@@ -101,9 +102,9 @@ def test_all_files_are_for_the_same_readers(tmp_path: Path) -> None:
 def test_steps_beyond_the_ends_are_refused(tmp_path: Path) -> None:
     run, _ = trained(tmp_path / "run", epochs=1)
     for ask in (run.record, run.state):
-        with pytest.raises(lo.RunError, match="4 steps"):
+        with refused(lo.RunError, "step-out-of-range", "4 steps"):
             ask(5)
-        with pytest.raises(lo.RunError, match="4 steps"):
+        with refused(lo.RunError, "step-out-of-range", "4 steps"):
             ask(-1)
 
 
@@ -173,7 +174,7 @@ def test_a_strangers_links_do_not_lead_a_writer_to_other_files(link: str, tmp_pa
     mine.write_text("important")
     run.mkdir()
     getattr(run / ".lock", link)(mine)
-    with pytest.raises(lo.RunError, match=r"run cannot be written .*\.lock.*: choose another directory"):
+    with refused(lo.RunError, "run-not-writable", ".lock"):
         trained(run, epochs=1)
     (run / ".lock").unlink()
     getattr(run / f".{INITIAL}.{os.getpid()}", link)(mine)
@@ -186,9 +187,9 @@ def test_a_strangers_links_do_not_lead_a_writer_to_other_files(link: str, tmp_pa
 @pytest.mark.parametrize("place", ["file/run", "x" * 300, "a\0b", "/sys/run"])
 def test_places_that_cannot_be_written_are_refused_with_a_sentence(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("important")
-    with pytest.raises(lo.RunError, match=r"cannot be written \(.*\): choose another directory"):
+    with refused(lo.RunError, "run-not-writable"):
         trained(tmp_path / place, epochs=1)
-    with pytest.raises(lo.RunError, match=r"cannot be written \(.*\): choose another directory"):
+    with refused(lo.RunError, "run-not-writable"):
         run_config(Config(train=TrainPart(epochs=1)), tmp_path / place)
     with pytest.raises(lo.RunError):
         lo.open_run(tmp_path / place)
@@ -206,7 +207,7 @@ def test_a_failed_shard_is_noticed_and_loses_no_earlier_one(tmp_path: Path) -> N
         writer.finish()
     (tmp_path / "run" / shard_name(3)).rmdir()
     assert sorted(contents(tmp_path / "run")) == sorted([MANIFEST, INITIAL, *(shard_name(i) for i in range(3))])
-    with pytest.raises(lo.RunError, match="cut short after step 2"):
+    with refused(lo.RunError, "run-cut-short", "step 2"):
         lo.open_run(tmp_path / "run")
     run = lo.open_run(tmp_path / "run", partial=True)
     assert len(run) == 3
@@ -215,16 +216,16 @@ def test_a_failed_shard_is_noticed_and_loses_no_earlier_one(tmp_path: Path) -> N
 
 def test_every_moment_of_writing_is_a_run_that_can_be_read(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "run", shard_bytes=1)
-    with pytest.raises(lo.RunError, match="does not hold a run"):
+    with refused(lo.RunError, "run-not-found", "manifest.json"):
         lo.open_run(tmp_path / "run", partial=True)
     writer.begin(manifest(), state(0))
-    with pytest.raises(lo.RunError, match=r"no complete step.*record it again"):
+    with refused(lo.RunError, "run-without-steps"):
         lo.open_run(tmp_path / "run", partial=True)
     writer.append(record(0, [0], []), state(1))
     for index in range(2):
         writer.append(record(index + 1, [index + 1], []), state(index + 2))  # the step before it is written now
         writer._wait()
-        with pytest.raises(lo.RunError, match=rf"cut short after step {index}: .*partial=True"):
+        with refused(lo.RunError, "run-cut-short", f"step {index}:", "partial=True"):
             lo.open_run(tmp_path / "run")
         run = lo.open_run(tmp_path / "run", partial=True)
         assert len(run) == index + 1
@@ -254,7 +255,7 @@ def test_a_run_left_unfinished_is_scored_only_on_request(tmp_path: Path) -> None
     for index in range(5):
         writer.append(run.record(index), run.state(index + 1))
     writer.finish(complete=False)
-    with pytest.raises(lo.RunError, match="cut short after step 4"):
+    with refused(lo.RunError, "run-cut-short", "step 4"):
         lo.open_run(tmp_path / "cut")
     part = lo.open_run(tmp_path / "cut", partial=True)
     assert len(part) == 5
@@ -348,7 +349,7 @@ def damage(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
         "an unknown key": (lambda: told(colour="red"), rf"{MANIFEST} is not a manifest.*colour.*{again}"),
         "no shards": (lambda: told(shards=None), rf"{MANIFEST} is not a manifest.*{again}"),
         "shards in words": (lambda: told(shards=["four"]), rf"{MANIFEST} is not a manifest.*{again}"),
-        "an unknown format": (lambda: told(format=99), "format 99, this version reads 3 and before"),
+        "an unknown format": (lambda: told(format=99), "format 99, this version reads 4 and before"),
         "an unknown optimizer": (
             lambda: told(rule={**json.loads(file.read_text())["rule"], "kind": "Sorcery"}),
             rf"{MANIFEST} is not a manifest.*Sorcery.*{again}",
@@ -394,13 +395,13 @@ def test_a_shard_of_another_run_is_noticed(tmp_path: Path) -> None:
         out=tmp_path / "other",
     )
     shutil.copy(other.path / shard_name(0), run.path / shard_name(0))
-    with pytest.raises(lo.RunError, match=r"shard-00000.safetensors is not the file that was written"):
+    with refused(lo.RunError, "run-damaged", "shard-00000.safetensors"):
         lo.open_run(run.path).record(0)
     shard = run.manifest.shards[0]
     claims = replace(shard, crc32=checksum(run.path / shard.name))  # even where somebody mended the checksum
     write_manifest(run.path, replace(run.manifest, shards=(claims,)))
     for method in (lo.ACC(transport="exact"), lo.SGDIE(), lo.TracIn(), lo.Replay()):
-        with pytest.raises(lo.MismatchError, match="Step 0 does not follow"):
+        with refused(lo.MismatchError, "step-does-not-follow", "Step 0"):
             method.score(lo.open_run(run.path), task, data())
 
 

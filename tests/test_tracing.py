@@ -11,6 +11,7 @@ from leaveout.task import derivatives as products
 from leaveout.task.trace import tracer as tracing
 from leaveout.task.trace.tracer import Tracer
 from problems import mostly_full
+from refusal import refused
 
 BODIES = {
     "tanh": nn.Tanh,
@@ -98,7 +99,7 @@ def check(task):
     return [trace is not None for trace in task.tracer._traces.values()]
 
 
-@pytest.mark.parametrize("body", mostly_full(BODIES, "attention", "batchnorm", "conv1d", "maxpool", "relu"))
+@pytest.mark.parametrize("body", mostly_full(BODIES, "attention", "batchnorm"))
 def test_layers(body):
     task = task_of(BODIES[body](), nn.CrossEntropyLoss(), "class")
     assert task.abilities.vmap
@@ -123,7 +124,7 @@ def test_a_loss_without_second_derivatives_is_refused_where_they_are_needed(tmp_
     task = task_of(nn.Tanh(), loss, "class")
     run = lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.1), 2, 3, 0, tmp_path / "run")
     for estimator in (lo.SGDIE(), lo.ACC(), lo.ACC("exact")):
-        with pytest.raises(lo.UnsupportedError, match=r"second derivative.*TracIn.*Replay"):
+        with refused(lo.UnsupportedError, "derivative-not-available", "TracIn", "Replay"):
             estimator.score(run, task, task.train_set)
     assert lo.Replay().score(run, task, task.train_set).values.abs().max() > 0
     assert lo.TracIn().score(run, task, task.train_set).values.abs().max() > 0

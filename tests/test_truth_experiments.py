@@ -6,10 +6,13 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 
 import leaveout as lo
-from leaveout.paper.reproduce import SPECS, ceiling, choosing, kinks, lds, networks, smoothness, tsloo, words
+from leaveout.paper.reproduce import SPECS, adam, ceiling, choosing, kinks, lds, networks, smoothness, tsloo, words
+from leaveout.paper.reproduce import jumps as jumps_of
+from leaveout.trajectory.left_out import leave_out
 
 SMALL = {"data": "digits", "n": 30, "queries": 10, "hidden": [6], "dtype": "float64", "epochs": 2, "batch": 10}
 SMALL |= {"optimizer": "sgd", "lr": 0.1, "activation": "gelu", "schedule": "constant", "seed": 1}
@@ -71,16 +74,38 @@ def test_the_ceiling_is_the_mean_spearman_between_moved_starts():
     mean = np.mean([truth[chosen] for truth in truths.values()], axis=0)
     assert row["SGD-IE and mean"] == pytest.approx(stats.spearmanr(scores[chosen], mean).statistic)
     assert row["groups"] == ""
-    assert "| GELU, moved by 1e-01 |" in shown("ceiling", settings, [row])
+    assert "| GELU, pixels standardised, moved by 1e-01 |" in shown("ceiling", settings, [row])
 
 
 def test_the_choice_is_compared_with_every_method_in_the_list():
-    settings = {"data": "digits", "n": 110, "epochs": 1, "seed": 0}
+    settings = {"data": "digits", "n": 140, "epochs": 1, "seed": 0}
     rows = choosing.compute(settings)
-    assert [row["budget"] for row in rows] == ["default", "a quarter"]
+    assert [row["budget"] for row in rows] == ["a minute", "none"]
     assert (rows[0]["exact"], rows[0]["tau"], rows[1]["exact"]) == (True, 1.0, False)
+    assert [row["replayed"] for row in rows] == [140, 128]
     assert rows[1]["tau"] == rows[1][f"tau of {rows[1]['method']}"] == rows[1]["best tau"] - rows[1]["missed"]
-    assert "| digits | a quarter | 0 of 1 |" in shown("choosing", settings, rows)
+    assert "| digits | none | 0 of 1 |" in shown("choosing", settings, rows)
+
+
+def measured_ids(settings):
+    order = torch.Generator().manual_seed(settings["seed"])
+    return torch.randperm(settings["n"], generator=order)[: settings["replays"]].tolist()
+
+
+def test_adam_is_scored_by_every_reading_of_the_jump():
+    settings = {**adam.CASES["tanh 64-12-10, Adam 0.01"], "n": 24, "queries": 4, "epochs": 1, "batch": 8, "seed": 0}
+    rows = {row["method"]: row for row in adam.compute(settings)}
+    with networks.network(settings) as problem:
+        asked = (problem.run, problem.task, problem.val)
+        jumps, truth = (one.score(*asked).mean() for one in (lo.ACC(), lo.Replay()))
+        groups = {"a": [0, 1, 2], "b": [2, 20]}
+        read = jumps_of.readings(problem, {"": leave_out(24, groups=groups)})[""]
+        plain = lo.SGDIE().score(*asked, queries="each", groups=groups).values
+    assert rows["ACC(jump)"]["estimate"] == pytest.approx(jumps.tolist())
+    assert rows["ACC(jump)"]["kendall"] == pytest.approx(lo.metrics.kendall(jumps, truth))
+    assert set(rows) == {"SGD-IE", "ACC(jump)", "ACC(jump, moments by derivative)", "ACC(exact)"}
+    assert read["SGD-IE"] == pytest.approx(plain.numpy())
+    assert not np.allclose(read["ACC(jump)"], read["ACC(jump, moments by derivative)"], rtol=1e-3)
 
 
 @REAL
@@ -93,8 +118,11 @@ def test_the_small_gpt_is_scored_query_by_query():
         asked = (problem.run, problem.task, problem.val)
         scores = lo.SGDIE().score(*asked, queries="each")
         measured = lo.metrics.tsloo(scores, *asked, replays=6, seed=0)
-    assert rows["SGD-IE"]["tsloo"] == pytest.approx(measured.value)
-    assert set(rows) == {"ACC(jump)", "SGD-IE", "TracIn"}
+        jumps = lo.ACC().score(*asked, ids=measured_ids(settings)).mean()
+    assert rows["SGD-IE"]["per_query"] == pytest.approx(measured.value)
+    assert set(rows) == {"ACC(jump)", "ACC(jump, moments by derivative)", "SGD-IE"}
+    assert rows["ACC(jump)"]["estimate"] == pytest.approx(jumps.tolist())
+    assert "| x | SGD-IE |" in shown("tsloo", settings, rows.values())
     tokens = words.sequences()
     assert (tokens.shape[1], int(tokens.min()), int(tokens.max())) == (33, 0, 499)
 

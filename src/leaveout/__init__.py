@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from leaveout.evaluate.choose import Chosen, choose
     from leaveout.evaluate.cleanse import cleanse
     from leaveout.evaluate.curve import Curve
-    from leaveout.evaluate.labels import Labels, labels
+    from leaveout.evaluate.label_issues import Labels
+    from leaveout.evaluate.labels import labels
     from leaveout.evaluate.plan import plan
     from leaveout.evaluate.precision import Rounding, rounding
     from leaveout.evaluate.refine import refine
     from leaveout.evaluate.smoothness import Smoothness, smoothness
     from leaveout.evaluate.verify import Check, verify
     from leaveout.reporting import Show, report
-    from leaveout.run.reader import Run, check_run, open_run
+    from leaveout.run.checking import check_run
+    from leaveout.run.reader import Run, open_run
     from leaveout.run.recorder import Recorder
     from leaveout.run.train import train
     from leaveout.scores import Scores
@@ -74,14 +76,16 @@ _HOMES = {
     "evaluate.choose": ("Chosen", "choose"),
     "evaluate.cleanse": ("cleanse",),
     "evaluate.curve": ("Curve",),
-    "evaluate.labels": ("Labels", "labels"),
+    "evaluate.label_issues": ("Labels",),
+    "evaluate.labels": ("labels",),
     "evaluate.plan": ("plan",),
     "evaluate.precision": ("Rounding", "rounding"),
     "evaluate.refine": ("refine",),
     "evaluate.smoothness": ("Smoothness", "smoothness"),
     "evaluate.verify": ("Check", "verify"),
     "reporting": ("Show", "report"),
-    "run.reader": ("Run", "check_run", "open_run"),
+    "run.checking": ("check_run",),
+    "run.reader": ("Run", "open_run"),
     "run.recorder": ("Recorder",),
     "run.train": ("train",),
     "scores": ("Scores",),

@@ -10,7 +10,7 @@ from leaveout.compute.resources import Resources
 from leaveout.estimators import ACC, SGDIE
 from leaveout.evaluate.cleanse import cleanse
 from leaveout.evaluate.curve import Curve
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.labels import labels as find_labels
 from leaveout.evaluate.verify import Check, verify
 from leaveout.reporting import report
@@ -36,7 +36,7 @@ class Demo:
     truth: list[int]
     issues: Labels
 
-    def found(self, method: str) -> int:
+    def caught(self, method: str) -> int:
         """Count the flipped labels among as many most harmful examples."""
         return len(self.flipped & set(self.scores[method].harmful(len(self.flipped))))
 

@@ -41,7 +41,8 @@ class Scores(Comparable):
     there are such; ``displacements`` are kept where they were asked for; ``query_fingerprint`` tells whether other
     scores are of the same queries, ``run_fingerprint`` whether they are of the same run; ``groups`` says which examples
     the rows leave out, where they are groups; ``spread`` is the standard deviation over several runs, where these are
-    averages (``lo.average``).
+    averages (``lo.average``); ``precision`` is what was computed in: the parameters' type and, where the training ran
+    under ``torch.autocast``, its type too.
 
     >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
     >>> scores.harmful(1), scores.helpful(2)
@@ -61,6 +62,19 @@ class Scores(Comparable):
     groups: dict[str, list[int]] | None = None
     run_fingerprint: int | None = None
     spread: Float[Tensor, "train query"] | None = None
+    precision: str = ""
+
+    @property
+    def mixed(self) -> str:
+        """Say how the training's mixed precision was met; nothing where it had none.
+
+        >>> Scores(torch.zeros(1, 1), (0,), ("mean",), "ACC", precision="float32 around bfloat16").mixed
+        'trained in bfloat16 (autocast), derivatives in float32'
+        """
+        own, _, cast = self.precision.partition(" around ")
+        if not cast:
+            return ""
+        return f"trained in {cast} (autocast), " + ("replayed alike" if self.all_exact else f"derivatives in {own}")
 
     @property
     def is_effect(self) -> bool:
@@ -77,7 +91,8 @@ class Scores(Comparable):
 
     def __repr__(self) -> str:
         rows, columns = self.values.shape
-        return f"Scores({self.method}, {rows} train x {columns} query, {self.unit})"
+        mixed = f", {self.mixed}" if self.mixed else ""
+        return f"Scores({self.method}, {rows} train x {columns} query, {self.unit}{mixed})"
 
     def _repr_html_(self) -> str:
         count = len(self.train_ids)
@@ -85,10 +100,14 @@ class Scores(Comparable):
         words = (
             f"{self.helpful_count} of {count} rows helped, {self.harmful_count} did harm; {exact} are exact replays."
         )
-        top = self.top(10)
-        rows = [(name, float(row["score"]), "exact" if row["exact"] else "") for name, row in top.iterrows()]
+        values = self.mean().tolist()
+        order = sorted(range(count), key=lambda place: values[place])
+        ends = order if count <= 10 else order[:5] + order[-5:]  # the most harmful first, the most helpful last
+        marks = [False] * count if self.exact is None else self.exact.tolist()
+        rows = [(self.train_ids[place], values[place], "exact" if marks[place] else "") for place in ends]
         title = f"{self.method}: {count} training x {len(self.query_ids)} query, {self.unit}"
-        return notebook.card(title, [words, f"{self.sign}."], ("train", "score", ""), rows)
+        said = [words, f"{self.sign}.", *([f"Mixed precision: {self.mixed}."] if self.mixed else [])]
+        return notebook.card(title, said, ("train", "score", ""), rows)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the distribution of the mean scores; needs matplotlib. Returns the axes."""
@@ -101,7 +120,7 @@ class Scores(Comparable):
         ):
             ax.hist(part, edges, color=colour, label=name)
         ax.set(xlabel=self.unit, ylabel="examples", title=self.method, yscale="symlog")
-        ax.legend()
+        ax.legend(loc="upper right")
         return ax
 
     @property
@@ -235,9 +254,9 @@ class Scores(Comparable):
 
     def _rows_of(self, data: Any, columns: Sequence[str]) -> list[int]:
         """The rows of the data that were scored, if it has them, and the columns."""
-        known = getattr(data, "column_names", None)
-        missing = [name for name in columns if name not in (known or ())]
-        if known is None or missing:
+        present = getattr(data, "column_names", None)
+        missing = [name for name in columns if name not in (present or ())]
+        if present is None or missing:
             what = f"has no column {missing[0]!r}" if missing else f"is a {type(data).__name__} without columns"
             raise InputError(f"The data {what}: give the data set that was trained on.", code="columns-missing")
         if strange := [i for i in self.train_ids if not isinstance(i, int) or i >= len(data)]:
@@ -261,6 +280,7 @@ class Scores(Comparable):
             "query_ids": self.query_ids,
             "groups": self.groups,
             "run_fingerprint": self.run_fingerprint,
+            "precision": self.precision,
         }
         tensors = {"values": self.values}
         if self.exact is not None:
@@ -293,6 +313,7 @@ class Scores(Comparable):
                 facts.get("groups"),
                 facts.get("run_fingerprint"),
                 tensors.get("spread"),
+                facts.get("precision", ""),
             )
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RunError(

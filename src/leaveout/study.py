@@ -18,7 +18,8 @@ from leaveout.estimators.timeline import Timeline, timeline
 from leaveout.evaluate.choose import Chosen, choose
 from leaveout.evaluate.cleanse import cleanse
 from leaveout.evaluate.curve import Curve
-from leaveout.evaluate.labels import Labels, labels
+from leaveout.evaluate.label_issues import AUTO, Labels
+from leaveout.evaluate.labels import labels
 from leaveout.evaluate.plan import plan
 from leaveout.evaluate.refine import refine
 from leaveout.evaluate.verify import Check, verify
@@ -99,7 +100,7 @@ class Study:
 
         return self._once(("refine", scores, top), refined)
 
-    def labels(self, *, folds: int | None = None, **options: Any) -> Labels:
+    def labels(self, *, folds: int | str | None = AUTO, **options: Any) -> Labels:
         """Say which labels look wrong; verified scores are mixed in as far as they can be trusted."""
         scores = next(
             (one for one in self.scores.values() if one.method in self.checks and _of_all(one, self.task)), None

@@ -80,16 +80,24 @@ def state_rows(stack: State, index: Int[Tensor, " chosen"]) -> State:
 def replace_rows(stack: State, index: Int[Tensor, " chosen"], new: State) -> State:
     """Return the stack with the chosen states replaced."""
     return {
-        slot: {name: tensor.index_copy(0, index, new[slot][name]) for name, tensor in params.items()}
+        slot: {name: tensor.index_copy(0, index.to(tensor.device), new[slot][name]) for name, tensor in params.items()}
         for slot, params in stack.items()
     }
+
+
+def add_rows(total: Tensor, index: Int[Tensor, " terms"], terms: Tensor, alpha: float = 1.0) -> Tensor:
+    """Add ``alpha`` times each term to its row of the total, in place; the index may be on another device.
+
+    >>> add_rows(torch.zeros(2), torch.tensor([1, 1]), torch.tensor([3.0, 4.0])).tolist()
+    [0.0, 7.0]
+    """
+    return total.index_add_(0, index.to(total.device), terms, alpha=alpha)
 
 
 def gather_sums(terms: Params, index: Int[Tensor, " terms"], count: int) -> Params:
     """Return a stack of ``count`` vectors whose row r is the sum of the terms with ``index == r``."""
     return {
-        name: tensor.new_zeros((count, *tensor.shape[1:])).index_add_(0, index, tensor)
-        for name, tensor in terms.items()
+        name: add_rows(tensor.new_zeros((count, *tensor.shape[1:])), index, tensor) for name, tensor in terms.items()
     }
 
 
@@ -109,11 +117,11 @@ def zeros(state: State, count: int) -> State:
     }
 
 
-def embed(params: Params, like: State) -> State:
-    """Embed a stack of parameter vectors as state vectors: zero in every optimizer buffer."""
-    count = height(params)
-    buffers = {slot: tensors for slot, tensors in like.items() if slot != PARAM}
-    return {PARAM: params, **zeros(buffers, count)}
+def embed(params: Params, like: State, slot: str = PARAM) -> State:
+    """Embed a stack of parameter vectors as state vectors: zero in every slot but one."""
+    others = zeros({name: tensors for name, tensors in like.items() if name != slot}, height(params))
+    own = params if slot == PARAM else {name: params[name] for name in like[slot]}
+    return {name: own if name == slot else others[name] for name in like}
 
 
 def pullback(function: Callable, *at: Any) -> tuple[Any, Callable]:

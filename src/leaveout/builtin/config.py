@@ -183,7 +183,7 @@ def prepare(config: Config) -> Subject:
 def run_config(config: Config, out: Path, resources: Resources | None = None) -> tuple[Run, Subject]:
     """Train and record what a config describes; the config lies beside the run from the first step on.
 
-    A run of the same config that was cut short is gone on with.
+    A run of the same config that was cut short is continued.
     """
     subject = prepare(config)
     optimizer = _optimizer(config.optimizer, subject.task.model)

@@ -27,7 +27,7 @@ from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
 from leaveout.evaluate.cleanse import cleanse as lo_cleanse
 from leaveout.evaluate.curve import NOTHING, RANDOM, Curve
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import MEAN, Scores

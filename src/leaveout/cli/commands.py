@@ -32,7 +32,7 @@ COMMANDS = {
     "score": Command("Score every training example: how would the query loss change without it?"),
     "verify": Command("Compare scores with exact leave-one-out replays: can they be trusted?"),
     "refine": Command("Replace the most extreme scores by exact leave-one-out replays."),
-    "labels": Command("Say which training labels look wrong, from the recorded run alone: no query, no retraining."),
+    "labels": Command("Say which training labels look wrong, from the recorded run alone: no query is needed."),
     "cleanse": Command("Remove the most harmful examples, train again, and measure on the test set."),
     "report": Command(
         "Write one page to look at: pictures, scores, how far to trust them. It needs no network and no other file."

@@ -27,7 +27,7 @@ def listed() -> None:
     table = Table("name", "training examples", "validation", "files")
     for name in sets.names():
         train, val = sets.sizes(name)
-        table.add_row(name, f"{train:,}", f"{val:,}", "found" if sets.found(name) else "to be fetched")
+        table.add_row(name, f"{train:,}", f"{val:,}", "found" if sets.is_here(name) else "to be fetched")
     console.print(table)
 
 

@@ -52,7 +52,7 @@ def _show(result: Demo) -> None:
     console.print(table)
     for name, scores in result.scores.items():
         console.print(
-            f"\n[bold]{name}[/bold]: {result.found(name)} of the {len(result.flipped)} flipped labels are among the "
+            f"\n[bold]{name}[/bold]: {result.caught(name)} of the {len(result.flipped)} flipped labels are among the "
             f"{len(result.flipped)} most harmful examples ({scores.cost.seconds:.1f} s, {scores.cost.hvps} "
             f"Hessian-vector products).\n{result.checks[name]}"
         )

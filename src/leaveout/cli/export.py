@@ -13,7 +13,7 @@ from leaveout._util.files import save_text
 from leaveout.cli.app import AsJson, ResultsOption, console, opened, print_json
 from leaveout.cli.commands import app
 from leaveout.errors import InputError
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores

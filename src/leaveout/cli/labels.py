@@ -15,7 +15,7 @@ from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
 from leaveout.evaluate.dynamics import STATES
-from leaveout.evaluate.labels import Labels, Question
+from leaveout.evaluate.label_issues import AUTO, Labels, Question
 from leaveout.evaluate.labels import labels as lo_labels
 from leaveout.evaluate.verify import Check
 from leaveout.run.paths import RunPaths
@@ -28,9 +28,12 @@ def labels(
     run: Annotated[Path, typer.Argument(help="A recorded run of a classifier.")],
     task: TaskOption = None,
     folds: Annotated[
-        int | None,
-        typer.Option(help="Train again this often, each time without a part, and judge every label out of sample."),
-    ] = None,
+        str,
+        typer.Option(
+            help="Train again this often, each time without a part, and judge every label out of sample; 0 for never, "
+            "auto for 5 where the run may have memorised its labels and a minute is enough."
+        ),
+    ] = AUTO,
     method: Annotated[
         str | None, typer.Option(help="Scores that were verified, to be mixed in as far as they can be trusted.")
     ] = None,
@@ -43,7 +46,7 @@ def labels(
     results: ResultsOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which training labels look wrong, from the recorded run alone: no query, no retraining.
+    """Say which training labels look wrong, from the recorded run alone: no query is needed.
 
     [dim]$[/dim] leaveout labels runs/digits
 
@@ -56,7 +59,8 @@ def labels(
     recorded, paths = opened(run), RunPaths(run, results)
     out = paths.labels
     scores, check = _verified(recorded, paths, method)
-    question = Question(states, folds, seed, None if scores is None else scores.method)
+    parts = _folds(folds)
+    question = Question(states, parts, seed, None if scores is None else scores.method)
     flipped: tuple[int, ...] = ()
     if out.exists() and not again:
         answer = _answering(out, recorded, question)
@@ -71,7 +75,7 @@ def labels(
                 subject.task,
                 scores=scores,
                 check=check,
-                folds=folds,
+                folds=parts,
                 states=states,
                 classes=() if subject.data is None else subject.data.classes,
                 seed=seed,
@@ -84,6 +88,15 @@ def labels(
         print_json(_content(answer, run, out, top))
     else:
         _print(answer, flipped, out, top)
+
+
+def _folds(words: str) -> int | str | None:
+    """Read the option: a number, 0 for none, or auto."""
+    if words == AUTO:
+        return AUTO
+    if not words.isdecimal() or words == "1":
+        raise typer.BadParameter(f"--folds {words!r} is neither auto nor a number (0, or 2 and more)")
+    return int(words) or None
 
 
 def _verified(run: Run, paths: RunPaths, method: str | None) -> tuple[Scores | None, Check | None]:

@@ -14,6 +14,8 @@ from leaveout.task import batches
 
 GUESSED = 0.02
 """How much better than the most frequent class a model must be on the training labels to have learned something."""
+LITTLE = 0.6
+"""The share of its training labels that a model should be right for before its mistakes are looked into."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,14 @@ def _warning(train: Opinions, numbers: dict[str, float]) -> str:
     if train.p is None:
         return ""
     most = Counter(train.labels).most_common(1)[0][1] / len(train.labels)
-    if numbers["training_accuracy"] >= most + GUESSED:
+    right = numbers["training_accuracy"]
+    if right >= max(LITTLE, most + GUESSED):
         return ""
+    if right >= most + GUESSED:
+        return (
+            f"The model is right for only {right:.1%} of its training labels. Labels and scores will be about this "
+            "model: train longer (--epochs), or with another learning rate (--lr), first."
+        )
     return (
         f"The training failed: guessing the most frequent class is right for {most:.1%} of the labels. Scores would "
         "explain a model that has learned nothing: try another learning rate, or more epochs."

@@ -17,7 +17,7 @@ from leaveout.cli.verify import chosen
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.evaluate.curve import Curve
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.verify import Check
 from leaveout.reporting import Show
 from leaveout.reporting import report as lo_report

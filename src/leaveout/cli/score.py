@@ -177,6 +177,7 @@ def _facts(scores: Scores, file: Path, top: int, new: bool) -> dict[str, Any]:
     values = dict(zip(scores.train_ids, scores.mean().tolist(), strict=True))
     return {
         "method": scores.method,
+        "precision": scores.precision,
         "file": str(file),
         "new": new,
         "seconds": scores.cost.seconds,
@@ -193,6 +194,8 @@ def _show(scores: Scores, file: Path, top: int, new: bool, flipped: tuple[int, .
     took = f"{facts['seconds']:.1f} s, {facts['hvps']} Hessian-vector products" if new else "already there"
     console.print(f"\n[bold]{escape(scores.method)}[/bold]: {len(scores.train_ids)} rows, {took}", highlight=False)
     console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
+    if scores.mixed:
+        console.print(f"  {scores.mixed}", highlight=False)
     for kind in ("harmful", "helpful"):
         words = ", ".join(f"{row['id']} ({row['score']:+.2g})" for row in facts[kind])
         few = f" (only {facts[f'{kind}_count']} are)" if facts[f"{kind}_count"] < top else ""

@@ -16,9 +16,10 @@ from leaveout.cli.commands import app
 from leaveout.errors import LeaveoutError
 from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.verify import Check
+from leaveout.run.checking import check_run
 from leaveout.run.manifest import INITIAL, MANIFEST
 from leaveout.run.paths import RunPaths
-from leaveout.run.reader import Run, check_run
+from leaveout.run.reader import Run
 from leaveout.scores import Scores
 
 

@@ -29,6 +29,7 @@ from leaveout.cli.methods import parse
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.estimators.replay import JITTER
+from leaveout.evaluate.ceiling import REPRODUCIBLE
 from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import MINIMUM, Check
 from leaveout.evaluate.verify import chosen as sample
@@ -137,6 +138,11 @@ def _advice(checks: list[tuple[Check, Scores]]) -> tuple[str, str]:
     comparable = [check for check, scores in checks if scores.is_effect]
     if not comparable:
         return f"By these scores {verdict.value}: score with a method that gives changes of the loss.", "score"
+    ceilings = [check.ceiling for check in comparable if check.ceiling is not None]
+    if ceilings and not any(ceiling.extreme.value >= REPRODUCIBLE for ceiling in ceilings):
+        return "Exact replays would answer for the last digits of this run alone: look at its labels.", "labels"
+    if ceilings and not any(ceiling.reproducible for ceiling in ceilings):
+        return "What is reproducible are the most extreme effects: refine makes them exact.", "refine"
     return (
         f"By these scores {verdict.value}: refine replaces the most extreme ones by exact replays; or replay every "
         "example (score --method replay), if leaveout plan says that you can afford it.",

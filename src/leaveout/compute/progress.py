@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TypeVar
 
 from rich.console import Console
@@ -45,7 +46,12 @@ def part(number: int, count: int) -> Iterator[None]:
 
 
 def track(items: Iterable[T], total: int, what: str, visible: bool | None) -> Iterator[T]:
-    """Yield the items, with a bar that shows rate and remaining time; ``visible=None`` shows it on a terminal only."""
+    """Yield the items, with a bar that shows rate and remaining time; ``visible=None`` shows it on a terminal only.
+
+    Notebooks show it where ipywidgets is there, which rich draws with; without, they show nothing.
+    """
+    if in_notebook() and find_spec("ipywidgets") is None:
+        return iter(items)
     console = Console() if in_notebook() else Console(stderr=True)
     visible = console.is_terminal or console.is_jupyter if visible is None else visible
     return _shown(items, total, what, console) if visible and not _SHOWING else iter(items)

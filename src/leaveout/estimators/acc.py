@@ -9,9 +9,9 @@ from torch import Tensor
 
 from leaveout._util.trees import Params
 from leaveout.estimators.base import Estimator, Request, titled
-from leaveout.estimators.choice import Choice
+from leaveout.estimators.choice import KINKS, Choice
 from leaveout.run.reader import Run
-from leaveout.sweep.curvature import hessian
+from leaveout.sweep.curvature import Hessian
 from leaveout.sweep.schedule import schedule_of
 from leaveout.sweep.transports import Subspace
 from leaveout.task.task import Task
@@ -48,7 +48,8 @@ class ACC(Estimator):
         epochs: only the first so many, a (start, stop) pair, or ``"first"`` are corrected: the first occurrence at
             which there is something to correct.
         seed: of the random choice.
-        kinks: give the kinks of ReLU, leaky ReLU, hardtanh, ReLU6, abs and clamp in the model their curvature in H.
+        kinks: give the kinks of ReLU, leaky ReLU, hardtanh, ReLU6, abs and clamp in the model their curvature in H;
+            ``"auto"``: unless they are crossed in leaps, which a few steps of the run tell.
     """
 
     transport: str | Subspace = "auto"
@@ -60,7 +61,7 @@ class ACC(Estimator):
     probability: float = 1.0
     epochs: int | str | tuple[int, int] | None = None
     seed: int = 0
-    kinks: bool = False
+    kinks: bool | str = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +74,7 @@ class ACC(Estimator):
         """The method's name."""
         options = {
             "transport": self.transport,
-            "kinks": "kinks" if self.kinks else None,
+            "kinks": KINKS[self.kinks],
             "readout": self.readout,
             "sketch": None if self.sketch is None else f"sketch {self.sketch}",
             "layers": self.layers,
@@ -99,7 +100,8 @@ class ACC(Estimator):
     def choice(self) -> Choice:
         """Return the Hessian, and the corrected gradient."""
         where = schedule_of(self.probability, self.epochs, self.seed)
-        return Choice(hessian(self.kinks), self.readout, self.direction, self.transport, self.sketch, where)
+        options = (self.readout, self.direction, self.transport, self.sketch, where)
+        return Choice(Hessian, *options, kinks=self.kinks)
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         return self.choice().values(request)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from leaveout._util.allocator import kept_memory, returned
-from leaveout._util.trees import PARAM, Params
+from leaveout._util.trees import Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import VECTORS, Resources
@@ -161,6 +161,7 @@ class Request:
             unit=unit_of(self.query.task.measure) or UNIT,
             groups=self.left_out.named(),
             run_fingerprint=self.trajectory.run.fingerprint,
+            precision=self.trajectory.run.precision,
         )
 
 
@@ -198,7 +199,7 @@ class Estimator(ABC):
         groups: Groups | None = None,
         displacements: bool = False,
         resources: Resources | None = None,
-        at: int | None = None,
+        at: int | str | None = None,
     ) -> Scores:
         """Estimate how the query loss would change without each training example.
 
@@ -263,6 +264,7 @@ class Estimator(ABC):
             chosen.name,
             cost,
             unit=self.unit,
+            precision=run.precision,
             run_fingerprint=run.fingerprint,
         )
 
@@ -276,7 +278,7 @@ class Estimator(ABC):
         trajectory, cost = Trajectory(run, task, self.layers), Cost()
         with cost.metered():
             trajectory = trajectory.compared()
-        final = trajectory.final_whole()[PARAM]
+        final = trajectory.scored(trajectory.final_whole())
         warn_of_other_weights(run, task.parameters(), final)
         single = question.queries == "each"
         query = Query(trajectory.task, final, question.query, single=single, resources=resources.inside())

@@ -12,7 +12,7 @@ from torch import Tensor
 from leaveout._util.trees import PARAM, Params, State
 from leaveout.estimators.base import Request
 from leaveout.estimators.readout import Linear, Query
-from leaveout.optim import Hyper
+from leaveout.optim import IDLE, STILL, Hyper
 from leaveout.sweep import budget
 from leaveout.task.batches import Batch
 
@@ -67,9 +67,13 @@ def checkpoints(request: Request) -> Iterator[Checkpoint]:
         if last is not None and recorded.record.epoch != last:
             yield ended(recorded.params, recorded.before)
             rates, shares = [], []
-        last, hypers = recorded.record.epoch, list(recorded.record.hypers)
-        rates.append([hyper["lr"] for hyper in hypers])
-        shares.append([hyper["lr"] / len(recorded.record.ids) for hyper in hypers])
+        now = recorded.record.hypers
+        last, hypers = (
+            recorded.record.epoch,
+            [before if hyper.get(STILL) else hyper for hyper, before in zip(now, hypers or now, strict=True)],
+        )
+        rates.append([0.0 if hyper.get(STILL) or hyper.get(IDLE) else hyper["lr"] for hyper in now])
+        shares.append([rate / len(recorded.record.ids) for rate in rates[-1]])
     yield ended(trajectory.final_whole()[PARAM], trajectory.final())
 
 

@@ -12,15 +12,19 @@ from leaveout.errors import InputError
 from leaveout.estimators.base import Request
 from leaveout.estimators.readout import Projected, readout_of
 from leaveout.sweep import budget
-from leaveout.sweep.curvature import Curvature
+from leaveout.sweep.curvature import Curvature, Hessian
 from leaveout.sweep.fast_acc import Correction, Products
 from leaveout.sweep.free_transport import Layout, sketch
 from leaveout.sweep.jump import jump_products
+from leaveout.sweep.kink_size import hessian
+from leaveout.sweep.saturation import PARTS
 from leaveout.sweep.schedule import Schedule
 from leaveout.sweep.sweep import ALWAYS, Sweep
 from leaveout.sweep.transports import Subspace
 
 DIRECTIONS = ("auto", "forward", "backward")
+KINKS: dict[bool | str, str | None] = {False: None, True: "kinks", "auto": "kinks auto"}
+"""Whether the Hessian has the curvature of kinks, in the words of a method's name."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class Choice:
         sketch: the width of the random projection that remainders are kept in, if any.
         schedule: where the correction is applied.
         project: the width of the random projection that gradients go through, if any.
+        kinks: whether the Hessian has the curvature of kinks; ``"auto"``: where the run is such that it can help.
+        together: for jumps, a group's examples leave a batch in one; otherwise the jumps of its examples are added.
+        saturated: for jumps, see ``sweep/saturation.py``.
     """
 
     kind: type[Curvature]
@@ -44,9 +51,14 @@ class Choice:
     sketch: int | None = None
     schedule: Schedule = ALWAYS
     project: int | None = None
+    kinks: bool | str = False
+    together: bool = True
+    saturated: bool = True
 
     def __post_init__(self) -> None:
         readout_of(self.readout)
+        if self.kinks not in tuple(KINKS):
+            raise InputError(f"kinks={self.kinks!r} is unknown: use True, False or 'auto'.", code="kinks-unknown")
         if self.direction not in DIRECTIONS:
             raise InputError(
                 f"direction={self.direction!r} is unknown: use 'auto', 'forward' or 'backward'.",
@@ -84,7 +96,7 @@ class Choice:
     def scores(self, request: Request) -> Products:
         """Compute the plain and the corrected scores by one cheap sweep, in the cheaper order."""
         readout = self._projected(request)
-        sweep = Sweep(request.trajectory, self.kind, schedule=self.schedule)
+        sweep = Sweep(request.trajectory, self._curvature(request), schedule=self.schedule)
         if self.transport == "jump":
             if self.direction == "forward":
                 raise InputError(
@@ -92,12 +104,12 @@ class Choice:
                 )
 
             def jumps(shard: Request, vectors: Params) -> dict[str, Tensor]:
-                together = shard.left_out.named() is None
-                return jump_products(
-                    sweep, shard.left_out, vectors, shard.resources, shard.cost, together=together
-                )._asdict()
+                work = (sweep, shard.left_out, vectors, shard.resources, shard.cost)
+                return jump_products(*work, together=self.together, saturated=self.saturated)._asdict()
 
-            return Products(**request.columns(jumps, readout))
+            moments = len(PARTS) * budget.param_bytes(request.trajectory)
+            vector = budget.backward_bytes(request.trajectory) + moments
+            return Products(**request.columns(jumps, readout, vector_bytes=vector))
         subspace = self.transport if isinstance(self.transport, Subspace) else None
         if self.direction == "backward" and subspace:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.", code="direction-fixed")
@@ -112,6 +124,9 @@ class Choice:
 
         return Products(**request.columns(corrected, readout, alone=backward))
 
+    def _curvature(self, request: Request) -> type[Curvature]:
+        return hessian(self.kinks, request.trajectory) if self.kind is Hessian else self.kind
+
     def _projected(self, request: Request) -> Projected:
         readout = readout_of(self.readout)
         if request.displacements or not isinstance(readout, Projected):
@@ -125,10 +140,10 @@ class Choice:
     def _swept(self, request: Request) -> tuple[Tensor, Params | None]:
         """Compute scores by a sweep with the whole step, forward or backward: the cheaper unless one is asked for."""
         readout, corrected = readout_of(self.readout), self.transport is not None
-        sweep = Sweep(request.trajectory, self.kind, corrected, self.schedule, self._path(request))
+        sweep = Sweep(request.trajectory, self._curvature(request), corrected, self.schedule, self._path(request))
 
         def pushed(shard: Request) -> tuple[Tensor, Params | None]:
-            moved = sweep.displacements(shard.left_out, shard.resources, shard.cost)[PARAM]
+            moved = shard.trajectory.scored(sweep.displacements(shard.left_out, shard.resources, shard.cost))
             return readout.of_displacements(shard.query, moved), moved if shard.displacements else None
 
         def pulled(shard: Request, vectors: Params) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, each, gather_sums
+from leaveout._util.trees import PARAM, Params, add_rows, each, gather_sums
 from leaveout.errors import InputError, UnsupportedError, check_seed
 from leaveout.estimators.base import Estimator, Request, titled
 from leaveout.estimators.checkpoints import example_blocks
@@ -150,7 +150,7 @@ class _Minimum:
             self.request.cost.gradients += 1
             reads = weight_products(self.task, self.params, block, vectors, chunk)[1]
             row, position = left_out.pairs(ids)
-            total.index_add_(0, row, reads[:, position].T, alpha=len(ids) / self.task.size)
+            add_rows(total, row, reads[:, position].T, alpha=len(ids) / self.task.size)
         return total
 
     def gradients(self, left_out: LeftOut) -> Params:

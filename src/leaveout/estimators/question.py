@@ -38,7 +38,7 @@ class Question:
     groups: Groups | None = None
     displacements: bool = False
     resources: Resources = field(default_factory=Resources)
-    at: int | None = None
+    at: int | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.run, Run):
@@ -49,10 +49,13 @@ class Question:
         if self.queries not in ("mean", "each"):
             raise InputError(f"queries={self.queries!r} is unknown: use 'mean' or 'each'.", code="queries-unknown")
         if self.at is not None:
+            if self.at == "average":
+                object.__setattr__(self, "run", self.run.average())
+                return
             if not is_whole(self.at, 1, len(self.run)):
                 raise InputError(
                     f"at={self.at!r} is not a state of a run of {len(self.run)} steps: give the number of steps that "
-                    "lead to it, from 1 on.",
+                    "lead to it, from 1 on, or 'average'.",
                     code="at-out-of-range",
                 )
             object.__setattr__(self, "run", self.run.head(int(self.at)))

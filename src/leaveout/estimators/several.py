@@ -29,7 +29,7 @@ def score(
     ids: Sequence[int] | None = None,
     groups: Groups | None = None,
     resources: Resources | None = None,
-    at: int | None = None,
+    at: int | str | None = None,
 ) -> list[Scores]:
     """Score with every estimator, in their order; with ``at``, the model after so many steps.
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from leaveout._util.trees import Params
 from leaveout.estimators.base import Estimator, Request, titled
-from leaveout.estimators.choice import Choice
-from leaveout.sweep.curvature import hessian
+from leaveout.estimators.choice import KINKS, Choice
+from leaveout.sweep.curvature import Hessian
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class SGDIE(Estimator):
         readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
         direction: ``"forward"``, ``"backward"``, or the cheaper one.
         layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
-        kinks: give the kinks of ReLU, leaky ReLU, hardtanh, ReLU6, abs and clamp in the model their curvature in H.
+        kinks: give the kinks of ReLU, leaky ReLU, hardtanh, ReLU6, abs and clamp in the model their curvature in H;
+            ``"auto"``: unless they are crossed in leaps, which a few steps of the run tell.
     """
 
     readout: str = "linear"
     direction: str = "auto"
     layers: str | Sequence[str] | None = None
-    kinks: bool = False
+    kinks: bool | str = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,12 +44,10 @@ class SGDIE(Estimator):
     @property
     def name(self) -> str:
         """The method's name."""
-        return titled(
-            "SGD-IE", {"kinks": "kinks" if self.kinks else None, "readout": self.readout, "layers": self.layers}
-        )
+        return titled("SGD-IE", {"kinks": KINKS[self.kinks], "readout": self.readout, "layers": self.layers})
 
     def _choice(self) -> Choice:
-        return Choice(hessian(self.kinks), self.readout, self.direction)
+        return Choice(Hessian, self.readout, self.direction, kinks=self.kinks)
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         return self._choice().values(request)

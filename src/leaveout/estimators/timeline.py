@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from leaveout._util.allocator import kept_memory
-from leaveout._util.trees import PARAM
+from leaveout._util.trees import add_rows
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
@@ -77,7 +77,7 @@ def timeline(
         resources: memory budget and progress.
     """
     trajectory, resources = Trajectory(run, task).compared(), resources or Resources()
-    final = trajectory.final()[PARAM]
+    final = trajectory.scored(trajectory.final())
     warn_of_other_weights(run, task.parameters(), final)
     asked = Query(trajectory.task, final, query, single=False, resources=resources.inside())
     asked.check()
@@ -89,7 +89,7 @@ def timeline(
     with kept_memory():
         for recorded, pulled in Sweep(trajectory).pulled(vectors, resources, Cost()):
             row, position = left_out.pairs(recorded.record.ids)
-            values[:, column[recorded.record.index]].index_add_(0, row, pulled.weights[0, position], alpha=-1)
+            add_rows(values[:, column[recorded.record.index]], row, pulled.weights[0, position], alpha=-1)
     return Timeline(values.cpu(), left_out.names, names, asked.fingerprint())
 
 

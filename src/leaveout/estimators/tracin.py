@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, height
+from leaveout._util.trees import PARAM, Params, add_rows, height
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, Request, titled
-from leaveout.estimators.checkpoints import checkpoints, example_blocks
+from leaveout.estimators.checkpoints import Checkpoint, checkpoints, example_blocks
 from leaveout.estimators.choice import Choice
 from leaveout.estimators.readout import Linear
 from leaveout.scores import UNIT
@@ -97,15 +97,19 @@ class TracIn(Estimator):
         chunk = budget.chunk(request.resources, request.trajectory, count)
         for checkpoint in checkpoints(request):
             for start, vectors in checkpoint.vectors():
-                if self.learning_rate:
-                    vectors = {name: tensor * checkpoint.share[name] for name, tensor in vectors.items()}
+                vectors = {name: tensor * self._factor(checkpoint, name) for name, tensor in vectors.items()}
                 columns = total[:, start : start + height(vectors)]
                 for ids, block in example_blocks(request):
                     reads = weight_products(task, checkpoint.params, block, vectors, chunk)[1] * len(ids)
                     row, position = request.left_out.pairs(ids)
-                    columns.index_add_(0, row, reads[:, position].T)
+                    add_rows(columns, row, reads[:, position].T)
                     request.cost.gradients += 1
         return total
+
+    def _factor(self, checkpoint: Checkpoint, name: str) -> float:
+        """Give what a parameter's inner product counts: nothing for buffers, which no optimizer moves."""
+        share = checkpoint.share.get(name)
+        return 0.0 if share is None else share if self.learning_rate else 1.0
 
     def _of_steps(self, request: Request) -> Float[Tensor, "rows queries"]:
         """Compute Σ_{i: k∈Z_i} ⟨∇L(query, θ_N), g(z_k, θ_i)⟩."""
@@ -118,7 +122,8 @@ def _inner_products(request: Request, vectors: Params) -> dict[str, Tensor]:
     chunk = budget.chunk(request.resources, trajectory, height(vectors))
     for recorded in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
         row, position = request.left_out.pairs(recorded.record.ids)
-        reads = weight_products(trajectory.task, recorded.params, recorded.batch, vectors, chunk)[1]
-        total.index_add_(0, row, reads[:, position].T, alpha=len(recorded.record.ids))
+        moving = trajectory.rule.flowing(vectors, recorded.record.hypers)
+        reads = weight_products(recorded.task, recorded.params, recorded.batch, moving, chunk)[1]
+        add_rows(total, row, reads[:, position].T, alpha=len(recorded.record.ids))
         request.cost.gradients += 1
     return {"products": total}

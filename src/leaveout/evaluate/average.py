@@ -54,5 +54,6 @@ def average(scores: Sequence[Scores]) -> Scores:
         query_fingerprint=first.query_fingerprint,
         unit=first.unit,
         groups=first.groups,
+        precision=first.precision,
         spread=stack.std(0),
     )

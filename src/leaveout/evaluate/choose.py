@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from leaveout.compute.resources import Resources
@@ -16,19 +17,25 @@ from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn, sc
 from leaveout.estimators.replay import replayed
 from leaveout.evaluate.metrics.agreement import compare, kendall
 from leaveout.evaluate.plan import replay_seconds
+from leaveout.evaluate.selection import optimism, sample
 from leaveout.evaluate.verify import Check
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
+from leaveout.sweep.kink_size import are_mild
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, leave_out
+from leaveout.trajectory.trajectory import Trajectory
 
-FEWEST, MOST = 96, 512
+FEWEST, MOST = 128, 1024
 """Replays that methods are compared with: as many as the budget has time for, between these."""
 
 COLUMNS = ["method", "tau", "compared", "seconds", "chosen", "missing"]
 
 METHODS: tuple[Estimator, ...] = (ACC(), SGDIE(), DVEmb(), TracIn())
 """What is compared, the first of equals first."""
+
+KINKED: tuple[Estimator, ...] = (ACC(kinks=True), SGDIE(kinks=True))
+"""What is compared too where the model has kinks that can be given a curvature."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,8 @@ class Chosen:
     ``scores`` are exact replays (``exact``), or the best method's with all replayed rows put in place of their
     estimates. ``table`` has a row per method: its Kendall's tau with the replays that methods were compared with, its
     seconds, whether it was chosen, and why it is missing where it cannot be used. ``check`` is the trust in the chosen
-    one, from the other half of the replays; None where everything is exact. ``predicted`` is how many seconds
-    replaying everything was predicted to take.
+    one, less what it owes to having been chosen by the same replays; None where everything is exact. ``predicted`` is
+    how many seconds replaying everything was predicted to take.
     """
 
     scores: Scores
@@ -71,7 +78,7 @@ def choose(
     query: Dataset,
     *,
     budget: float = 60.0,
-    methods: Sequence[Estimator] = METHODS,
+    methods: Sequence[Estimator] | None = None,
     queries: str = "mean",
     ids: Sequence[int] | None = None,
     groups: Groups | None = None,
@@ -80,27 +87,29 @@ def choose(
 ) -> Chosen:
     """Score with the method that measurement says is best for this run.
 
-    If replaying every row is predicted to fit the budget, or there are no more than 96 rows, everything is replayed,
+    If replaying every row is predicted to fit the budget, or there are no more than 128 rows, everything is replayed,
     and the scores are exact. Otherwise all ``methods`` score every row, sharing sweeps; one sample of rows is replayed
-    once, half of them the most extreme by all methods together and half at random; the methods are compared with one
-    half of the sample, and the best one's trust is measured on the other half, which had no say in the choice.
-    Replayed rows get their exact values.
+    once, half of them the most extreme by all methods together and half at random; and the method that agrees best
+    with all of these replays is taken. Its trust is its agreement with them, lowered by what a bootstrap says that it
+    owes to having been chosen on the same replays. Replayed rows get their exact values.
 
     Args:
         run: the recorded run.
         task: what was trained.
         query: the examples whose loss is explained.
-        budget: seconds that replays may take; a sample has at least 96 rows all the same. Scoring comes on top.
-        methods: the estimators to compare; of equals the first is taken. Their scores must be changes of the loss.
+        budget: seconds of processor time that replays may take; a sample has at least 128 rows all the same. Scoring
+            comes on top.
+        methods: the estimators to compare; of equals the first is taken. Their scores must be changes of the loss. By
+            default ACC, SGD-IE, DVEmb and TracIn, and the first two with the curvature of kinks where there are any.
         queries: ``"mean"`` for their mean loss, ``"each"`` for a column each.
         ids: the examples to score; all of them by default.
         groups: leave these out together instead.
-        seed: of the random part of the sample, and of its halves.
+        seed: of the random part of the sample.
         resources: memory budget and progress.
     """
     if not (isinstance(budget, int | float) and budget >= 0):
         raise InputError(f"budget={budget!r} is not a number of seconds: give 0 or more.", code="budget-not-seconds")
-    if foreign := [method.name for method in methods if method.unit != UNIT]:
+    if foreign := [method.name for method in methods or () if method.unit != UNIT]:
         raise InputError(
             f"{foreign[0]} is not counted in {UNIT}, which replays are: leave it out.", code="unit-not-comparable"
         )
@@ -111,25 +120,33 @@ def choose(
     if predicted <= budget or rows <= FEWEST:
         scores = Replay().score(run, task, query, **asked)  # type: ignore[arg-type]
         return Chosen(scores, _alone(scores), None, True, predicted, budget)
-    found, missing = _scored(methods, run, task, query, asked)
-    count = int(max(FEWEST, min(MOST, budget / predicted * rows, rows)))
-    sample = _sample(list(found.values()), min(count, rows), seed)
-    picked = [row for part in sample for half in part for row in half]
-    truth = replayed(next(iter(found.values())), picked, run, task, query, resources)
-    exact = dict(zip(picked, truth.mean().double().tolist(), strict=True))
-    (extreme, extreme_kept), (random, random_kept) = sample
-    compared = extreme + random
-    taus = {name: _tau(scores, compared, exact) for name, scores in found.items()}
+    scored, missing = _scored(methods_for(run, task) if methods is None else methods, run, task, query, asked)
+    count = int(max(FEWEST, min(MOST, budget / predicted * rows)))
+    estimates = torch.stack([scores.mean().double().cpu() for scores in scored.values()])
+    samples = dict(zip(("extreme", "random"), sample(estimates, min(count, rows), seed), strict=True))
+    picked = [row for part in samples.values() for row in part]
+    truth = replayed(next(iter(scored.values())), picked, run, task, query, resources)
+    exact = truth.mean().double().cpu()
+    taus = {name: _tau(one[picked], exact) for name, one in zip(scored, estimates, strict=True)}
     best = max(taus, key=lambda name: taus[name])
-    winner = found[best]
+    winner = scored[best]
     values = winner.values.clone()
     values[picked] = truth.values.to(values)
     mask = torch.zeros(len(values), dtype=torch.bool)
     mask[picked] = True
     cost = winner.cost + truth.cost
     scores = replace(winner, values=values, method=f"{best} + Replay", exact=mask, cost=cost)
-    check = _trust(winner, scores, extreme_kept, random_kept, exact, run)
-    return Chosen(scores, _table(taus, found, missing, best, len(compared)), check, False, predicted, budget)
+    check = _trust(winner, scores, samples, exact, optimism(estimates[:, picked], exact, seed=seed), run)
+    return Chosen(scores, _table(taus, scored, missing, best, len(picked)), check, False, predicted, budget)
+
+
+def methods_for(run: Run, task: Task) -> tuple[Estimator, ...]:
+    """List the methods that are worth comparing on a run."""
+    try:
+        mild = are_mild(Trajectory(run, task).compared())
+    except LeaveoutError:
+        mild = False  # no second derivatives: what needs them says so itself
+    return (*KINKED, *METHODS) if mild else METHODS
 
 
 def _scored(
@@ -141,61 +158,41 @@ def _scored(
         return {scores.method: scores for scores in every}, {}
     except LeaveoutError:
         pass  # one of them cannot be used: which one?
-    found: dict[str, Scores] = {}
+    scored: dict[str, Scores] = {}
     missing: dict[str, str] = {}
     first: LeaveoutError | None = None
     for method in methods:
         try:
             scores = method.score(run, task, query, **asked)
-            found[scores.method] = scores
+            scored[scores.method] = scores
         except LeaveoutError as error:  # noqa: PERF203 - a handful of methods
             first = first or error
             missing[method.resolved(run, task).name] = str(error)
-    if not found and first is not None:
+    if not scored and first is not None:
         raise first
-    return found, missing
+    return scored, missing
 
 
-def _sample(
-    scores: list[Scores], count: int, seed: int
-) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
-    """Rows to replay: the most extreme by the mean rank over all methods, and others at random; each in two halves."""
-    ranks = torch.stack([one.mean().argsort().argsort().double() for one in scores]).mean(0)
-    order = torch.argsort(ranks, stable=True).tolist()
-    half = count // 2
-    low = half // 2
-    extreme = order[:low] + order[len(order) - (half - low) :]
-    rest = sorted(set(range(len(order))) - set(extreme))
-    mixing = torch.Generator().manual_seed(seed)
-    random = [rest[i] for i in torch.randperm(len(rest), generator=mixing)[: count - half].tolist()]
-    extreme = [extreme[i] for i in torch.randperm(len(extreme), generator=mixing).tolist()]
-    return _halves(extreme), _halves(random)
-
-
-def _halves(rows: list[int]) -> tuple[list[int], list[int]]:
-    return sorted(rows[::2]), sorted(rows[1::2])
-
-
-def _tau(scores: Scores, rows: list[int], exact: dict[int, float]) -> float:
-    tau = kendall(scores.mean()[rows], [exact[row] for row in rows])
+def _tau(estimate: Tensor, exact: Tensor) -> float:
+    tau = kendall(estimate, exact)
     return -1.0 if math.isnan(tau) else tau
 
 
 def _trust(
-    winner: Scores, scores: Scores, extreme: list[int], random: list[int], exact: dict[int, float], run: Run
+    winner: Scores, scores: Scores, samples: dict[str, list[int]], exact: Tensor, too_high: float, run: Run
 ) -> Check:
-    """The check of the winner from the rows that had no say in its choice."""
-    rows = extreme + random
+    """The check of the winner from all replays; its rank correlations are lowered by what they owe to the choice."""
+    rows = [row for part in samples.values() for row in part]
     table = pd.DataFrame(
         {
             "score": winner.mean()[rows].double().cpu().numpy(),
-            "truth": [exact[row] for row in rows],
-            "sample": ["extreme"] * len(extreme) + ["random"] * len(random),
+            "truth": exact.numpy(),
+            "sample": [name for name, part in samples.items() for _ in part],
         },
         index=pd.Index([winner.train_ids[row] for row in rows], name="train"),
     )
     parts = {str(name): part for name, part in table.groupby("sample")}
-    agreement = {name: compare(part["score"], part["truth"]) for name, part in parts.items()}
+    agreement = {name: compare(part["score"], part["truth"]).lowered(too_high) for name, part in parts.items()}
     spread = {name: float(part["truth"].std()) for name, part in parts.items()}
     return Check(
         *(agreement["extreme"], agreement["random"], spread, table, scores.method, scores.cost, run.fingerprint)
@@ -203,10 +200,10 @@ def _trust(
 
 
 def _table(
-    taus: dict[str, float], found: dict[str, Scores], missing: dict[str, str], best: str, compared: int
+    taus: dict[str, float], scored: dict[str, Scores], missing: dict[str, str], best: str, compared: int
 ) -> pd.DataFrame:
     rows = [
-        {"method": name, "tau": tau, "compared": compared, "seconds": found[name].cost.seconds, "chosen": name == best}
+        {"method": name, "tau": tau, "compared": compared, "seconds": scored[name].cost.seconds, "chosen": name == best}
         for name, tau in sorted(taus.items(), key=lambda item: -item[1])
     ]
     rows += [{"method": name, "tau": math.nan, "chosen": False, "missing": why} for name, why in missing.items()]

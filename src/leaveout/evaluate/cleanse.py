@@ -14,14 +14,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from leaveout._util.trees import PARAM, Params
+from leaveout._util.trees import Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutWarning, check_seed
 from leaveout.estimators.readout import Query
 from leaveout.evaluate.curve import COLUMNS, MEASURED, NOTHING, RANDOM, Curve
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget
@@ -71,7 +71,7 @@ def cleanse(
     ranked = _ranked(methods, amounts[-1])
     resources, cost = resources or Resources(), Cost()
     trajectory = Trajectory(run, task)
-    query = Query(task, trajectory.final()[PARAM], test_set, single=True, resources=resources.inside())
+    query = Query(task, trajectory.scored(trajectory.final()), test_set, single=True, resources=resources.inside())
     query.check()
     rows: list[dict[str, Any]] = []
     with cost.metered():

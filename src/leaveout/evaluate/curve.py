@@ -260,7 +260,10 @@ def _signed(value: float, low: float, high: float, measure: str) -> str:
 
     >>> _signed(-0.013, -0.024, 0.002, "error")
     '-1.3 points (-2.4 to +0.2)'
+    >>> _signed(0.002, -0.0001, 0.004, "error")
+    '+0.2 points (+0.0 to +0.4)'
     """
     if measure == "loss":
         return f"{value:+.3g} ({low:+.3g} to {high:+.3g})"
-    return f"{100 * value:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
+    value, low, high = (round(100 * number, 1) + 0.0 for number in (value, low, high))  # -0.0 + 0.0 is 0.0
+    return f"{value:+.1f} points ({low:+.1f} to {high:+.1f})"

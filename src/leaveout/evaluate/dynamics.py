@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,9 +33,20 @@ from leaveout.trajectory.trajectory import Trajectory
 
 STATES = 20
 """States that are looked at by default."""
-BLOCK = 512
+BLOCK = 256
+"""Examples per forward pass; larger blocks of images are slower."""
 EARLY = 2
 """States that are looked at before the first of the evenly spaced ones."""
+PROBES = (4, 16, 64)
+"""Steps after which it is asked whether a training keeps to its budget."""
+
+
+class TooLongError(Exception):
+    """Training again would take longer than its budget: so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"{seconds:.0f} s")
+        self.seconds = seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +55,8 @@ class Dynamics(Comparable):
 
     ``steps`` are the states' numbers and ``epochs`` the epochs that they end or lie in; ``margins`` are the given
     label's logit minus the best other one, ``probabilities`` those of the given label. ``opinions`` has for each
-    example the predicted distribution over the classes, averaged over the states.
+    example the predicted distribution over the classes, averaged over the states, ``final`` that of the last state.
+    With ``folds`` the states are those of so many trainings, and each example is seen by the one without it.
     """
 
     steps: tuple[int, ...]
@@ -53,6 +67,8 @@ class Dynamics(Comparable):
     probabilities: Float[Tensor, "states n"]
     predicted: Int[Tensor, "states n"]
     opinions: Float[Tensor, "n classes"]
+    final: Float[Tensor, "n classes"]
+    folds: int | None = None
 
     @cached_property
     def confidence(self) -> Float[Tensor, " n"]:
@@ -108,6 +124,7 @@ def dynamics(
     states: int = STATES,
     folds: int | None = None,
     seed: int = 0,
+    budget: float = math.inf,
     resources: Resources | None = None,
 ) -> Dynamics:
     """Look at every training example through some states of the run, before and after it may have been memorised.
@@ -119,7 +136,11 @@ def dynamics(
         folds: train the run again this often, each time without another part of the examples, and look at each
             example through the training that did not see it.
         seed: of the division into folds.
+        budget: seconds of processor time that training again may take, as its first steps predict it.
         resources: memory budget and progress.
+
+    Raises:
+        TooLongError: if training again would take longer than the budget.
     """
     if not is_whole(states, 1):
         raise InputError(f"states={states!r} must be a whole number of at least 1.", code="states-not-a-count")
@@ -137,8 +158,9 @@ def dynamics(
     if folds is None:
         _recorded(tables, run, task, steps, resources)
     else:
-        _replayed(tables, trajectory, steps, parts(task.size, folds, seed), resources)
-    return tables.result(tuple(steps), tuple(run.record(step - 1).epoch for step in steps))
+        _replayed(tables, trajectory, steps, parts(task.size, folds, seed), budget, resources)
+    seen = tables.result(tuple(steps), tuple(run.record(step - 1).epoch for step in steps))
+    return replace(seen, folds=folds)
 
 
 def chosen_states(states: Sequence[int], count: int) -> list[int]:
@@ -179,7 +201,7 @@ class _Collected:
         self.labels = torch.zeros(task.size, dtype=torch.long)
         self.numbers = torch.zeros(3, states, task.size)
         self.predicted = torch.zeros(states, task.size, dtype=torch.long)
-        self.sums = torch.zeros(0)
+        self.sums = self.final = torch.zeros(0)
 
     def add(self, place: int, params: Params, ids: Sequence[int], batch: Batch) -> None:
         """Look at some examples through one state."""
@@ -194,18 +216,22 @@ class _Collected:
         logits, labels = class_logits(self.reading, outputs).cpu(), label_numbers(targets).cpu()
         chances, index = logits.softmax(1).to(self.numbers.dtype), torch.as_tensor(ids)
         if not len(self.sums):
-            self.sums = torch.zeros(self.task.size, chances.shape[1])
+            self.sums, self.final = torch.zeros(2, self.task.size, chances.shape[1])
         self.labels[index] = labels
         for kind, values in enumerate((margins_of(logits, labels), losses.cpu(), own_probability(logits, labels))):
             self.numbers[kind, place, index] = values.to(self.numbers.dtype)
         self.predicted[place, index] = logits.argmax(1)
         self.sums[index] += chances
+        if place == len(self.predicted) - 1:
+            self.final[index] = chances
 
     def result(self, steps: tuple[int, ...], epochs: tuple[int, ...]) -> Dynamics:
         """Give the tables."""
         margins, losses, probabilities = self.numbers
         opinions = self.sums / len(steps)
-        return Dynamics(steps, epochs, self.labels, margins, losses, probabilities, self.predicted, opinions)
+        return Dynamics(
+            steps, epochs, self.labels, margins, losses, probabilities, self.predicted, opinions, self.final
+        )
 
 
 def _recorded(tables: _Collected, run: Run, task: Task, steps: list[int], resources: Resources) -> None:
@@ -225,12 +251,19 @@ def _recorded(tables: _Collected, run: Run, task: Task, steps: list[int], resour
 
 
 def _replayed(
-    tables: _Collected, trajectory: Trajectory, steps: list[int], folds: list[list[int]], resources: Resources
+    tables: _Collected,
+    trajectory: Trajectory,
+    steps: list[int],
+    folds: list[list[int]],
+    budget: float,
+    resources: Resources,
 ) -> None:
     """Look at each example through the training that leaves its fold out."""
     task, place_of = trajectory.task, {step: place for place, step in enumerate(steps)}
     left_out = leave_out(task.size, groups=folds)
+    clock = _Clock(len(trajectory), budget)
     for recorded, stack in courses(trajectory, left_out, 0.0, resources, Cost()):
+        clock.tick(recorded.record.index)
         place = place_of.get(recorded.record.index + 1)
         if place is None:
             continue
@@ -238,6 +271,22 @@ def _replayed(
             params = {name: tensor[number] for name, tensor in stack.items()}
             for ids in _blocks(fold):
                 tables.add(place, params, ids, task.read(ids))
+
+
+class _Clock:
+    """Predicts from the first steps how long a training takes; what is done once is done in the very first."""
+
+    def __init__(self, steps: int, budget: float) -> None:
+        self._steps, self._budget, self._start = steps, budget, 0.0
+
+    def tick(self, step: int) -> None:
+        """Take note that a step is done; raise TooLongError where all of them would take longer than the budget."""
+        if step == 0:
+            self._start = time.process_time()
+        elif step in PROBES:
+            seconds = (time.process_time() - self._start) / step * self._steps
+            if seconds > self._budget:
+                raise TooLongError(seconds)
 
 
 def _blocks(ids: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -7,7 +7,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn
 from leaveout.estimators.readout import Linear, Query
+from leaveout.run import following
 from leaveout.run.reader import Run
 from leaveout.run.train import train
 from leaveout.sweep.transports import Subspace
@@ -29,7 +30,7 @@ from leaveout.task import batches
 from leaveout.task.task import Task
 from leaveout.trajectory.trajectory import Trajectory
 
-FIRST, STEPS = 2, 10
+FIRST, STEPS = 2, 8
 """Steps that are measured: the first pay for what is done once, the others tell what a step costs."""
 
 SHARE = 0.25
@@ -65,6 +66,7 @@ class _Subject:
     queries: int
     rows: int
     steps: int
+    epochs: int
     resources: Resources
 
     @property
@@ -112,7 +114,7 @@ def plan(
     shown = resources or Resources()
     budget = Resources(shown.memory, progress=False)  # a bar for every few steps would only flicker
     if run is not None:
-        return _table(_subject(task, query, run, len(run), task.size, budget), shown, [])
+        return _table(_subject(task, query, run, _length(run), task.size, budget), shown, [])
     if optimizer is None:
         raise InputError(
             "There is nothing to plan: give a run, or an optimizer, epochs and batch_size.", code="nothing-to-plan"
@@ -126,23 +128,30 @@ def plan(
         cost = Cost()
         with cost.metered():
             short = train(trial, made, few, batch_size, 0, Path(folder) / "run", resources=budget)
-        disk = nbytes(short.state(0)) * (steps + 1)
+        disk = following.disk_bytes(short.rule, short.state(0), steps)
         training = Plan("training, recorded", cost.seconds / len(short) * steps, cost.peak_memory, disk)
-        return _table(_subject(trial, query, short, steps, task.size, budget), shown, [training])
+        return _table(_subject(trial, query, short, (steps, epochs), task.size, budget), shown, [training])
 
 
 def replay_seconds(run: Run, task: Task, query: Dataset, rows: int, resources: Resources | None = None) -> float:
     """Predicted seconds of exact replays of so many rows, from a few measured steps."""
     budget = Resources((resources or Resources()).memory, progress=False)
-    return _by_rows("Replay", _subject(task, query, run, len(run), rows, budget)).seconds
+    return _by_rows("Replay", _subject(task, query, run, _length(run), rows, budget)).seconds
 
 
-def _subject(task: Task, query: Dataset, run: Run, steps: int, rows: int, resources: Resources) -> _Subject:
+def _length(run: Run) -> tuple[int, int]:
+    """How many steps a run has, and how many epochs."""
+    return len(run), run.record(len(run) - 1).epoch + 1
+
+
+def _subject(
+    task: Task, query: Dataset, run: Run, length: tuple[int, int], rows: int, resources: Resources
+) -> _Subject:
     trial = task.untraced()
     trial.check = False  # made once, not once per measurement
     queries = batches.size(query)
     few: Dataset = Subset(query, range(min(QUERIES, queries)))
-    return _Subject(trial, run, few, queries, rows, steps, resources)
+    return _Subject(trial, run, few, queries, rows, *length, resources)
 
 
 def _table(subject: _Subject, shown: Resources, plans: list[Plan]) -> pd.DataFrame:
@@ -179,15 +188,19 @@ def _by_rows(kind: str, subject: _Subject) -> Plan:
     """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
     estimator: Estimator = Replay() if kind == "Replay" else ACC("exact")
 
+    used = subject.run.record(0).ids.tolist()  # a replay begins with the first step that uses its example
+
     def scored(count: int, task: Task, part: Run) -> Cost:
-        groups = [[i % task.size] for i in range(count)]
+        groups = [[used[i % len(used)]] for i in range(count)]
         return estimator.score(part, task, subject.query, groups=groups, resources=subject.resources).cost
 
     count = min(FEWEST, subject.rows)
-    while count < subject.rows and _seconds(partial(scored, count), subject.task.quiet(), subject.run) < SHARE / TIMES:
+    begun = _begun(partial(scored, count), subject)
+    while count < subject.rows and begun.seconds < SHARE / TIMES:
         count = min(TIMES * count, subject.rows)
+        begun = _begun(partial(scored, count), subject)
     less = max(1, count // TIMES)
-    once, rate, memory = _rate(partial(scored, count), subject)
+    once, rate, memory = _rate(partial(scored, count), subject, begun)
     reading = _losses_seconds(subject) * subject.rows if kind == "Replay" else subject.query_seconds
     if count == subject.rows:
         return Plan(kind, once + rate * subject.steps + reading, memory, 0)
@@ -195,35 +208,48 @@ def _by_rows(kind: str, subject: _Subject) -> Plan:
     each = max(0.0, rate - slower) / (count - less)
     if each == 0.0:
         each = rate / count  # too close to tell apart: as if nothing were shared
+    if kind == "Replay":
+        each *= 1 - 0.5 / subject.epochs  # first met in the midst of the first epoch
     more = subject.rows - count
     held = min(max(0, memory - least) // (count - less) * more, subject.resources.bytes)
     return Plan(kind, once + (rate + each * more) * subject.steps + reading, memory + held, 0)
 
 
-def _seconds(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> float:
-    return scored(task, run.head(min(FIRST, len(run)))).seconds
+def _measured(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> Cost:
+    """What a scoring took; the time in which the processor did something else, or waited for data, is not counted."""
+    wall, own = time.perf_counter(), time.process_time()
+    cost = scored(task, run)
+    share = (time.process_time() - own) / (time.perf_counter() - wall)
+    return replace(cost, seconds=cost.seconds * min(1.0, share))
 
 
-def _rate(scored: Callable[[Task, Run], Cost], subject: _Subject) -> tuple[float, float, int]:
-    """Seconds once and per step, and the largest memory; from traces where steps are so quick that these matter."""
+def _begun(scored: Callable[[Task, Run], Cost], subject: _Subject) -> Cost:
+    """What the first steps cost, with what is done once."""
     gc.collect()  # in the midst of it, a sweep would be taken for work
+    return _measured(scored, subject.task.quiet(), subject.run.head(min(FIRST, len(subject.run))))
+
+
+def _rate(
+    scored: Callable[[Task, Run], Cost], subject: _Subject, begun: Cost | None = None
+) -> tuple[float, float, int]:
+    """Seconds once and per step, and the largest memory; from traces where steps are so quick that these matter."""
     run, quiet = subject.run, subject.task.quiet()
     first = min(FIRST, len(run))
-    begun = scored(quiet, run.head(first))
+    begun = begun or _begun(scored, subject)
     if begun.seconds > SHARE or first == len(run):
         return 0.0, begun.seconds / first, begun.peak_memory
     more = min(len(run), STEPS)
-    cost = scored(quiet, run.head(more))
+    cost = _measured(scored, quiet, run.head(more))
     rate = max(0.0, (cost.seconds - begun.seconds) / max(1, more - first))
     once = max(0.0, cost.seconds - more * rate)
     if rate > QUICK or more < STEPS:
         return once, rate, cost.peak_memory
     traced = subject.task.untraced()
     few, many = run.head(more), run.head(min(len(run), 3 * STEPS))
-    cold = scored(traced, few)  # what is repeated often enough is traced here
+    cold = _measured(scored, traced, few)  # what is repeated often enough is traced here
     if len(many) == len(few):
         return 0.0, cold.seconds / len(few), cold.peak_memory
-    short, long = (min(scored(traced, part).seconds for _ in range(2)) for part in (few, many))
+    short, long = (min(_measured(scored, traced, part).seconds for _ in range(2)) for part in (few, many))
     rate = max(0.0, (long - short) / (len(many) - len(few)))
     return max(0.0, cold.seconds - len(few) * rate), rate, cold.peak_memory
 
@@ -242,6 +268,6 @@ def _queries(subject: _Subject) -> Query:
 
 def _timed(work: Callable[[], object]) -> float:
     work()
-    start = time.perf_counter()
+    wall, own = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return min(time.perf_counter() - wall, time.process_time() - own)

@@ -13,7 +13,8 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, check_seed
 from leaveout.estimators import Estimator, Replay
 from leaveout.run.model_match import constants_of
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 from leaveout.scores import Scores
 from leaveout.task.task import Task
 

@@ -19,7 +19,7 @@ from leaveout.sweep import budget
 from leaveout.sweep.stability import LIMIT, Growth
 from leaveout.sweep.sweep import Sweep
 from leaveout.task.task import Task
-from leaveout.trajectory.replay import copies, final
+from leaveout.trajectory.replay import final
 from leaveout.trajectory.trajectory import Trajectory
 
 SMOOTH, ROUGH = 0.8, 0.4
@@ -133,8 +133,8 @@ def _measured(
 ) -> tuple[Float[Tensor, " directions"], Params]:
     """The agreement along each direction, and Δ of the first."""
     table = torch.cat([1 + h * signs, 1 + 2 * h * signs, torch.ones_like(signs[:1])])
-    start = copies(trajectory.initial(), len(table))
-    ends = final(trajectory, start, lambda ids, like: table[:, ids].to(like), resources, cost)
+    start = trajectory.initial()
+    ends = final(trajectory, start, len(table), lambda ids, like: table[:, ids].to(like), resources, cost)
     count = len(signs)
     first = each(lambda stack: stack[:count] - stack[-1:], ends)
     second = each(lambda stack: stack[count:-1] - stack[:count], ends)

@@ -1,4 +1,4 @@
-"""Records a run of a Lightning ``Trainer`` with automatic optimization."""
+"""Records a run of a Lightning ``Trainer``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.integrations.model_loss import undisturbed
 from leaveout.integrations.step_loss import StepCall, loss_of_step, step_losses
-from leaveout.integrations.tap import NotedLoader
+from leaveout.integrations.tap import NotedLoader, resumed
 from leaveout.run.kept_batches import is_random
 from leaveout.run.reader import Run
 from leaveout.run.recorder import Recorder
@@ -28,14 +28,16 @@ class RecorderCallback(Callback):
     """Records what a Lightning ``Trainer`` trains: ``Trainer(..., callbacks=[recorder])``, then ``recorder.run``.
 
     Args:
-        path: a new directory for the run.
-        recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``.
+        path: a new directory for the run; or that of a run which goes on, where ``fit`` is given a ``ckpt_path``.
+        recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``,
+            ``overwrite``.
 
-    One optimizer, one training loader, one process.
+    One optimizer, one training loader, one process. Optimization may be automatic or manual. With every checkpoint that
+    is saved, the run up to it is on disk; a training that goes on from there goes on with the run.
     """
 
     def __init__(self, path: str | Path, **recorder_options: Any) -> None:
-        self._path, self._options = path, recorder_options
+        self._path, self._options = Path(path), recorder_options
         self._recorder: Recorder | None = None
         self._run: Run | None = None
         self._module: LightningModule
@@ -59,12 +61,19 @@ class RecorderCallback(Callback):
         Args:
             loss: an ``nn`` loss module, or ``(outputs, targets) -> one loss per example``, of what the module itself
                 returns for the inputs. By default it is what ``training_step`` returns: the mean of a loss of
-                ``torch.nn.functional``, which is then taken per example.
+                ``torch.nn.functional``, which is then taken per example. With manual optimization it has to be given.
             options: those of ``leaveout.Task``.
         """
         _ = self.run
         assert self._noted is not None  # noqa: S101 - there is a run
         data, collate = self._noted.loader.dataset, self._noted.loader.collate_fn
+        if loss is None and not self._module.automatic_optimization:
+            raise UnsupportedError(
+                f"{type(self._module).__name__} optimizes manually, so that training_step cannot be asked for its loss "
+                "alone: give task(loss=...), a loss of what the module itself returns for its inputs, and clip_norm= "
+                "or accumulation= where training_step clips or accumulates.",
+                code="model-loss-unknown",
+            )
         if loss is None:
             loss, options = step_losses, {"forward": StepCall(), **options}
             _check_mean(self._module, batches.read(data, range(min(TRIAL, batches.size(data))), collate))
@@ -90,17 +99,15 @@ class RecorderCallback(Callback):
 
         source.dataloader = noted
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, _module: LightningModule) -> None:
         """Refuse what cannot be recorded."""
         problems = []
         if trainer.world_size > 1:
             problems.append(f"it runs in {trainer.world_size} processes, of which only one is recorded; use devices=1")
         if len(trainer.optimizers) > 1:
             problems.append(f"it has {len(trainer.optimizers)} optimizers; train with one")
-        if not pl_module.automatic_optimization:
-            problems.append("automatic_optimization is off; use leaveout.Recorder in training_step's stead")
-        if "mixed" in str(trainer.precision):
-            problems.append(f"it uses mixed precision ({trainer.precision}); train with precision='32-true'")
+        if str(trainer.precision) == "16-mixed":
+            problems.append("it uses mixed precision with scaled gradients (16-mixed); use bf16-mixed or 32-true")
         if problems:
             raise UnsupportedError(
                 "This training cannot be recorded: " + "; ".join(problems) + ".", code="training-not-supported"
@@ -110,19 +117,34 @@ class RecorderCallback(Callback):
         """Begin to record."""
         assert self._noted is not None  # noqa: S101 - the loader is made by now
         loader, self._module = self._noted.loader, pl_module
-        self._settings = {"accumulation": trainer.accumulate_grad_batches}  # also in a window that is shorter
+        self._settings = {}
+        if pl_module.automatic_optimization:
+            self._settings["accumulation"] = trainer.accumulate_grad_batches  # also in a window that is shorter
         if trainer.gradient_clip_val:
             by_value = trainer.gradient_clip_algorithm == "value"
             self._settings["clip_value" if by_value else "clip_norm"] = float(trainer.gradient_clip_val)
-        options = self._options
+        options = resumed(self._path, self._options, trainer.global_step)
         if options.get("keep_batches") is None:
-            options = {**options, "keep_batches": is_random(loader.dataset, loader.collate_fn)}
+            options["keep_batches"] = is_random(loader.dataset, loader.collate_fn)
         self._recorder = Recorder(self._path, pl_module, trainer.optimizers[0], **options)
 
     def on_train_batch_start(self, trainer: Trainer, _module: LightningModule, batch: Any, _idx: int) -> None:
         """Tell the recorder which batch comes."""
         if self._recorder is not None and self._noted is not None:
-            self._recorder.step(self._noted.next(), batch, epoch=trainer.current_epoch)
+            cast = "bfloat16" if str(trainer.precision) == "bf16-mixed" else None
+            self._recorder.step(self._noted.next(), batch, epoch=trainer.current_epoch, autocast=cast)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        """Have the run on disk before the checkpoint is, so that whoever has the checkpoint has the run."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
+    def on_exception(self, _trainer: Trainer, _module: LightningModule, exception: BaseException) -> None:
+        """Leave the run as cut short."""
+        if self._recorder is not None and self._noted is not None:
+            self._noted.release()
+            recorder, self._recorder = self._recorder, None
+            recorder.__exit__(type(exception), exception, None)
 
     def on_train_end(self, *_: Any) -> None:
         """Finish the run."""

@@ -7,7 +7,7 @@ gives the number that the model gives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from leaveout.errors import UnsupportedError
 LABELS = "labels"
 ITEMS = "num_items_in_batch"
 IGNORED = -100
+REQUIRING = "make_inputs_require_grad"
+"""What transformers and peft call those hooks."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,56 @@ def several_labels(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """``(model, batch) -> (logits, labels)``, with or without labels among what the model is given."""
+    """``(model, batch) -> (logits, labels)``, with or without labels among what the model is given.
+
+    ``noise``: the strength of noise that training added to embeddings (NEFTune).
+    """
 
     with_labels: bool = False
+    noise: float = 0.0
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Call the model."""
         given = {name: value for name, value in batch.items() if self.with_labels or name != LABELS}
-        return logits_of(model(**given), self.with_labels), batch[LABELS]
+        layer = embeddings_of(model)
+        with noisy(layer, self.noise) if self.noise else nullcontext(), unrequired(layer):
+            return logits_of(model(**given), self.with_labels), batch[LABELS]
+
+
+def embeddings_of(model: Any) -> nn.Module | None:
+    """Return a model's embeddings of tokens; adapters hold the model as ``base_model.model``."""
+    inner = model.base_model.model if hasattr(model, "peft_config") else model
+    return inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
+
+
+@contextmanager
+def unrequired(layer: nn.Module | None) -> Iterator[None]:
+    """Take away, for now, hooks that have checkpointed layers get inputs with gradients: ``torch.func`` has no such."""
+    hooks = {} if layer is None else layer._forward_hooks
+    held = {key: hook for key, hook in hooks.items() if REQUIRING in getattr(hook, "__name__", "")}
+    for key in held:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        hooks.update(held)
+
+
+@contextmanager
+def noisy(layer: Any, strength: float) -> Iterator[None]:
+    """Add noise to embeddings in training mode: uniform, at most α/√(tokens · width) (NEFTune, arXiv 2310.05914)."""
+
+    def add(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        if not module.training:
+            return output
+        most = float(strength / torch.sqrt(torch.tensor(output.shape[1] * output.shape[2])))
+        return output + torch.zeros_like(output).uniform_(-most, most)
+
+    hook = layer.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def logits_of(outputs: Any, with_labels: bool) -> Tensor:

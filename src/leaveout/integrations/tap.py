@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from leaveout.errors import LeaveoutWarning
+from leaveout.run.manifest import MANIFEST
 from leaveout.run.watched_loader import IndexedLoader, NotingSampler, check_loader
 
 
@@ -27,10 +31,10 @@ class Tap:
     (tensor([0, 1]), tensor([2, 3]), None)
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader, epoch: int = 0) -> None:
         self._indexed = IndexedLoader(loader)
         self._drawn: deque[tuple[Tensor, Any]] = deque()
-        self._epoch = -1
+        self._epochs = [epoch - 1]
 
     @property
     def loader(self) -> DataLoader:
@@ -39,12 +43,18 @@ class Tap:
 
     @property
     def epoch(self) -> int:
-        """How often it was iterated over, from 0 on."""
-        return max(self._epoch, 0)
+        """Which epoch it is; by default from 0 on."""
+        return max(self._epochs[0], 0)
+
+    def over(self, loader: DataLoader) -> Tap:
+        """Return another one over a loader for a part of an epoch, which this one tells of too."""
+        other = Tap(loader)
+        other._drawn, other._epochs = self._drawn, self._epochs
+        return other
 
     def __iter__(self) -> Iterator[Any]:
         self._drawn.clear()
-        self._epoch += 1
+        self._epochs[0] += 1
         for ids, batch in self._indexed:
             self._drawn.append((ids, batch))
             yield batch
@@ -120,6 +130,19 @@ class MethodHook:
         return MethodHook, ()
 
 
+def resumed(path: Path, options: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the recorder's options for a training that goes on after so many steps, 0 for one that begins."""
+    if steps and not (path / MANIFEST).exists():
+        warnings.warn(
+            f"The training goes on from a checkpoint after {steps} steps, and {path} has no run of these: the run "
+            "begins there, and scores say what examples did from then on. Record from the beginning for all of it.",
+            LeaveoutWarning,
+            stacklevel=3,
+        )
+        return {**options, "resume": False}
+    return {**options, "resume": steps, "overwrite": options.get("overwrite", False) and not steps}
+
+
 def is_given(batch: Any, inputs: Mapping[str, Any]) -> bool:
     """Say whether a model that is given these keyword arguments is given this batch.
 
@@ -130,5 +153,5 @@ def is_given(batch: Any, inputs: Mapping[str, Any]) -> bool:
         return False
     shared = [(batch[name], inputs[name]) for name in batch if isinstance(inputs.get(name), Tensor)]
     return bool(shared) and all(
-        one.shape == other.shape and torch.equal(one.to(other.device), other) for one, other in shared
+        one is other or (one.shape == other.shape and torch.equal(one.to(other.device), other)) for one, other in shared
     )

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from leaveout.errors import RunError, UnsupportedError
+from leaveout.integrations.fused import FUSED, FusedCall, unfused
 from leaveout.integrations.model_loss import (
     ITEMS,
     LABELS,
@@ -23,41 +24,52 @@ from leaveout.integrations.model_loss import (
     divides_by_items,
     found_loss,
 )
-from leaveout.integrations.tap import MethodHook, Tap, is_given
+from leaveout.integrations.skipping import Skipping
+from leaveout.integrations.tap import MethodHook, Tap, is_given, resumed
 from leaveout.run.kept_batches import is_random
 from leaveout.run.reader import Run
 from leaveout.run.recorder import Recorder
 from leaveout.run.watched_loader import INNER
 from leaveout.task import batches
+from leaveout.task.forward import ORIGINAL
 from leaveout.task.task import Task
 
 TRIAL = 16
 """How many examples are looked at to find out which loss a model has."""
 
 
+_RECORDING: dict[Path, RecorderCallback] = {}
+"""Who records into a directory."""
+
+
 class RecorderCallback(TrainerCallback):
     """Records what a ``Trainer`` trains: ``Trainer(..., callbacks=[recorder])``, then ``recorder.run``.
 
     Args:
-        path: a new directory for the run.
-        recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``.
+        path: a new directory for the run; or that of a run which goes on, where the training goes on from a checkpoint.
+        recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``,
+            ``overwrite``.
+
+    With every checkpoint that is saved, the run up to it is on disk. ``trainer.train(resume_from_checkpoint=...)``
+    goes on with the run from there, also in a new process after the first was killed, and drops later steps.
 
     A callback never sees what the model is given. So the examples' numbers come from the loader, and a hook of the
     model notes which batch each forward pass is given, and the number of items that its loss is divided by.
     """
 
     def __init__(self, path: str | Path, **recorder_options: Any) -> None:
-        self._path, self._options = path, recorder_options
+        self._path, self._options = Path(path), recorder_options
         self._recorder: Recorder | None = None
         self._run: Run | None = None
         self._hook: Any = None
+        self._skipping: Skipping | None = None
         self._tap: Tap
         self._adapter: Any
         self._model: nn.Module
         self._args: Any
         self._last: Any = None
         self._divides: bool | None = None
-        self._items_given = False
+        self._items_given = self._fused = False
 
     @property
     def run(self) -> Run:
@@ -79,21 +91,27 @@ class RecorderCallback(TrainerCallback):
             options: those of ``leaveout.Task``.
         """
         _ = self.run
+        model: Any = self._model
+        if getattr(model, "is_gradient_checkpointing", False):  # Trainer switches it on itself whenever it trains
+            model.gradient_checkpointing_disable()
+        model = unfused(model) if self._fused else model
         loader = self._tap.loader
         collate = Collated(loader.collate_fn, _columns(loader.dataset))
-        forward = options.pop("forward", None) or ModelCall(_needs_labels(self._model))
+        noise = float(getattr(self._args, "neftune_noise_alpha", None) or 0)
+        own: Any = ModelCall(_needs_labels(model), noise)
+        forward = options.pop("forward", None) or (FusedCall(own) if self._fused else own)
         if loss is None:
-            loss = self._own_loss(loader.dataset, collate)
+            loss = self._own_loss(model, loader.dataset, collate)
         clip = self._args.max_grad_norm
         return Task(
-            self._model,
+            model,
             loss,
             loader.dataset,
             forward=forward,
             **{
                 "collate": collate,
                 "clip_norm": clip if clip and clip > 0 else None,
-                "accumulation": "sum" if self._items_given else "mean",
+                "accumulation": "window" if self._fused else "sum" if self._items_given else "mean",
                 **options,
             },
         )
@@ -103,53 +121,93 @@ class RecorderCallback(TrainerCallback):
         problems = []
         if args.world_size > 1 or args.n_gpu > 1:
             problems.append("it runs on several devices, of which only one is recorded; train on one")
-        if state.global_step > 0:
-            problems.append("it goes on from a checkpoint; record it from its beginning")
-        if getattr(args, "neftune_noise_alpha", None):
-            problems.append("it adds noise to embeddings (neftune_noise_alpha); leave that out")
-        if args.bf16 or args.fp16:
-            problems.append("it uses mixed precision; train in float32")
+        if args.fp16 and args.device.type != "cpu":  # on a CPU, Trainer leaves it out
+            problems.append("it uses mixed precision with scaled gradients (fp16); use bf16 or float32")
         if problems:
             raise UnsupportedError(
                 "This training cannot be recorded: " + "; ".join(problems) + ".", code="training-not-supported"
             )
+        self._let_go()
         self._args, self._model = args, kwargs["model"]
         self._adapter = kwargs["train_dataloader"]
-        self._tap = Tap(getattr(self._adapter, INNER, self._adapter))
         if not isinstance(getattr(self._adapter, INNER, None), DataLoader):
             raise UnsupportedError(
                 f"The batches of a {type(self._adapter).__name__} cannot be followed: let get_train_dataloader return "
                 "what Trainer's own does.",
                 code="loader-ids-unknown",
             )
-        options = self._options
+        self._tap = Tap(getattr(self._adapter, INNER), int(state.epoch or 0))
+        loader, options = self._tap.loader, resumed(self._path, self._options, state.global_step)
         if options.get("keep_batches") is None:
-            loader = self._tap.loader
-            options = {**options, "keep_batches": is_random(loader.dataset, loader.collate_fn)}
+            options["keep_batches"] = is_random(loader.dataset, loader.collate_fn)
         self._recorder = Recorder(self._path, self._model, kwargs["optimizer"], **options)
         setattr(self._adapter, INNER, self._tap)
+        if state.global_step > 0:
+            self._skipping = Skipping(self._adapter, self._follow)
         hook = MethodHook(self, "_before_forward")
         self._hook = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+    def on_step_end(self, *given: Any, **_: Any) -> None:
+        """Have the run on disk before the checkpoint is, so that whoever has the checkpoint has the run."""
+        _args, _state, control = given
+        if self._recorder is not None and control.should_save:
+            self._recorder.flush()
+
+    def on_epoch_end(self, *given: Any, **more: Any) -> None:
+        """Do the same at the end of an epoch."""
+        self.on_step_end(*given, **more)
+
+    def on_evaluate(self, args: Any, *_: Any, **__: Any) -> None:
+        """Do the same where what was evaluated now decides whether a checkpoint is saved."""
+        if self._recorder is not None and args.save_strategy == "best":
+            self._recorder.flush()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Do the same where another callback asked for the checkpoint."""
+        if self._recorder is not None:
+            self._recorder.flush()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Finish the run."""
         if self._recorder is not None:
-            self._hook.remove()
-            setattr(self._adapter, INNER, self._tap.loader)
+            self._release()
             recorder, self._recorder = self._recorder, None
             self._run = recorder.finish()
+
+    def _release(self) -> None:
+        """Leave model and loader as they were."""
+        self._hook.remove()
+        setattr(self._adapter, INNER, self._tap.loader)
+        if self._skipping is not None:
+            self._skipping.release()
+        _RECORDING.pop(self._path.resolve(), None)
+
+    def _let_go(self) -> None:
+        """Leave a training that ended with an error, of this callback or one for the same directory, as cut short."""
+        former = _RECORDING.get(self._path.resolve())
+        if former is not None and former._recorder is not None:
+            recorder, former._recorder = former._recorder, None
+            former._release()
+            recorder.__exit__(RuntimeError, None, None)
+        _RECORDING[self._path.resolve()] = self
+
+    def _follow(self, loader: Any) -> None:
+        """Note what a loader draws that has the rest of an epoch."""
+        inner = getattr(loader, INNER)
+        setattr(loader, INNER, self._tap.over(inner))
 
     def _before_forward(self, model: nn.Module, _args: tuple, inputs: Mapping[str, Any]) -> None:
         """Tell the recorder which batch the model is given."""
         if not torch.is_grad_enabled() or self._recorder is None:
             return
         following = self._tap.peek()
-        repeated = self._last is not None and is_given(self._last, inputs)
-        if following is None or (repeated and not is_given(following[1], inputs)):
-            return  # one more forward pass of the same batch, or of something else
+        if following is None:
+            return
+        if not is_given(following[1], inputs) and self._last is not None and is_given(self._last, inputs):
+            return  # one more forward pass of the same batch
         if self._divides is None:
             self._divides = divides_by_items(model, inputs) or self._args.label_smoothing_factor > 0
-        self._items_given = ITEMS in inputs
+        self._items_given, self._fused = ITEMS in inputs, FUSED in inputs
         self._tap.next()
         ids, self._last = following
         items = inputs.get(ITEMS) if self._divides else None
@@ -157,15 +215,21 @@ class RecorderCallback(TrainerCallback):
             ids, self._last, epoch=self._tap.epoch, denominator=None if items is None else float(torch.as_tensor(items))
         )
 
-    def _own_loss(self, data: Dataset, collate: Any) -> Any:
+    def _own_loss(self, model: nn.Module, data: Dataset, collate: Any) -> Any:
+        if getattr(self._args, "loss_type", "nll") != "nll":
+            raise UnsupportedError(
+                f"The loss {self._args.loss_type!r} of this trainer is not known by example: give task(loss=...), a "
+                "function of (logits, labels) that returns one loss per example, or (sums, counts).",
+                code="model-loss-unknown",
+            )
         smoothing = self._args.label_smoothing_factor
         if smoothing:
             inner = getattr(getattr(self._model, "base_model", None), "model", None)  # of an adapter's wrapper
             names = {type(self._model).__name__, type(inner).__name__}
             return ClassLoss(bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())), smoothing)
         ids = range(min(TRIAL, batches.size(data)))
-        device = next(self._model.parameters()).device
-        return found_loss(self._model, batches.to(batches.read(data, ids, collate), device))
+        device = next(model.parameters()).device
+        return found_loss(model, batches.to(batches.read(data, ids, collate), device))
 
 
 class Collated:
@@ -192,5 +256,5 @@ def _needs_labels(model: nn.Module) -> bool:
     """Say whether the model must be given labels to return its outputs: as the decoder's inputs, or as it asks."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return True
-    asked = inspect.signature(model.forward).parameters.get(LABELS)
+    asked = inspect.signature(getattr(model, ORIGINAL, model.forward)).parameters.get(LABELS)
     return asked is not None and asked.default is inspect.Parameter.empty

@@ -3,15 +3,20 @@
 A new optimizer is one new file here, with a subclass of ``definition.Definition`` and its instance ``OPTIMIZER``.
 """
 
-from leaveout.optim.definition import Definition, Hyper, Slots
-from leaveout.optim.reading import buffers, hypers_of, rule_of, unwrapped
+from leaveout.optim.averaging import AVERAGE
+from leaveout.optim.definition import IDLE, STILL, Definition, Hyper, Slots
+from leaveout.optim.reading import Settings, buffers, hypers_of, rule_of, unwrapped
 from leaveout.optim.registry import optimizers
 from leaveout.optim.rule import Rule, values
 
 __all__ = [
+    "AVERAGE",
+    "IDLE",
+    "STILL",
     "Definition",
     "Hyper",
     "Rule",
+    "Settings",
     "Slots",
     "buffers",
     "hypers_of",

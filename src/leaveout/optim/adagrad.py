@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.definition import Definition, Slots, Values, descent, sqrt
+from leaveout.optim.definition import Definition, Division, Slots, Values, descent, sqrt
 
 
 class Adagrad(Definition):
@@ -25,6 +25,11 @@ class Adagrad(Definition):
         rate = hyper["lr"] / (1 + (hyper["step"] - 1) * hyper["lr_decay"])
         total = slots["sum"].addcmul(gradient, gradient, value=1)
         return {PARAM: param.addcdiv(gradient, sqrt(total).add(hyper["eps"]), value=-rate), "sum": total}
+
+    def division(self, hyper: Values) -> Division:
+        """Divide the gradient by √v, which forgets nothing."""
+        rate = hyper["lr"] / (1 + (hyper["step"] - 1) * hyper["lr_decay"])
+        return Division(None, "sum", 0.0, 1.0, rate, hyper["eps"])
 
 
 OPTIMIZER = Adagrad()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.definition import Definition, Group, Slots, Values, descent, is_plain, larger, sqrt
+from leaveout.optim.definition import Definition, Division, Group, Slots, Values, descent, is_plain, larger, sqrt
 
 
 class Adam(Definition):
@@ -30,6 +30,28 @@ class Adam(Definition):
             gradient = gradient.add(slots[PARAM], alpha=hyper["weight_decay"])
         return update(slots, gradient, hyper)
 
+    def pulled(self, slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor] | None:
+        """With λ inside the gradient, what reaches d reaches θ as well."""
+        if hyper.get("amsgrad"):
+            return None
+        used, decay = descent(gradient, hyper), hyper["weight_decay"]
+        if decay != 0:
+            used = used.add(slots[PARAM], alpha=decay)
+        old, along = pulled(slots, used, vector, hyper)
+        if decay != 0:
+            old[PARAM] = vector[PARAM].add(along, alpha=decay)
+        return old, descent(along, hyper)
+
+    def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:
+        """(m' − β₁m)/(1 − β₁) − λθ."""
+        return descent(direction(slots, after, hyper).sub_(slots[PARAM], alpha=hyper["weight_decay"]), hyper)
+
+    def division(self, hyper: Values) -> Division:
+        """Divide m by √v; for AMSGrad by its largest value so far, which forgets nothing."""
+        rate, correction = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"]), root_correction(hyper)
+        square, keeps = ("max_exp_avg_sq", 1.0) if hyper.get("amsgrad") else ("exp_avg_sq", hyper["beta2"])
+        return Division("exp_avg", square, hyper["beta1"], keeps, rate * correction, hyper["eps"] * correction)
+
     def describes(self, optimizer: object) -> bool:
         """Adam, unless all its groups say that it is AdamW."""
         return is_plain(optimizer, torch.optim.Adam) and not decoupled(optimizer)
@@ -48,17 +70,49 @@ def decoupled(optimizer: object) -> bool:
     )
 
 
+def root_correction(hyper: Values) -> Any:
+    """√(1 − β₂ᵗ), by which √v̂ = √v/√(1 − β₂ᵗ)."""
+    return (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+
+
 def update(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
     """Both moments along d, and the parameter by them."""
     mean = slots["exp_avg"].lerp(gradient, 1 - hyper["beta1"])
     square = slots["exp_avg_sq"].mul(hyper["beta2"]).addcmul(gradient, gradient, value=1 - hyper["beta2"])
     step_size = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
-    correction = (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+    correction = root_correction(hyper)
     new = {**slots, "exp_avg": mean, "exp_avg_sq": square}
     if hyper.get("amsgrad"):
         new["max_exp_avg_sq"] = larger(slots["max_exp_avg_sq"], square)
     denominator = (sqrt(new["max_exp_avg_sq"] if hyper.get("amsgrad") else square) / correction).add(hyper["eps"])
     return {**new, PARAM: slots[PARAM].addcdiv(mean, denominator, value=-step_size)}
+
+
+def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor]:
+    """Pull u back through ``update``: in the old slots (θ as it is), and in d.
+
+    With D = √v̂' + ε and s the step's size, a = u_m − s·u_θ/D reaches m', and b = u_v + s·u_θ·m'/(2D²·√v'·c) reaches
+    v' (c² = 1 − β₂ᵗ; where v' = 0, u_v alone): β₁a for m, β₂b for v, (1 − β₁)a + 2(1 − β₂)d·b for d.
+    """
+    mean = slots["exp_avg"].lerp(gradient, 1 - hyper["beta1"])
+    square = slots["exp_avg_sq"].mul(hyper["beta2"]).addcmul_(gradient, gradient, value=1 - hyper["beta2"])
+    step_size = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
+    correction = (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+    root = square.sqrt_()
+    denominator = (root / correction).add_(hyper["eps"])
+    share = (vector[PARAM] / denominator).mul_(step_size)
+    along = vector["exp_avg"] - share
+    # A root of zero belongs to a gradient that has been zero so far, and its derivative is taken as zero.
+    bent = mean.mul_(share).div_(denominator).div_(root.mul_(2 * correction)).masked_fill_(root == 0, 0.0)
+    bent = bent.add_(vector["exp_avg_sq"])
+    into = (gradient * bent).mul_(2 * (1 - hyper["beta2"])).add_(along, alpha=1 - hyper["beta1"])
+    old = {PARAM: vector[PARAM], "exp_avg": along.mul_(hyper["beta1"]), "exp_avg_sq": bent.mul_(hyper["beta2"])}
+    return old, into
+
+
+def direction(slots: Slots, after: Slots, hyper: Values) -> Tensor:
+    """The d that m moved along."""
+    return after["exp_avg"].sub(slots["exp_avg"], alpha=hyper["beta1"]).div_(1 - hyper["beta1"])
 
 
 OPTIMIZER = Adam()

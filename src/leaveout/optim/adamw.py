@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.adam import Adam, decoupled, update
+from leaveout.optim.adam import Adam, decoupled, direction, pulled, update
 from leaveout.optim.definition import Group, Hyper, Slots, Values, descent, is_plain
 
 
@@ -23,6 +23,19 @@ class AdamW(Adam):
         if hyper["weight_decay"] != 0:
             slots = {**slots, PARAM: slots[PARAM].mul(1 - hyper["lr"] * hyper["weight_decay"])}
         return update(slots, descent(gradient, hyper), hyper)
+
+    def pulled(self, slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor] | None:
+        """Adam's, and (1 − αλ)u_θ."""
+        if hyper.get("amsgrad"):
+            return None
+        old, along = pulled(slots, descent(gradient, hyper), vector, hyper)
+        if hyper["weight_decay"] != 0:
+            old[PARAM] = vector[PARAM].mul(1 - hyper["lr"] * hyper["weight_decay"])
+        return old, descent(along, hyper)
+
+    def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:
+        """(m' − β₁m)/(1 − β₁)."""
+        return descent(direction(slots, after, hyper), hyper)
 
     def describes(self, optimizer: object) -> bool:
         """AdamW by its class, or by what all groups of an Adam say."""

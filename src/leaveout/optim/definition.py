@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.errors import UnsupportedError
 
 Hyper: TypeAlias = dict[str, float]
 """The hyperparameters of one parameter group at one step, as they are recorded."""
@@ -18,11 +17,32 @@ Hyper: TypeAlias = dict[str, float]
 Values: TypeAlias = Mapping[str, Any]
 """The same as a step uses them: a hyperparameter that torch holds as a tensor is one again."""
 
+STILL = "still"
+"""A column that only steps that were read have: torch passed this group's parameters over, as they had no gradient."""
+
+IDLE = "idle"
+"""The same for parameters that took the step with a gradient of zero, whatever the loss says: frozen ones."""
+
 Slots: TypeAlias = dict[str, Tensor]
 """One parameter's tensors by slot."""
 
 Group: TypeAlias = Mapping[str, Any]
 """One of ``optimizer.param_groups``."""
+
+
+class Division(NamedTuple):
+    """How a step divides by a root: ``θ ← θ − size · x / (√v + eps)``.
+
+    ``square`` is the slot v, of which each step keeps the share ``square_keeps``. x is the slot ``mean``, of which each
+    step keeps ``mean_keeps``, or the gradient itself where ``mean`` is None.
+    """
+
+    mean: str | None
+    square: str
+    mean_keeps: float
+    square_keeps: float
+    size: float
+    eps: float
 
 
 class Definition:
@@ -80,6 +100,18 @@ class Definition:
         """∂Oᵀ·u for a linear step, in the old slots and in g; None where ``torch.func`` takes it."""
         return None
 
+    def pulled(self, slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor] | None:  # noqa: ARG002
+        """∂O(s, g)ᵀ·u in closed form, in the old slots and in g; None where ``torch.func`` takes it."""
+        return None
+
+    def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:  # noqa: ARG002
+        """The gradient that led from one state to the next; None where no slot tells it."""
+        return None
+
+    def division(self, hyper: Values) -> Division | None:  # noqa: ARG002 - for subclasses
+        """Return how the step divides by the root of a slot, if it does: the jump is read with it."""
+        return None
+
     def shape(self, slot: str, shape: Sequence[int]) -> tuple[int, ...]:  # noqa: ARG002 - for subclasses
         """The shape of a slot for a parameter of a shape; a slot that the parameter does not use is empty, (0,)."""
         return tuple(shape)
@@ -115,15 +147,9 @@ class Definition:
             values["beta1"], values["beta2"] = group["betas"]
         return {name: values[name] for name in self.hypers if name not in self.counters}
 
-    def counts(self, number: int, group: Group, states: Sequence[Mapping[str, Any]]) -> Hyper:  # noqa: ARG002
-        """The counters as the coming step will use them; ``number`` is the group's, for messages."""
-        counts = {int(state["step"]) if "step" in state else 0 for state in states}
-        if len(counts) > 1:
-            raise UnsupportedError(
-                f"The parameters of group {number} have taken different numbers of steps: split the group.",
-                code="steps-differ-in-group",
-            )
-        return {"step": float(counts.pop() + 1 if counts else 1)}
+    def counted(self, group: Group, state: Mapping[str, Any]) -> tuple[float, ...]:  # noqa: ARG002 - for subclasses
+        """One parameter's ``counters`` as the coming step will use them."""
+        return (float(state["step"]) + 1.0 if "step" in state else 1.0,)
 
     def restored(self, held: Slots, hyper: Hyper, group: Group, param: Tensor) -> dict[str, Any]:
         """``optimizer.state[param]`` after a step that used these hyperparameters, from the recorded slots."""

@@ -60,9 +60,9 @@ class Muon(Definition):
         adjust = ADJUST.index(group["adjust_lr_fn"])
         return super().settings({**group, "ns_a": a, "ns_b": b, "ns_c": c, "adjust": adjust}, params)
 
-    def counts(self, number: int, group: Group, states: Sequence[Mapping[str, Any]]) -> Hyper:  # noqa: ARG002
+    def counted(self, group: Group, state: Mapping[str, Any]) -> tuple[float, ...]:  # noqa: ARG002
         """It counts nothing."""
-        return {}
+        return ()
 
     def restored(self, held: Slots, hyper: Hyper, group: Group, param: Tensor) -> dict[str, Any]:  # noqa: ARG002
         """The momentum buffer."""

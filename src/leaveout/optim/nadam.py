@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.errors import UnsupportedError
-from leaveout.optim.definition import Definition, Group, Hyper, Slots, Values, counter, descent, sqrt
+from leaveout.optim.definition import Definition, Division, Group, Hyper, Slots, Values, counter, descent, sqrt
 
 
 class NAdam(Definition):
@@ -40,22 +39,23 @@ class NAdam(Definition):
         param = param.addcdiv(mean, denominator, value=(-rate * following) / (1.0 - product * following))
         return {PARAM: param, "exp_avg": mean, "exp_avg_sq": square}
 
+    def division(self, hyper: Values) -> Division:
+        """Divide m by √v̂; the part of the gradient that goes beside it is left aside."""
+        following = coefficient(hyper["step"] + 1, hyper["beta1"], hyper["momentum_decay"])
+        correction = (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+        size = hyper["lr"] * following / (1.0 - hyper["mu_product"] * following) * correction
+        return Division("exp_avg", "exp_avg_sq", hyper["beta1"], hyper["beta2"], size, hyper["eps"] * correction)
+
     def coupled_decay(self, hyper: Hyper) -> float:
         """All of it or nothing, as the group says."""
         return 0.0 if hyper["decoupled_weight_decay"] else hyper["weight_decay"]
 
-    def counts(self, number: int, group: Group, states: Sequence[Mapping[str, Any]]) -> Hyper:
+    def counted(self, group: Group, state: Mapping[str, Any]) -> tuple[float, ...]:
         """The step, and the product with its coefficient."""
-        counted = super().counts(number, group, states)
-        step = counter(counted["step"], {}, torch.zeros(())) if group.get("capturable") else counted["step"]
+        (counted,) = super().counted(group, state)
+        step = counter(counted, {}, torch.zeros(())) if group.get("capturable") else counted
         mu = coefficient(step, group["betas"][0], group["momentum_decay"])
-        products = {float(self._product(state) * mu) for state in states}
-        if len(products) > 1:
-            raise UnsupportedError(
-                f"The parameters of group {number} differ in mu_product in the optimizer's state: split the group.",
-                code="steps-differ-in-group",
-            )
-        return {**counted, "mu_product": products.pop() if products else 1.0}
+        return counted, float(self._product(state) * mu)
 
     def restored(self, held: Slots, hyper: Hyper, group: Group, param: Tensor) -> dict[str, Any]:
         """As Adam, and the product."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.definition import Definition, Hyper, Slots, Values, descent, sqrt
+from leaveout.optim.definition import Definition, Division, Hyper, Slots, Values, descent, sqrt
 
 TRUSTED = 5.0
 """Above this length of the averaged sequence the second moment is used."""
@@ -34,15 +34,30 @@ class RAdam(Definition):
         square = slots["exp_avg_sq"].mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
         moved = mean / (1 - hyper["beta1"] ** t) * rate
         correction = 1 - beta2**t
-        longest = 2 / (1 - beta2) - 1
-        length = longest - 2 * t * (beta2**t) / correction
+        length, longest = lengths(beta2, t)
         if length > TRUSTED:
             moved = moved * (correction**0.5 / sqrt(square).add(hyper["eps"])) * rectification(length, longest)
         return {PARAM: param.add(moved, alpha=-1.0), "exp_avg": mean, "exp_avg_sq": square}
 
+    def division(self, hyper: Values) -> Division:
+        """Divide m by √v; of size zero as long as the second moment is not used."""
+        t, beta2 = hyper["step"], hyper["beta2"]
+        length, longest = lengths(beta2, t)
+        size = 0.0
+        if length > TRUSTED:
+            rate = hyper["lr"] / (1 - hyper["beta1"] ** t)
+            size = rate * (1 - beta2**t) ** 0.5 * rectification(length, longest)
+        return Division("exp_avg", "exp_avg_sq", hyper["beta1"], beta2, size, hyper["eps"])
+
     def coupled_decay(self, hyper: Hyper) -> float:
         """All of it or nothing, as the group says."""
         return 0.0 if hyper["decoupled_weight_decay"] else hyper["weight_decay"]
+
+
+def lengths(beta2: Any, t: Any) -> tuple[Any, Any]:
+    """ρ_t, the length of the averaged sequence, and ρ_∞, its limit."""
+    longest = 2 / (1 - beta2) - 1
+    return longest - 2 * t * (beta2**t) / (1 - beta2**t), longest
 
 
 def rectification(length: Any, longest: float) -> Any:

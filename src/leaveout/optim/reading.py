@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,19 +51,56 @@ def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
     return Rule(definition.name, groups, (*definition.slots, *further), extras)
 
 
-def hypers_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor]) -> list[Hyper]:
-    """Every group's hyperparameters as the coming step will use them."""
+class Settings(NamedTuple):
+    """What a step uses: a row of hyperparameters for each group, and further rows for parameters that count apart.
+
+    ``places`` has the number of each parameter's row, in the order of ``rule.groups``; None where it is its group's.
+    """
+
+    hypers: list[Hyper]
+    places: tuple[int, ...] | None = None
+
+
+def hypers_of(
+    optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor], *, gradients: bool = False
+) -> Settings:
+    """The hyperparameters as the coming step will use them.
+
+    With ``gradients``, those are there already, and what a parameter without one has counted does not matter.
+    """
     optimizer = unwrapped(optimizer)
-    return [
-        _group_hypers(optimizer, rule, number, [params[name] for name, g in rule.groups.items() if g == number])
-        for number in range(len(optimizer.param_groups))
-    ]
+    members: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    for name, number in rule.groups.items():
+        members[number].append(params[name])
+    settings = [_group_hypers(optimizer, rule, number, own) for number, own in enumerate(members)]
+    rows: list[Hyper] = [{} for _ in settings]
+    places: dict[tuple[int, tuple[float, ...]], int] = {}
+    used: list[int] = []
+    for name, number in rule.groups.items():
+        param, place = params[name], number
+        if not gradients or param.grad is not None:
+            counted = rule.definition.counted(optimizer.param_groups[number], optimizer.state.get(param, {}))
+            known = places.get((number, counted))
+            if known is None:
+                row = {**settings[number], **dict(zip(rule.definition.counters, counted, strict=True))}
+                if rows[number]:
+                    known = len(rows)
+                    rows.append(row)
+                else:
+                    known, rows[number] = number, row
+                places[number, counted] = known
+            place = known
+        used.append(place)
+    for number, group in enumerate(optimizer.param_groups):  # those none of whose parameters moves
+        fresh = dict(zip(rule.definition.counters, rule.definition.counted(group, {}), strict=True))
+        rows[number] = rows[number] or {**settings[number], **fresh}
+    return Settings(rows, tuple(used) if len(rows) > len(settings) else None)
 
 
 def buffers(optimizer: torch.optim.Optimizer, rule: Rule, param: Tensor) -> dict[str, Tensor]:
     """What the optimizer holds for one parameter, by slot; zeros where it does not exist yet."""
     state: Mapping[str, Any] = optimizer.state.get(param, {})
-    held = {slot: state.get(slot) for slot in rule.slots if slot != PARAM}
+    held = {slot: state.get(slot) for slot in rule.own_slots if slot != PARAM}
     return {
         slot: param.new_zeros(rule.definition.shape(slot, param.shape)) if tensor is None else tensor
         for slot, tensor in held.items()
@@ -118,24 +155,22 @@ def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, par
         raise UnsupportedError(
             f"Parameter group {number} {changed} while training: start with it so.", code="optimizer-changed"
         )
-    states = [optimizer.state.get(param, {}) for param in params]
     own = {name: float(value) for name, value in definition.settings(group, params).items()}
-    hyper = {**own, **definition.counts(number, group, states)}
-    return {**hyper, **{name: extras.get(name, 0.0) for name in rule.extras}}
+    return {**own, **{name: extras.get(name, 0.0) for name in rule.extras}}
 
 
 def _extras(definition: Definition, group: Group, params: list[Tensor]) -> Hyper:
     """The further columns that a group needs: options that are on, types of hyperparameters that are tensors."""
-    found = {name: 1.0 for name in definition.options if group.get(name)}
+    extras = {name: 1.0 for name in definition.options if group.get(name)}
     if group.get("fused"):  # its kernel takes the value and computes in its own precision
-        return found
+        return extras
     for name, value in definition.settings(group, params).items():
         if isinstance(value, Tensor) and value.dtype in DTYPES[1:]:
-            found[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))
+            extras[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))
     if group.get("capturable"):  # then the counters are not made numbers before they are used
         typed = counter(0.0, group, torch.zeros(())).dtype
-        found |= {f"{name}{TYPE}": float(DTYPES.index(typed)) for name in definition.counters if typed in DTYPES[1:]}
-    return found
+        extras |= {f"{name}{TYPE}": float(DTYPES.index(typed)) for name in definition.counters if typed in DTYPES[1:]}
+    return extras
 
 
 def _is_on(optimizer: torch.optim.Optimizer, setting: str) -> bool:

@@ -19,7 +19,7 @@ def optimizers() -> Mapping[str, Definition]:
     >>> optimizers()["SGD"].linear, optimizers()["Adam"].linear
     (True, False)
     """
-    files = sorted(found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    files = sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
     modules = [import_module(f"{__package__}.{name}") for name in files]
     defined = [module.OPTIMIZER for module in modules if hasattr(module, "OPTIMIZER")]
     return MappingProxyType({definition.name: definition for definition in defined})

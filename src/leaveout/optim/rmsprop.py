@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.definition import Definition, Slots, Values, descent, sqrt
+from leaveout.optim.definition import Definition, Division, Slots, Values, descent, sqrt
 
 
 class RMSprop(Definition):
@@ -34,6 +34,12 @@ class RMSprop(Definition):
             buffer = new["momentum_buffer"] = slots["momentum_buffer"].mul(hyper["momentum"]).addcdiv(gradient, average)
             return {**new, PARAM: param.add(buffer, alpha=-hyper["lr"])}
         return {**new, PARAM: param.addcdiv(gradient, average, value=-hyper["lr"])}
+
+    def division(self, hyper: Values) -> Division | None:
+        """Divide the gradient by √v; centred, it is not the root of one slot."""
+        if hyper["centered"]:
+            return None
+        return Division(None, "square_avg", 0.0, hyper["alpha"], hyper["lr"], hyper["eps"])
 
 
 OPTIMIZER = RMSprop()

@@ -10,8 +10,9 @@ import torch
 from torch.func import jvp, vmap
 
 from leaveout._util.trees import PARAM, Params, State, height, memory, pullback
+from leaveout.optim.averaging import AVERAGE, mixed, shares
 from leaveout.optim.clip import Clip
-from leaveout.optim.definition import Definition, Hyper, Slots, Values
+from leaveout.optim.definition import IDLE, STILL, Definition, Division, Hyper, Slots, Values
 from leaveout.optim.registry import optimizers
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -39,11 +40,13 @@ class Rule:
     extras: tuple[str, ...] = field(default=(), repr=False)
     clip: Clip | None = field(default=None, repr=False)
     assigned: tuple[str, ...] = field(default=(), repr=False)
+    # Of a step that was read, a group's hyperparameters may also say that its parameters stayed (STILL), or moved with
+    # a gradient of zero (IDLE).
 
     def __post_init__(self) -> None:
         if self.kind not in optimizers():
             raise ValueError(f"unknown optimizer {self.kind!r}")
-        if self.slots not in allowed_slots(self.definition):
+        if self.own_slots not in allowed_slots(self.definition) or AVERAGE in self.slots[:-1]:
             raise ValueError(f"unknown slots {self.slots}")
         if self.extras != tuple(name for name in allowed_extras(self.definition) if name in self.extras):
             raise ValueError(f"unknown columns {self.extras}")
@@ -58,10 +61,41 @@ class Rule:
         """What is recorded of each group at each step, in the order of the columns."""
         return (*self.definition.hypers, *self.extras)
 
+    @cached_property
+    def own_slots(self) -> tuple[str, ...]:
+        """The optimizer's own slots: without the average of weights."""
+        return tuple(slot for slot in self.slots if slot != AVERAGE)
+
+    def averaging(self, *, on: bool) -> Rule:
+        """Return the same with or without the slot of the weights' average."""
+        return replace(self, slots=(*self.own_slots, AVERAGE) if on else self.own_slots)
+
+    def shape(self, slot: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a slot for a parameter of a shape."""
+        return tuple(shape) if slot == AVERAGE else self.definition.shape(slot, shape)
+
+    def moved(self, function: Step, slots: Slots, gradient: torch.Tensor, hyper: Values) -> Slots:
+        """One parameter's slots after the optimizer's ``function`` and the averaging."""
+        own = {slot: slots[slot] for slot in self.own_slots}
+        new = own if hyper.get(STILL) else function(own, gradient, hyper)
+        if AVERAGE not in self.slots:
+            return new
+        return {**new, AVERAGE: mixed(slots[AVERAGE], new[PARAM], shares(hyper))}
+
     @property
     def linear(self) -> bool:
         """Say whether the step is linear in (state, gradient) together, so that it is its own derivative."""
         return self.definition.linear and self.clip is None
+
+    @property
+    def divides(self) -> bool:
+        """Say whether the optimizer's steps divide by the root of a slot."""
+        return type(self.definition).division is not Definition.division
+
+    def divisions(self, hypers: Sequence[Hyper]) -> list[Division | None]:
+        """Each group's division by a root at one step, in plain numbers."""
+        divisions = [None if hyper.get(STILL) else self.definition.division(values(hyper)) for hyper in hypers]
+        return [one and Division(*one[:2], *(float(number) for number in one[2:])) for one in divisions]
 
     def following(self, clip: Clip | None, assigned: Sequence[str]) -> Rule:
         """Return the same with clipping before the step and buffers that it assigns."""
@@ -73,7 +107,7 @@ class Rule:
 
     def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """O(s, g): the state of one model after one step."""
-        return self._each(self.definition.step, state, self._clipped(gradient), hypers)
+        return self._each(self.definition.step, state, self._clipped(self.flowing(gradient, hypers)), hypers)
 
     def steps(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """O(s, g) for a stack of models."""
@@ -90,17 +124,31 @@ class Rule:
         if not self.linear:
             return self.steps(state, gradient, hypers)
         used = {memory(tensor) for params in state.values() for tensor in params.values()}
+        gradient = self.flowing(gradient, hypers)
         for name, group in self.groups.items():
+            if hypers[group].get(STILL):
+                continue
             # Two parameters whose gradients are equal may have been given one tensor, and one that the loss does not
             # use may have been given one zero for all rows.
             own = gradient[name].contiguous()
             own = own.clone() if memory(own) in used else own
             used.add(memory(own))
-            slots = {slot: state[slot][name] for slot in self.slots}
+            slots = {slot: state[slot][name] for slot in self.own_slots}
             if self.definition.step_(slots, own, values(hypers[group])) is None:
                 return self.steps(state, gradient, hypers)
-        state[PARAM] |= {name: gradient[name] for name in self.assigned}
+        self._assign(state, state, gradient, hypers)
+        if AVERAGE in self.slots:
+            new, share = state[PARAM], {name: shares(hypers[group]) for name, group in self.groups.items()}
+            state[AVERAGE] |= {name: mixed(state[AVERAGE][name], new[name], share[name]) for name in self.groups}
         return state
+
+    def _assign(self, new: State, old: State, gradient: Params, hypers: Sequence[Hyper]) -> None:
+        """Give buffers their new values; their averages follow."""
+        new[PARAM] |= {name: gradient[name] for name in self.assigned}
+        if AVERAGE in self.slots:
+            share = shares(hypers[0], buffers=True)
+            held = [name for name in self.assigned if name in old[AVERAGE]]
+            new[AVERAGE] |= {name: mixed(old[AVERAGE][name], gradient[name], share) for name in held}
 
     def tangent(self, at: tuple[State, Params], along: tuple[State, Params], hypers: Sequence[Hyper]) -> State:
         """∂O(s, g)·(ds, dg), for stacks of the same height."""
@@ -116,19 +164,62 @@ class Rule:
         """∂O(s, g)ᵀ·u as its part for the state and its part for the gradient, for stacks of the same height."""
         if self.linear and (pulled := self._transposed(vector, hypers)):
             return pulled
+        if self.clip is None and (pulled := self._pulled(at, vector, hypers)):
+            return pulled
         _, pull = pullback(self._stacked(self.definition.smooth, hypers), *at)
         state, gradient = pull(vector)
         return state, gradient
+
+    def rested(self, vector: State, hypers: Sequence[Hyper]) -> State:
+        """What a displacement of the state is after a step that moves nothing, but averages."""
+        own = {n: shares(hypers[self.groups.get(n, 0)], buffers=n not in self.groups) for n in vector[AVERAGE]}
+        return {**vector, AVERAGE: {n: mixed(t, vector[PARAM][n], own[n]) for n, t in vector[AVERAGE].items()}}
+
+    def at_rest(self, vector: State, hypers: Sequence[Hyper]) -> State:
+        """What a cotangent of the state after a step that moves nothing, but averages, is for the state before it."""
+        new = {slot: dict(params) for slot, params in vector.items()}
+        for name in vector[AVERAGE]:
+            buffers = name not in self.groups
+            kept, added = shares(hypers[0 if buffers else self.groups[name]], buffers=buffers)
+            new[PARAM][name] = vector[PARAM][name].add(vector[AVERAGE][name], alpha=added)
+            new[AVERAGE][name] = vector[AVERAGE][name].mul(kept)
+        return new
+
+    def consumed(self, before: State, after: State, hypers: Sequence[Hyper]) -> Params | None:
+        """The gradient that led from one state to the next, up to rounding; None where the states do not tell it.
+
+        Of a clipped gradient they tell only what was left of it.
+        """
+        if self.clip is not None:
+            return None
+        used: Params = {}
+        for name, group in self.groups.items():
+            old, new = ({slot: state[slot][name] for slot in self.own_slots} for state in (before, after))
+            stopped = hypers[group].get(STILL) or hypers[group].get(IDLE)
+            gradient = (
+                torch.zeros_like(old[PARAM]) if stopped else self.definition.consumed(old, new, values(hypers[group]))
+            )
+            if gradient is None:
+                return None
+            used[name] = gradient
+        return used | {name: after[PARAM][name] for name in self.assigned}
 
     def _each(self, function: Step, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         new: State = {slot: {} for slot in self.slots}
         used = [values(hyper) for hyper in hypers]
         for name, group in self.groups.items():
             slots = {slot: state[slot][name] for slot in self.slots}
-            for slot, tensor in function(slots, gradient[name], used[group]).items():
+            for slot, tensor in self.moved(function, slots, gradient[name], used[group]).items():
                 new[slot][name] = tensor
-        new[PARAM] |= {name: gradient[name] for name in self.assigned}
+        self._assign(new, state, gradient, hypers)
         return new
+
+    def flowing(self, gradient: Params, hypers: Sequence[Hyper]) -> Params:
+        """The gradient as the optimizer was given it: zero for parameters that had none."""
+        stopped = [group for group, hyper in enumerate(hypers) if hyper.get(STILL) or hyper.get(IDLE)]
+        if not stopped:
+            return gradient
+        return {n: torch.zeros_like(t) if self.groups.get(n) in stopped else t for n, t in gradient.items()}
 
     def _clipped(self, gradient: Params) -> Params:
         if self.clip is None:
@@ -139,26 +230,54 @@ class Rule:
     def _stacked(self, function: Step, hypers: Sequence[Hyper]) -> Callable[[State, Params], State]:
         def whole(state: State, gradient: Params) -> State:
             rows = len(next(iter(gradient.values())))
+            gradient = self.flowing(gradient, hypers)
             clipped = gradient if self.clip is None or not rows else vmap(self._clipped)(gradient)
             return self._each(function, state, clipped, hypers)
 
         if self.definition.stacking != "elementwise" and self.clip is not None:
-            return vmap(lambda s, g: self._each(function, s, self._clipped(g), hypers))
+            return vmap(lambda s, g: self._each(function, s, self._clipped(self.flowing(g, hypers)), hypers))
         return whole if self.definition.stacking == "elementwise" else vmap(whole)
 
     def _transposed(self, vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:
+        return self._by_parameter(vector, hypers, lambda _, slots, hyper: self.definition.transposed(slots, hyper))
+
+    def _pulled(self, at: tuple[State, Params], vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:
+        before, gradient = at[0], self.flowing(at[1], hypers)
+
+        def pull(name: str, slots: Slots, hyper: Values) -> tuple[Slots, torch.Tensor] | None:
+            return self.definition.pulled({s: before[s][name] for s in self.own_slots}, gradient[name], slots, hyper)
+
+        return self._by_parameter(vector, hypers, pull)
+
+    def _by_parameter(
+        self,
+        vector: State,
+        hypers: Sequence[Hyper],
+        pull: Callable[[str, Slots, Values], tuple[Slots, torch.Tensor] | None],
+    ) -> tuple[State, Params] | None:
+        """The parts of a pull-back that ``pull`` gives for each parameter; None where it has none."""
         state: State = {slot: {} for slot in self.slots}
         gradient: Params = {}
         for name, group in self.groups.items():
-            slots = {slot: vector[slot][name] for slot in self.slots}
-            pulled = self.definition.transposed(slots, values(hypers[group]))
+            slots = {slot: vector[slot][name] for slot in self.own_slots}
+            if AVERAGE in self.slots:
+                kept, added = shares(hypers[group])
+                slots[PARAM] = slots[PARAM].add(vector[AVERAGE][name], alpha=added)
+                state[AVERAGE][name] = vector[AVERAGE][name].mul(kept)
+            pulled: tuple[Slots, torch.Tensor] | None = slots, torch.zeros_like(slots[PARAM])
+            if not hypers[group].get(STILL):
+                pulled = pull(name, slots, values(hypers[group]))
             if pulled is None:
                 return None
-            gradient[name] = pulled[1]
+            gradient[name] = torch.zeros_like(pulled[1]) if hypers[group].get(IDLE) else pulled[1]
             for slot, tensor in pulled[0].items():
                 state[slot][name] = tensor
         for name in self.assigned:
             state[PARAM][name], gradient[name] = torch.zeros_like(vector[PARAM][name]), vector[PARAM][name]
+            if AVERAGE in self.slots and name in vector[AVERAGE]:
+                kept, added = shares(hypers[0], buffers=True)
+                gradient[name] = gradient[name].add(vector[AVERAGE][name], alpha=added)
+                state[AVERAGE][name] = vector[AVERAGE][name].mul(kept)
         return state, gradient
 
 
@@ -180,10 +299,10 @@ TYPE = "_dtype"
 
 def allowed_slots(definition: Definition) -> list[tuple[str, ...]]:
     """The slots that runs of an optimizer can have: the further ones in their order, each there or not."""
-    found = [definition.slots]
+    allowed = [definition.slots]
     for slot, _ in definition.optional:
-        found += [(*slots, slot) for slots in found]
-    return found
+        allowed += [(*slots, slot) for slots in allowed]
+    return allowed
 
 
 def allowed_extras(definition: Definition) -> list[str]:

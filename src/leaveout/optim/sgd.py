@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.errors import UnsupportedError
 from leaveout.optim.definition import Definition, Group, Hyper, Slots, Values, descent
 
 
@@ -73,15 +72,9 @@ class SGD(Definition):
         old = {PARAM: vector[PARAM].add(along, alpha=hyper["weight_decay"]), **rest}
         return old, descent(along, hyper)
 
-    def counts(self, number: int, group: Group, states: Sequence[Mapping[str, Any]]) -> Hyper:  # noqa: ARG002
-        """Say whether the momentum buffers exist already: all of a group's, or none."""
-        started = {state.get("momentum_buffer") is not None for state in states}
-        if len(started) > 1:
-            raise UnsupportedError(
-                f"Only some parameters of group {number} have momentum yet: put new ones in a group.",
-                code="steps-differ-in-group",
-            )
-        return {"started": float(started.pop() if started else 0)}
+    def counted(self, group: Group, state: Mapping[str, Any]) -> tuple[float, ...]:  # noqa: ARG002
+        """Say whether the momentum buffer exists already."""
+        return (float(state.get("momentum_buffer") is not None),)
 
     def restored(self, held: Slots, hyper: Hyper, group: Group, param: Tensor) -> dict[str, Any]:  # noqa: ARG002
         """The momentum buffer, if it exists by now."""

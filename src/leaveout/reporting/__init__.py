@@ -17,7 +17,7 @@ from leaveout._util.files import check_writable, free, save_text
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.evaluate.curve import Curve
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.labels import labels as find_labels
 from leaveout.evaluate.verify import Check
 from leaveout.reporting.gather import gather

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from leaveout.evaluate.curve import RANDOM, Curve
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.reporting.content import Answer, Trust
 from leaveout.scores import LABELS
 

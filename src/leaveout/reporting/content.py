@@ -51,9 +51,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Issues:
-    """Labels that look wrong, most suspicious first: places in the table, suggested names, score and reason."""
+    """Labels that look wrong, most suspicious first: places in the table, suggested names, score and reason.
+
+    ``folds`` is by how many trainings they were judged out of sample, None if by the recorded run.
+    """
 
     total: int
+    folds: int | None
     place: list[int]
     suggested: list[int]
     score: list[float]

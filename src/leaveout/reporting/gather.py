@@ -34,12 +34,12 @@ def gather(topic: Topic, curve: Curve | None) -> content.Content:
     columns = rows.chosen_queries(topic)
     drivers = {column: rows.drivers(scores.values[:, column]) for column in columns}
     suspects = rows.suspects(topic)
-    listed = rows.listed(mean, {row for found in drivers.values() for row, _ in found} | set(suspects))
+    listed = rows.listed(mean, {row for pairs in drivers.values() for row, _ in pairs} | set(suspects))
     place = {row: i for i, row in enumerate(listed)}
     # Order of weight: what looks wrong, the extremes of the mean, then the drivers of each query.
     first = [place[row] for row in suspects[: show.top]] + rows.ends(len(listed), show.top)
     replayed = [i for i, row in enumerate(listed) if scores.train_ids[row] in topic.truths]
-    driving = [place[row] for found in drivers.values() for row, _ in found]
+    driving = [place[row] for pairs in drivers.values() for row, _ in pairs]
     places = list(dict.fromkeys([*first, *driving, *replayed[:MOST_REPLAYED]]))
     shown, asked, whole = rows.looks(topic, listed, places, columns)
     if not whole:
@@ -96,7 +96,7 @@ def _method(
         score=score,
         exact=exact[listed].tolist(),
         harmful=harmful,
-        sentence=words.found(
+        sentence=words.outcome(
             table, worst, score[worst], len(mean), harmful, bool(exact[listed[worst]]), groups=topic.groups, loss=loss
         ),
         trust=words.trusted(scores, check),

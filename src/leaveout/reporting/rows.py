@@ -74,6 +74,7 @@ def issues(topic: Topic, place: dict[int, int], names: list[str]) -> content.Iss
         suggested.append(names.index(name))
     return content.Issues(
         len(topic.labels),
+        topic.labels.folds,
         [place[row] for row in rows],
         suggested,
         rounded(frame["label_score"].tolist()),

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from leaveout._util.trees import PARAM
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
-from leaveout.evaluate.labels import Labels
+from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.verify import Check
 from leaveout.reporting.opinions import Opinions, opinions
 from leaveout.reporting.show import Show
@@ -147,7 +146,8 @@ class Topic:
         return self._opinions(self.task, self.query, range(batches.size(self.query)))
 
     def _opinions(self, task: Task, dataset: Dataset, ids: range | list[int]) -> Opinions:
-        params = Trajectory(self.run, task).final_whole()[PARAM]
+        trajectory = Trajectory(self.run, task)
+        params = trajectory.scored(trajectory.final_whole())
         return opinions(task, params, dataset, ids, self.show.classes, self.resources)
 
 

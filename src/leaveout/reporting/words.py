@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from leaveout.evaluate.ceiling import REPRODUCIBLE
 from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import Check
 from leaveout.reporting.content import Table, Trust, Verdicts
@@ -68,10 +69,11 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
     if scores.unit != UNIT:
         return f"{scores.method} ranked {whose} by its effect on {what}, measured in {scores.unit}."
     how = "measured by exact replays" if scores.all_exact else "estimated"
-    return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out of training."
+    mixed = f" Mixed precision: {scores.mixed}." if scores.mixed else ""
+    return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out of training.{mixed}"
 
 
-def found(
+def outcome(
     table: Table, place: int, score: float, total: int, harmful: int, exact: bool, *, groups: bool, loss: bool
 ) -> str:
     """The outcome, and its most harmful row, which is at this place of the table."""
@@ -121,7 +123,18 @@ def trusted(scores: Scores, check: Check | None) -> Trust:
             "These scores have not been compared with exact replays, so it is not known how far they can be trusted. "
             "Run lo.verify(scores, run, task, query), or leaveout verify, to find out.",
         )
-    return Trust(check.verdict.level, TITLES[check.verdict], check.sentence)
+    return Trust(check.verdict.level, _title(check), check.sentence)
+
+
+def _title(check: Check) -> str:
+    """Say the verdict in a few words, and where it is a bad one and that was measured, what is to blame for it."""
+    if check.ceiling is None or check.verdict in (Verdict.GOOD, Verdict.COARSE):
+        return TITLES[check.verdict]
+    if check.ceiling.reproducible:
+        return "The scores are wrong" if check.verdict is Verdict.NONE else "Only a hint: the scores are off"
+    if check.ceiling.extreme.value >= REPRODUCIBLE:
+        return "Only the largest effects are reproducible"
+    return f"{'Single examples' if check.ceiling.single else 'These groups'} have no reproducible effect"
 
 
 def measures(check: Check) -> list[tuple[str, str, str]]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from leaveout.task.draws import RandomState, random_state
-from leaveout.task.forward import bare
+from leaveout.task.forward import bare, casts_itself
 
 
 @dataclass
@@ -44,18 +44,24 @@ class Forwards:
         model: what is trained.
         drawn: says how many batches were drawn since the last step.
         first: called before the first pass since the last step.
+        again: called before each further one.
     """
 
-    def __init__(self, model: nn.Module, drawn: Callable[[], int], first: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, drawn: Callable[[], int], first: Callable[[], None], again: Callable[[], None]
+    ) -> None:
         self._named = list(bare(model).named_modules())
-        self._drawn, self._first = drawn, first
+        self._drawn, self._first, self._again = drawn, first, again
         self._kind = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}
         self.passes: list[Pass] = []
+        self._within: str | None = None
         self._hooks = [
             model.register_forward_pre_hook(_Hook(self, "_before")),
             model.register_forward_hook(_Hook(self, "_after")),
         ]
+        parts = list(model.modules())[1:] if casts_itself(model) else []
+        self._inner = [part.register_forward_pre_hook(_Hook(self, "_inside")) for part in parts]
 
     def state(self) -> RandomState:
         """The generators' states now."""
@@ -72,14 +78,23 @@ class Forwards:
 
     def _before(self) -> None:
         if torch.is_grad_enabled():
+            if self.passes:
+                self._again()
             if not self.passes:
                 self._first()
-            self.passes.append(Pass(self._drawn(), self.state(), self.training(), self._autocast()))
+            self.passes.append(Pass(self._drawn(), self.state(), self.training(), self._within or self._autocast()))
+
+    def _inside(self) -> None:
+        """Note the type of a cast that begins inside the model; once is enough."""
+        if torch.is_grad_enabled() and self.passes and self._inner:
+            self._within = self.passes[-1].autocast = self._autocast()
 
     def _after(self) -> None:
         if torch.is_grad_enabled() and self.passes:
             before, now = self.passes[-1].random, self.state()
             self.passes[-1].drew = not all(torch.equal(before[name], now[name]) for name in before)
+            while self._inner:
+                self._inner.pop().remove()
 
     def of_batches(self, count: int) -> list[list[Pass]]:
         """The passes of each of the batches that were drawn since the last step.
@@ -100,9 +115,9 @@ class Forwards:
 
     def release(self) -> None:
         """Let go of the model."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._inner):
             hook.remove()
-        self._hooks = []
+        self._hooks = self._inner = []
 
 
 def random_of(passes: Sequence[Pass]) -> RandomState | None:

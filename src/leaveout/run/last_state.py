@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from leaveout._util.trees import State, sum_of
+from leaveout.errors import UnsupportedError
 
 
 class LastState:
@@ -59,6 +60,16 @@ class LastState:
     def changed(self) -> bool:
         """Say whether the parameters were written to since the last step, and are not as they were."""
         return self._versions not in (None, self._counted()) and not torch.equal(self.total(), self._total)
+
+    def check(self, where: str, step: int) -> None:
+        """Refuse parameters that are not those that the step before this one left."""
+        if self.changed():
+            raise UnsupportedError(
+                f"{where}, the parameters are not those that step {step - 1} left: something other "
+                "than optimizer.step() wrote to them (weights loaded, clamped, averaged or reset), which cannot be "
+                "replayed. Leave them alone between steps, or finish() here and record what follows as another run.",
+                code="parameters-changed",
+            )
 
     def final(self) -> State | None:
         """The state after the last step; None where it is gone."""

@@ -13,12 +13,10 @@ from leaveout.task.forward import bare
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model with modules that no record could follow, or one that several processes train."""
-    shared = isinstance(model, nn.parallel.DistributedDataParallel) and torch.distributed.get_world_size() > 1
-    if shared or isinstance(model, nn.DataParallel):
+    """Refuse a model with modules that no record could follow, or one that is spread over devices."""
+    if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
-            f"{type(model).__name__} spreads batches over several devices or processes, of which this one sees its own "
-            "part only: record a training in one process.",
+            "DataParallel spreads each batch over several devices: use DistributedDataParallel, or one device.",
             code="distributed-not-supported",
         )
     model = bare(model)
@@ -28,29 +26,41 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_trained(where: str, model: nn.Module, params: dict[str, Tensor], *, gradients: bool) -> None:
-    """Refuse a step that trains other parameters than those before; with ``gradients``, also one that lacks some."""
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    if changed := sorted(trained ^ set(params)):
-        raise UnsupportedError(
-            f"{where}, {changed[0]!r} was frozen or unfrozen: keep what is trained unchanged while it is recorded.",
-            code="trained-set-changed",
-        )
-    for name, param in params.items() if gradients else ():
-        if param.grad is None:
+    """Refuse a step that trains a parameter which the recording has left out as frozen; look at the ``gradients``."""
+    for name, param in model.named_parameters():
+        if param.requires_grad and name not in params:
             raise UnsupportedError(
-                f"{where}, parameter {name!r} has no gradient: use it in the loss or freeze it.",
-                code="gradient-missing",
+                f"{where}, {name!r} was unfrozen, which was frozen when the recording began: make the Recorder before "
+                "anything is frozen, and freeze afterwards what is to be trained later.",
+                code="unfrozen-late",
             )
-        if param.grad.is_sparse:
+    if gradients:
+        check_gradients(where, params)
+
+
+def check_gradients(where: str, params: dict[str, Tensor]) -> None:
+    """Refuse gradients that are sparse, left over from before a parameter was frozen, or not there at all."""
+    for name, param in params.items():
+        if param.grad is not None and param.grad.is_sparse:
             raise UnsupportedError(
                 f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False.",
                 code="gradient-sparse",
             )
+        if param.grad is not None and not param.requires_grad and bool(param.grad.any()):
+            raise UnsupportedError(
+                f"{where}, {name!r} is frozen and moves by a gradient from before: call optimizer.zero_grad() after "
+                "freezing it.",
+                code="gradient-left-over",
+            )
+    if all(param.grad is None for param in params.values()):
+        raise UnsupportedError(
+            f"{where}, no parameter has a gradient: call backward() before optimizer.step().", code="gradient-missing"
+        )
 
 
 def state_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor]) -> State:
     """Return a copy of parameters and optimizer state: the optimizer changes its tensors in place."""
-    state: State = {slot: {} for slot in rule.slots}
+    state: State = {slot: {} for slot in rule.own_slots}
     for name, param in params.items():
         for slot, tensor in {PARAM: param, **buffers(optimizer, rule, param)}.items():
             state[slot][name] = tensor.detach().to("cpu", copy=True).contiguous()

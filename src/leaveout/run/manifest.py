@@ -13,9 +13,9 @@ from leaveout.errors import RunError
 from leaveout.optim import Rule
 from leaveout.run.paths import CONFIG
 
-FORMAT = 3
-READABLE = (2, 3)
-"""Format 2 has neither modes nor buffers nor micro-batches."""
+FORMAT = 4
+READABLE = (2, 3, 4)
+"""Format 2 has neither modes nor buffers nor micro-batches; 3 has all states whole."""
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 AGAIN = "the run is damaged; restore it or record it again."
@@ -61,6 +61,10 @@ class Manifest:
     structure: Any = field(default=None, repr=False)
     # The type that operations were cast to in forward passes, where they were.
     autocast: str | None = field(default=None, repr=False)
+    # Of those buffers, the ones that the average of weights holds, where there is one.
+    averaged: dict[str, list[int]] = field(default_factory=dict, repr=False)
+    # Whether some step did not move all parameters alike.
+    uneven: bool = field(default=False, repr=False)
 
     @property
     def steps(self) -> int:
@@ -114,8 +118,8 @@ def cut_short(path: Path) -> bool:
 
 def _manifest(raw: dict[str, Any]) -> Manifest:
     """The manifest, if every part of it is of its kind: it may come from a stranger."""
-    told = raw["rule"]
-    rule = Rule(told["kind"], dict(told["groups"]), tuple(told["slots"]), tuple(told.get("extras", ())))
+    given = raw["rule"]
+    rule = Rule(given["kind"], dict(given["groups"]), tuple(given["slots"]), tuple(given.get("extras", ())))
     shards = tuple(Shard(**shard) for shard in raw["shards"])
     modes = tuple(tuple(names) for names in raw.get("modes", ()))
     manifest = Manifest(**{**raw, "rule": rule, "shards": shards, "modes": modes})
@@ -123,20 +127,23 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
     counts += [count for count in (manifest.train_size, manifest.config_crc32) if count is not None]
     counts += [number for part in (*map(astuple, shards), *manifest.shapes.values()) for number in part]
     counts += [number for shape in manifest.buffers.values() for number in shape]
+    if not set(manifest.averaged) <= set(manifest.buffers):
+        raise ValueError("averages of buffers that do not move")
     if not all(isinstance(name, str) for names in modes for name in names):
-        raise ValueError("a module's name that is none")
+        raise ValueError("a module's name that is not a string")
     if not rule.groups or not set(rule.groups) == set(manifest.shapes) == set(manifest.dtypes):
         raise ValueError("groups, shapes and dtypes name different parameters")
     if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):
-        raise ValueError("a count that is none")
+        raise ValueError("a count that is not a whole number, or negative")
     if max(*counts, manifest.steps) >= 2**63:
         raise ValueError("a count beyond all bounds")
     if not all(isinstance(dtype, str) for dtype in manifest.dtypes.values()):
-        raise ValueError("a type that is none")
+        raise ValueError("a type's name that is not a string")
     if manifest.autocast not in (None, "bfloat16", "float16"):
         raise ValueError(f"autocast is {manifest.autocast!r}")
-    if type(manifest.finished) is not bool:
-        raise ValueError(f"finished is {manifest.finished!r}")
+    for name in ("finished", "uneven"):
+        if type(getattr(manifest, name)) is not bool:
+            raise ValueError(f"{name} is {getattr(manifest, name)!r}")
     return manifest
 
 

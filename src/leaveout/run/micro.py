@@ -16,6 +16,7 @@ from leaveout.task.draws import RandomState
 
 FURTHER = "step/"
 MODES = "step/modes"
+SCALES = "step/scales"
 COUNTS = "step/counts"
 LENGTHS = "step/lengths"
 DENOMINATORS = "step/denominators"
@@ -86,6 +87,11 @@ def is_sound(shard: dict[str, Tensor], lengths: Tensor, modes: int, kept: int) -
     """Say whether the tensors belong to steps of these lengths, with so many states, of a run with so many modes."""
     after = [value for key, value in shard.items() if key.startswith(AFTER)]
     if not all(value.dtype == torch.uint8 and value.ndim == 2 and len(value) == kept for value in after):
+        return False
+    scales = shard.get(SCALES)
+    if scales is not None and not (
+        scales.dtype == torch.float64 and scales.shape == lengths.shape and bool((scales > 0).all())
+    ):
         return False
     named = shard.get(MODES)
     if named is not None and not (_is_whole(named, len(lengths)) and _within(named, 0, modes)):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM, Params, distance, norm
 from leaveout.errors import LeaveoutWarning, MismatchError
-from leaveout.optim import Rule
+from leaveout.optim import AVERAGE, Rule
 from leaveout.run.manifest import Manifest
 from leaveout.run.reader import Run
 from leaveout.task import batches
@@ -52,6 +52,20 @@ def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor])
         )
 
 
+def described(
+    model: nn.Module, rule: Rule, params: dict[str, Tensor], moving: dict[str, list[int]], train_size: int | None
+) -> Manifest:
+    """Return what a run's manifest says of its model."""
+    return Manifest(
+        rule=rule,
+        shapes={name: list(param.shape) for name, param in params.items()},
+        dtypes={name: str(param.dtype).removeprefix("torch.") for name, param in params.items()},
+        constants=constants_of(model, rule, moving),
+        train_size=train_size,
+        buffers=moving,
+    )
+
+
 def constants_of(model: nn.Module, rule: Rule, moving: Iterable[str] = ()) -> dict[str, int]:
     """A checksum of each tensor in the model that training leaves alone: frozen parameters, most buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -76,6 +90,21 @@ def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) ->
     same = [index for index in run.on_disk if _equal(own, run.state(index)[PARAM])]
     if not same and share >= NEAR:
         return
+    if AVERAGE in run.manifest.rule.slots and distance(own, run.state(run.on_disk[-1])[AVERAGE]) <= 1e-6 * norm(own):
+        warnings.warn(
+            "The task's model holds the average of the run's weights, and the run's last weights are scored: score "
+            "at='average' for it, or put the run's last weights into the model.",
+            LeaveoutWarning,
+            stacklevel=4,
+        )
+        return
+    if not same and len(run.on_disk) == run.on_disk[-1] + 1:
+        raise MismatchError(
+            "The task's model holds trained weights that are neither the run's last ones, nor those after an earlier "
+            "step, nor an average that was recorded: put the run's last weights into the model, or record with "
+            "average= what you use in the end.",
+            code="weights-not-of-the-run",
+        )
     place = f", but those after step {same[0] - 1}" if same else ""
     remedy = f"score run.head({same[0]}) for these" if same else "score run.head(steps) for an earlier state"
     warnings.warn(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ class Drawn(NamedTuple):
     batch: Any
     random: RandomState | None = None
     denominator: float | None = None
+    autocast: str | None = None
 
 
 class Taken(NamedTuple):
@@ -46,7 +46,8 @@ class Pending:
 
     def __init__(self, model: nn.Module, first: Any) -> None:
         self._batches: list[Drawn] = []
-        self._forwards = Forwards(model, lambda: len(self._batches), first)
+        self._params = [param for param in model.parameters() if param.requires_grad]
+        self._forwards = Forwards(model, lambda: len(self._batches), first, self._dropped)
 
     def __bool__(self) -> bool:
         return bool(self._batches)
@@ -56,21 +57,34 @@ class Pending:
         """How many forward passes there were since the last step."""
         return len(self._forwards.passes)
 
-    def watch(self, ids: Tensor, batch: Any, params: Iterable[Tensor]) -> None:
-        """Take a batch that a loader is about to hand out.
+    @property
+    def autocast(self) -> str | None:
+        """The type that the last forward pass was cast to."""
+        last = self._forwards.passes or self._batches
+        return last[-1].autocast if last else None
 
-        If the gradients of those before it were thrown away, as after a step that a gradient scaler skipped, they are
-        not part of the coming step.
+    def _dropped(self) -> None:
+        """Forget batches whose gradients were thrown away, as after a step that a gradient scaler skipped.
+
+        That shows when the next batch is drawn or, in loops that call ``zero_grad`` then, at its forward pass.
         """
+        last = len(self._batches) if self._batches and self._forwards.passes[-1].place < len(self._batches) else 0
+        if last > 1 and all(param.grad is None for param in self._params):
+            own = self._batches[last - 1 :]
+            self.clear()
+            self._batches = own
+
+    def watch(self, ids: Tensor, batch: Any) -> None:
+        """Take a batch that a loader is about to hand out."""
         used = self._batches and any(self._forwards.of_batches(len(self._batches)))
-        if used and all(param.grad is None for param in params):
+        if used and all(param.grad is None for param in self._params):
             self.clear()
         self._batches.append(Drawn(ids, batches.fingerprint(batch), batch, self._forwards.state()))
 
-    def tell(self, ids: Tensor, batch: Any, denominator: float | None) -> None:
+    def tell(self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None) -> None:
         """Take a batch that the loop names, before or after its forward pass."""
         marks = [] if batch is None else batches.fingerprint(batch)
-        self._batches.append(Drawn(ids, marks, batch, self._forwards.state(), denominator))
+        self._batches.append(Drawn(ids, marks, batch, self._forwards.state(), denominator, autocast))
 
     def take(self, *, keep_batches: bool = False) -> Taken:
         """Return what the step that was just taken was taken on, and begin anew.
@@ -92,7 +106,7 @@ class Pending:
             self._forwards.passes[-1].training if self._forwards.passes else self._forwards.training(),
             self._forwards.state() if any(part.random for part in micro) else None,
             tuple(one.batch for one in self._batches) if keep_batches else (),
-            self._forwards.passes[-1].autocast if self._forwards.passes else None,
+            self.autocast,
         )
         self.clear()
         return taken

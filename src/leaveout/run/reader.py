@@ -10,25 +10,27 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from leaveout._util import notebook
-from leaveout._util.files import checksum, has_writer, plain, tensor_checksum
-from leaveout._util.trees import PARAM, State
+from leaveout._util.files import checksum, plain, tensor_checksum
+from leaveout._util.trees import State
 from leaveout.errors import InputError, RunError, is_whole
-from leaveout.optim import Hyper, Rule
-from leaveout.run import kept_batches
+from leaveout.optim import AVERAGE, Rule, Settings
+from leaveout.run import averages, kept_batches, uneven
+from leaveout.run.following import Following, stepped
+from leaveout.run.kept_states import KEPT, WHOLE, StateTensors, whole
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
-from leaveout.run.micro import AFTER, FURTHER, MODES, Micro, is_sound, micro_of
+from leaveout.run.micro import AFTER, FURTHER, MODES, SCALES, is_sound, micro_of
+from leaveout.run.record import Record
 from leaveout.run.remote import local, source
 from leaveout.task.draws import RandomState
 
@@ -36,37 +38,14 @@ LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
 """The tensors with a row for each step, and how many dimensions they have."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """One step as it was taken: everything but the state.
-
-    ``micro`` are its micro-batches in order, which share ids and fingerprint; ``training`` the modules in training
-    mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states;
-    ``batches`` what the loader yielded, on its way to disk where it has to be kept.
-    """
-
-    index: int
-    epoch: int
-    ids: Int[Tensor, " batch"]
-    hypers: list[Hyper]
-    fingerprint: list[tuple[int, int]]
-    micro: tuple[Micro, ...] = ()
-    training: tuple[str, ...] | None = None
-    after: RandomState | None = None
-    batches: tuple[Any, ...] = ()
-    autocast: str | None = None
-
-    @property
-    def parts(self) -> tuple[Micro, ...]:
-        """The micro-batches, also where there is but one."""
-        return self.micro or (Micro(len(self.ids)),)
-
-
 class Run:
     """A recorded run, or its first ``steps``: what each step was, and the states that were kept.
 
     ``end`` is the state after the last step, once a ``Trajectory`` has computed it, where it was not kept.
     """
+
+    averaged = False
+    """Say whether the average of the weights is looked at, in place of the weights."""
 
     as_recorded = True
     """Say whether the states are those of the training to the last digit."""
@@ -79,11 +58,13 @@ class Run:
         self._steps = steps
         self._starts = [0, *accumulate(shard.steps for shard in manifest.shards)]
         self._loaded = lru_cache(maxsize=2)(self._load_shard)
+        self._tensors = StateTensors(manifest)
+        self._following = Following(self._stepped, self._last_whole, self.state)
         self._checked: dict[str, tuple[int, int, int]] = {}
 
     def __reduce__(self) -> tuple:
         """Travels to other processes as its path: they open it themselves."""
-        return _reopened, (source(self.path), len(self), self.interpolate)
+        return _reopened, (source(self.path), len(self), self.interpolate, self.averaged)
 
     def __len__(self) -> int:
         """How many steps the run has, up to the last state that is on disk."""
@@ -97,7 +78,7 @@ class Run:
     @cached_property
     def on_disk(self) -> list[int]:
         """The same of the whole run, also where this is the first part of it."""
-        found = [0]
+        indices = [0]
         for place, shard in enumerate(self.manifest.shards):
             file = self.path / shard.name
             kept = _load(file, {"kept"})["kept"]
@@ -109,12 +90,12 @@ class Run:
             inside = [self._starts[place] < index <= self._starts[place + 1] for index in listed]
             if not all(inside) or listed != sorted(set(listed)):
                 raise RunError(f"{file} keeps states of other steps than its own: {AGAIN}", code="run-damaged")
-            found += listed
-        if self.manifest.finished and found[-1] != self.manifest.steps:
+            indices += listed
+        if self.manifest.finished and indices[-1] != self.manifest.steps:
             raise RunError(
                 f"{self.path} is marked as finished but its last state is not there: {AGAIN}", code="run-damaged"
             )
-        return found
+        return indices
 
     def _repr_html_(self) -> str:
         first, last = self.record(0), self.record(len(self) - 1)
@@ -129,12 +110,25 @@ class Run:
     @property
     def fingerprint(self) -> int:
         """A number that tells this run from others: its manifest has the checksums of all its files."""
-        return zlib.crc32(f"{self.manifest} {len(self)}".encode())
+        return zlib.crc32(f"{self.manifest} {len(self)}{' average' if self.averaged else ''}".encode())
+
+    @cached_property
+    def rule(self) -> Rule:
+        """The optimizer; where steps did not move all parameters alike, with a group for those that were."""
+        return self._refined[0]
+
+    @cached_property
+    def _refined(self) -> tuple[Rule, list[str]]:
+        rule = self.manifest.rule
+        if not self.manifest.uneven:
+            return rule, []
+        return uneven.refined(rule, [self._shard(number) for number in range(len(self.manifest.shards))])
 
     @property
-    def rule(self) -> Rule:
-        """The optimizer."""
-        return self.manifest.rule
+    def precision(self) -> str:
+        """The parameters' type and, where forward passes were cast (``torch.autocast``), "around" theirs."""
+        own = " and ".join(sorted(set(self.manifest.dtypes.values())))
+        return own if self.manifest.autocast is None else f"{own} around {self.manifest.autocast}"
 
     @property
     def exact(self) -> bool:
@@ -153,9 +147,20 @@ class Run:
             )
         return self._part(min(int(steps), len(self)), interpolate=self.interpolate)
 
+    def average(self) -> Run:
+        """The same run, of which the average of the weights (EMA, SWA) is scored: see ``Recorder(average=)``."""
+        if AVERAGE not in self.manifest.rule.slots:
+            raise InputError(
+                f"{self} was recorded without an average of its weights: record it with Recorder(average=...).",
+                code="average-not-recorded",
+            )
+        part = self._part(len(self), interpolate=self.interpolate)
+        part.averaged = True
+        return part
+
     def _part(self, steps: int, *, interpolate: bool) -> Run:
         part = Run(self.path, self.manifest, interpolate=interpolate, steps=steps)
-        part.__dict__["on_disk"] = self.on_disk
+        part.__dict__ |= {"on_disk": self.on_disk, "_refined": self._refined, "averaged": self.averaged}
         return part
 
     def interpolated(self) -> Run:
@@ -166,36 +171,61 @@ class Run:
         return self._part(len(self), interpolate=True)
 
     def record(self, index: int) -> Record:
-        """Step ``index`` without its state."""
+        """Step ``index`` without its state, with hyperparameters for each group of ``rule``."""
+        record = self.written(index)
+        hypers = record.hypers
+        if self.manifest.uneven:
+            hypers = uneven.of_groups(self.manifest.rule, self._refined[1], Settings(hypers, record.places))
+        if record.average is not None:
+            hypers = [{**hyper, **record.average.columns()} for hyper in hypers]
+        return replace(record, hypers=hypers, places=None)
+
+    def written(self, index: int) -> Record:
+        """Step ``index`` as it was written."""
         number, offset = self._find(index)
         shard = self._shard(number)
         lengths = shard["lengths"]
         start = int(lengths[:offset].sum())
-        names = self.rule.hypers
+        settings = uneven.read(self.manifest.rule, shard, offset)
         return Record(
             index,
             int(shard["epochs"][offset]),
             shard["ids"][start : start + int(lengths[offset])].clone(),
-            [dict(zip(names, values, strict=True)) for values in shard["hypers"][offset].tolist()],
+            settings.hypers,
             [(a, b) for a, b in shard["fingerprints"][offset].tolist() if a >= 0],
             micro_of(shard, offset),
             self.manifest.modes[int(shard[MODES][offset])] if MODES in shard else None,
             autocast=self.manifest.autocast,
+            places=settings.places,
+            average=averages.read(shard, offset),
+            scale=float(shard[SCALES][offset]) if SCALES in shard else 1.0,
         )
 
     def state(self, index: int) -> State:
         """A kept state: the one before step ``index``; ``state(len(run))`` is the final one."""
         if index == 0:
-            return self._unflatten(self._initial())
-        number, _ = self._find(index - 1)
-        shard = self._shard(number)
-        place = int(torch.searchsorted(shard["kept"], index))
-        if place == len(shard["kept"]) or int(shard["kept"][place]) != index:
+            return self._tensors.unflatten(self._initial())
+        shard = self._shard(self._find(index - 1)[0])
+        if _place(shard[KEPT], index) is None:
             raise RunError(
                 f"{self.path} does not keep the state before step {index}: ask a Trajectory, which replays it.",
                 code="state-not-kept",
             )
-        return self._unflatten({key: shard[key][place] for key in self._keys})
+        place = _place(whole(shard), index)
+        return self._following.state(index) if place is None else self._tensors.unflatten(shard, place)
+
+    def _last_whole(self, index: int) -> int:
+        """The number of the last state up to this one that is on disk as it is."""
+        for number in range(self._find(index - 1)[0], -1, -1):
+            known = whole(self._shard(number))
+            if place := int(torch.searchsorted(known, index, right=True)):
+                return int(known[place - 1])
+        return 0
+
+    def _stepped(self, index: int, state: State) -> State:
+        """The state after a step, from what was kept of it."""
+        given = self._tensors.given_at(self._shard(self._find(index)[0]), index + 1)
+        return stepped(self.rule, state, given, self.record(index).hypers)
 
     def batches(self, index: int) -> list[Any]:
         """The micro-batches of a step as the loader yielded them; none where the data set has them."""
@@ -232,7 +262,7 @@ class Run:
         """What is wrong with the files, each of which is read in full; nothing where all is well."""
         checks: list[Any] = [lambda: self.kept, self._initial, lambda: check_config(self.path)]
         checks += [lambda number=number: self._load_shard(number) for number in range(len(self.manifest.shards))]
-        return [told for check in checks if (told := _refusal(check)) is not None]
+        return [problem for check in checks if (problem := _refusal(check)) is not None]
 
     def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.manifest.steps:
@@ -249,19 +279,11 @@ class Run:
         self._hold_against(self.path / entry.name, entry.crc32)
         return self._loaded(number)
 
-    @cached_property
-    def _keys(self) -> set[str]:
-        return {f"state/{slot}/{name}" for slot in self.rule.slots for name in self._names(slot)}
-
-    def _names(self, slot: str) -> list[str]:
-        """What a slot holds: the trained parameters; beside them, the model's moving buffers."""
-        return [*self.rule.groups, *(self.manifest.buffers if slot == PARAM else ())]
-
     def _initial(self) -> dict[str, Tensor]:
         file = self.path / INITIAL
         self._hold_against(file, self.manifest.initial_crc32)
-        tensors = _load(file, self._keys)
-        self._check_states(file, {key: tensors[key].unsqueeze(0) for key in self._keys}, 1)
+        tensors = _load(file, self._tensors.keys)
+        self._tensors.check(file, {key: tensors[key].unsqueeze(0) for key in self._tensors.keys}, 1)
         return tensors
 
     def _load_shard(self, number: int) -> dict[str, Tensor]:
@@ -269,13 +291,14 @@ class Run:
         file = self.path / entry.name
         self._hold_against(file, entry.crc32)
         shard = _load(file, {*LOG, "ids", "kept"})
-        rows, groups = entry.steps, max(self.rule.groups.values()) + 1
+        rule = self.manifest.rule
+        rows, groups = entry.steps, max(rule.groups.values()) + 1
         if (
             shard["hypers"].dtype != torch.float64
             or any(shard[key].ndim != LOG[key] or len(shard[key]) != rows for key in LOG)
             or any(shard[key].dtype != torch.int64 for key in ("ids", *LOG) if key != "hypers")
             or shard["hypers"].shape[1] < groups
-            or shard["hypers"].shape[2] != len(self.rule.hypers)
+            or shard["hypers"].shape[2] != len(rule.hypers)
             or shard["fingerprints"].shape[2] != 2
             or int(shard["lengths"].min()) < 1
             or shard["ids"].shape != (sum(shard["lengths"].tolist()),)  # a tensor's sum may wrap
@@ -284,49 +307,37 @@ class Run:
         ):
             raise RunError(f"{file} does not hold {rows} steps of this run: {AGAIN}", code="run-damaged")
         if count := shard["kept"].numel():
-            shard |= _load(file, self._keys)
-            self._check_states(file, shard, count)
+            shard |= _load(file, set(), WHOLE)
+            if WHOLE in shard:
+                shard |= _load(file, self._tensors.given)
+                self._tensors.check_given(file, shard)
+            if as_they_are := whole(shard).numel():
+                shard |= _load(file, self._tensors.keys)
+                self._tensors.check(file, shard, as_they_are)
         further = _load(file, set(), FURTHER)
-        if not is_sound(further, shard["lengths"], len(self.manifest.modes), count):
+        sound = is_sound(further, shard["lengths"], len(self.manifest.modes), count)
+        if not (sound and averages.is_sound(further, rows) and uneven.is_sound(rule, shard | further, rows)):
             raise RunError(f"{file} does not hold the micro-batches of this run: {AGAIN}", code="run-damaged")
         return shard | further
 
     def _hold_against(self, file: Path, crc32: int) -> None:
         """Read a file through and compares its checksum, unless that was done and the file is still the same one."""
         try:
-            told = file.stat()
-            seen = (told.st_ino, told.st_size, told.st_mtime_ns)
+            status = file.stat()
+            seen = (status.st_ino, status.st_size, status.st_mtime_ns)
             if self._checked.get(file.name) == seen:
                 return
-            found = checksum(plain(file))
+            now = checksum(plain(file))
         except OSError as error:
             raise RunError(f"{file} cannot be read ({error.strerror or error}): {AGAIN}", code="run-damaged") from None
-        if found != crc32:
+        if now != crc32:
             raise RunError(f"{file} is not the file that was written (checksum): {AGAIN}", code="run-damaged")
         self._checked[file.name] = seen
 
-    def _check_states(self, file: Path, tensors: dict[str, Tensor], count: int) -> None:
-        for slot in self.rule.slots:
-            for name in self._names(slot):
-                tensor = tensors[f"state/{slot}/{name}"]
-                moving = self.manifest.buffers.get(name)
-                shape = self.rule.definition.shape(slot, self.manifest.shapes[name]) if moving is None else moving
-                dtype = self.manifest.dtypes[name if moving is None else next(iter(self.manifest.dtypes))]
-                if list(tensor.shape) != [count, *shape] or str(tensor.dtype) != f"torch.{dtype}":
-                    raise RunError(
-                        f"{file} does not hold the states of this run ({slot} of {name!r}): {AGAIN}", code="run-damaged"
-                    )
 
-    def _unflatten(self, tensors: dict[str, Tensor]) -> State:
-        """Copies, which stay as they are whatever becomes of the file."""
-        return {
-            slot: {name: tensors[f"state/{slot}/{name}"].clone() for name in self._names(slot)}
-            for slot in self.rule.slots
-        }
-
-
-def _reopened(path: str, steps: int, interpolate: bool) -> Run:
+def _reopened(path: str, steps: int, interpolate: bool, averaged: bool = False) -> Run:
     run = open_run(path, partial=True).head(steps)
+    run.averaged = averaged
     return run.interpolated() if interpolate else run
 
 
@@ -340,6 +351,12 @@ def _load(file: Path, needed: set[str], more: str | None = None) -> dict[str, Te
             return {key: opened.get_tensor(key) for key in needed | others}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{file} cannot be read ({error}): {AGAIN}", code="run-damaged") from None
+
+
+def _place(numbers: Tensor, index: int) -> int | None:
+    """Where a number is in a list in order; None where it is not."""
+    place = int(torch.searchsorted(numbers, index))
+    return place if place < len(numbers) and int(numbers[place]) == index else None
 
 
 def _refusal(check: Callable[[], object]) -> str | None:
@@ -372,29 +389,3 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
             code="run-cut-short",
         )
     return run
-
-
-def check_run(path: str | Path) -> list[str]:
-    """Read every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
-
-    A run that was cut short is well; files that were not written by a recorder are named. One that is being recorded is
-    well too: its newest shard is there a moment before the manifest names it.
-    """
-    path = local(path)
-    try:
-        run = Run(path, read_manifest(path))
-        damage, strangers = run.damage(), _strangers(run)
-        if strangers:
-            # If there is no writer now, the manifest names all that one has written.
-            strangers = [] if has_writer(path) else _strangers(Run(path, read_manifest(path)))
-    except RunError as error:
-        return [str(error)]
-    return [
-        *damage,
-        *(f"{path / name} belongs to no recorded step: delete it, or continue the run." for name in strangers),
-    ]
-
-
-def _strangers(run: Run) -> list[str]:
-    known = {shard.name for shard in run.manifest.shards}
-    return sorted(file.name for file in run.path.glob("shard-*") if file.name not in known)

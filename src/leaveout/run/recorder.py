@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,24 +15,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
-from leaveout.errors import InputError, LeaveoutWarning, RunError, UnsupportedError, is_whole
-from leaveout.optim import Hyper, hypers_of, rule_of, unwrapped
+from leaveout.errors import InputError, LeaveoutWarning, RunError, is_whole
+from leaveout.optim import AVERAGE, Hyper, Settings, hypers_of, rule_of, unwrapped
+from leaveout.run import failures, uneven
+from leaveout.run.following import Choice, Used, size_of, used
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
-from leaveout.run.live_model import check_modules, check_trained, state_of
-from leaveout.run.manifest import Manifest
-from leaveout.run.model_match import constants_of
+from leaveout.run.live_average import LiveAverage, check_resumed
+from leaveout.run.live_model import check_gradients, check_modules, check_trained, state_of
+from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.run.overwrite import clear
 from leaveout.run.pending import Pending
-from leaveout.run.reader import Record, Run, open_run
-from leaveout.run.resume import Past, restore
-from leaveout.run.watched_loader import IndexedLoader, Watched, unwatched
+from leaveout.run.processes import NEVER, NoWriter, processes_of
+from leaveout.run.reader import Run, open_run
+from leaveout.run.record import Record
+from leaveout.run.resume import Past, check_restored, check_taken_up, restore
+from leaveout.run.scaling import scale_of_step
+from leaveout.run.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
 from leaveout.run.writer import Writer, never_finished
 from leaveout.task import batches
 from leaveout.task.forward import bare
@@ -53,19 +60,21 @@ class Recorder:
             fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
             again when they are needed, from the recorded batches.
         disk: the budget of ``"auto"``, and of kept batches.
-        keep_batches: keep what the loader yields with the run, compressed. By default that is done where the data set
-            of a watched loader does not give the same examples twice (augmentation, random masking).
+        keep_batches: keep what the loader yields with the run, compressed; by default where the data set of a watched
+            loader does not give the same examples twice (augmentation, random masking).
+        average: the loop's ``torch.optim.swa_utils.AveragedModel`` (EMA, SWA), which it updates between steps, or the
+            decay of an EMA that it updates in its own way after every step. ``score(at="average")`` scores it.
         overwrite: replace a run in the directory, with its scores, checks and page; a notebook's cell runs twice.
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
             the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
-            every batch ``done`` times.
-        on_full: what happens when the disk is full: ``"stop"`` raises at the next step; ``"continue"`` warns, stops
-            recording and lets the training go on. Either way the run up to then can be read and resumed.
+            every batch ``done`` times. A number of steps: the loop has put model and optimizer back itself, from a
+            checkpoint that it saved after so many steps; the run goes on from there, and later steps are dropped.
+        on_full: when the disk is full, ``"stop"`` raises at the next step; ``"continue"`` warns and lets the training
+            go on unrecorded. Either way the run up to then can be read and resumed.
 
     Every ``optimizer.step()`` is one step of the run; its micro-batches are those that ``watch`` gave since the step
-    before, or the ids that ``step`` was told. What else the training does is noted as it happens: which modules are in
-    training mode, the random generators before a forward pass that draws, buffers that move.
+    before, or the ids that ``step`` was told. What else happens is noted: modes, random generators, moving buffers.
     """
 
     def __init__(
@@ -77,7 +86,8 @@ class Recorder:
         keep: str | int = "auto",
         disk: str | int = "2GB",
         keep_batches: bool | None = None,
-        resume: bool = False,
+        average: AveragedModel | float | None = None,
+        resume: bool | int = False,
         overwrite: bool = False,
         on_full: str = "stop",
     ) -> None:
@@ -90,8 +100,12 @@ class Recorder:
                 code="already-recording",
             )
         called, model = model, bare(model)
-        rule = rule_of(optimizer, model)
-        self._keep = Keep(keep, parse_bytes(disk, "disk"))
+        rule = rule_of(optimizer, model).averaging(on=average is not None)
+        self._average = None if average is None else LiveAverage(average, model)
+        self._processes = processes_of(called, resume=bool(resume))
+        writes = self._processes is None or self._processes.first
+        self._keep = Keep(keep if writes else NEVER, parse_bytes(disk, "disk"))
+        self._choice = Choice(rule)
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
         check_modules(called)
@@ -100,19 +114,19 @@ class Recorder:
         self._optimizer = optimizer
         self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
         self._stop_when_full = on_full == "stop"
-        if overwrite:
+        if overwrite and writes:
             clear(path)
-        self._writer = Writer(path, resume=resume)
-        self._hypers: list[Hyper] = []
+        at = None if isinstance(resume, bool) else resume
+        self._writer = Writer(path, resume=bool(resume), steps=at) if writes else NoWriter(path)
+        self._settings = Settings([])
         self._start: State | None = None
         self._steps, self._epoch = 0, -1
-        self._cut = self._full = False
-        self._train_size: int | None = None
-        self._loaders: dict[int, IndexedLoader] = {}
-        self._past = Past(self._writer.before)
+        self._cut = self._full = self._closure = False
+        self._loaders = IndexedLoaders()
         before = self._writer.before
+        self._past = Past(before if at is None else None)
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
-        self._go_on()
+        self._go_on(restored=at is not None)
         self._pending = Pending(called, self._moving.begin)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
@@ -134,14 +148,14 @@ class Recorder:
 
     def hypers(self) -> list[Hyper]:
         """Every group's hyperparameters, as the coming step will use them."""
-        return hypers_of(self._optimizer, self._rule, self._params)
+        return hypers_of(self._optimizer, self._rule, self._params).hypers
 
     def watch(self, loader: DataLoader | Watched) -> Watched:
         """The loader, batch for batch as it is, noting which examples each batch holds; an iteration is an epoch.
 
         Watch it once before the loop over the epochs or anew in each of them, that is the same.
         """
-        return Watched(self._indexed(unwatched(loader)), self._watched_epoch)
+        return Watched(self._loaders.of(unwatched(loader)), self._watched_epoch)
 
     def _watched_epoch(self, indexed: IndexedLoader) -> Iterator[Any]:
         self._epoch += 1
@@ -158,7 +172,7 @@ class Recorder:
                     self._keep_batches = indexed.gives_something_else(ids, batch)
                 if self._hooks:
                     self._past.resume_draws()
-                    self._pending.watch(ids, batch, self._params.values())
+                    self._pending.watch(ids, batch)
                 yield batch
             finished = True
         finally:
@@ -172,41 +186,47 @@ class Recorder:
         *,
         epoch: int = 0,
         denominator: float | None = None,
+        autocast: str | None = None,
     ) -> None:
         """Say which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
 
-        Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of the examples'
-        losses was divided by, where the task cannot know (see ``Task(accumulation=)``).
+        Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of losses was
+        divided by, where the task cannot know; ``autocast`` the type of casts, where the model is not called whole.
         """
-        found = batches.numbers(ids)
+        numbers = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
-            raise InputError(
-                f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.", code="epoch-not-a-count"
-            )
+            raise failures.not_an_epoch(epoch)
         self._epoch = int(epoch)
         if not self._hooks:
             return  # the disk is full, or the run is finished
         self._past.resume_draws()
-        self._pending.tell(found, batch, denominator)
+        self._pending.tell(numbers, batch, denominator, autocast)
+
+    def flush(self) -> None:
+        """Write what is recorded so far; call it with each checkpoint, from which ``resume=steps`` can go on then."""
+        if not self._hooks or self._steps == 0:
+            return
+        self._settle()
+        state = self._last.final()
+        try:
+            if self._writer.flush(state) and state is not None:
+                self._keep.note(self._steps, nbytes(state))
+        except OSError as error:
+            self._give_up(error)
 
     def finish(self) -> Run:
         """Write what is left, lets go of the optimizer, and returns the run."""
         recording = bool(self._hooks)
         self._release()
         if self._cut:
-            raise RunError(
-                f"The run was cut short after step {self._steps - 1}: continue it with resume=True, record it again, "
-                "or use open_run(path, partial=True) for the steps that are there.",
-                code="run-cut-short",
-            )
+            raise failures.cut_short(self._steps - 1)
         if self._steps == 0 and not self._full:
             self._writer.abandon()
-            raise RunError(
-                "Nothing was recorded: optimizer.step() was never called between Recorder() and finish().",
-                code="nothing-recorded",
-            )
+            raise failures.nothing_recorded()
         if recording:
             self._close(complete=True)
+        if self._processes is not None:
+            self._processes.wait()
         return open_run(self._writer.path, partial=self._full)
 
     def __enter__(self) -> Recorder:
@@ -221,13 +241,20 @@ class Recorder:
         self._cut = kind is not None
         self._close(complete=not self._cut and self._steps > 0)
 
-    def _go_on(self) -> None:
-        """Put everything back to where a run was cut short."""
+    def _go_on(self, *, restored: bool) -> None:
+        """Put everything back to where a run was cut short, or see that the loop has done so."""
         run = self._writer.before
         if run is None:
             return
         try:
-            restore(run, self._model, self._optimizer, self._params, self._rule)
+            check_resumed(run, self._average)
+            check_taken_up(run, self._model, self._params, self._rule)
+            if restored:
+                check_restored(run, self._state())
+            else:
+                restore(run, self._model, self._optimizer, self._params, self._rule)
+                if self._average is not None:
+                    self._average.restore(run)
         except BaseException:
             self._writer.abandon()
             raise
@@ -236,27 +263,23 @@ class Recorder:
             self._keep.note(index, size)
         self._moving.decide()
         self._steps = len(run)
-        self._train_size = run.manifest.train_size
+        self._loaders.size = run.manifest.train_size
 
     def _close(self, *, complete: bool) -> None:
         if self._past.finished:
             self._writer.abandon()
             return
-        # A run that was resumed and took no further step has its last state on disk.
         taken = complete and self._steps > (0 if self.before is None else len(self.before))
+        self._settle()
         final = self._last.final() if taken else None
-        self._cut |= taken and final is None
+        lost = taken and final is None and self._writer.newest is None
+        self._cut |= lost
         try:
             self._writer.finish(final, complete=complete and not self._cut)
         except OSError as error:
             self._give_up(error)
-        if taken and final is None:
-            raise RunError(
-                f"The parameters were changed after step {self._steps - 1} and before finish(), so that the state "
-                "it led to is gone: call finish() before other weights are put into the model, or record with "
-                "keep='all'. open_run(path, partial=True) reads the run up to the last state that is on disk.",
-                code="last-state-lost",
-            )
+        if lost:
+            raise failures.last_state_lost(self._steps - 1)
 
     def _give_up(self, error: OSError) -> None:
         """The disk takes no more: what is there stays."""
@@ -265,15 +288,13 @@ class Recorder:
         self._pending.clear()
         self._writer.abandon()
         self._full = True
-        there = "nothing is on disk yet" if self._steps == 0 else "open_run(path, partial=True) reads what is on disk"
-        told = (
-            f"The run in {self._writer.path} could not be written further ({error}): {there}; make room and "
-            "continue it with resume=True"
-        )
+        message = failures.disk_full(self._writer.path, error, self._steps)
         if self._stop_when_full:
             self._cut = True
-            raise RunError(f"{told}, or train on without recording by on_full='continue'.", code="disk-full") from error
-        warnings.warn(f"{told}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
+            raise RunError(
+                f"{message}, or train on without recording by on_full='continue'.", code="disk-full"
+            ) from error
+        warnings.warn(f"{message}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
 
     def _release(self) -> None:
         for hook in self._hooks:
@@ -284,37 +305,24 @@ class Recorder:
         atexit.unregister(self._forgotten)
         self._hooks = []
 
-    def _indexed(self, loader: DataLoader) -> IndexedLoader:
-        if id(loader) not in self._loaders:
-            indexed = IndexedLoader(loader)
-            if self._train_size not in (None, indexed.size):
-                raise UnsupportedError(
-                    f"This loader reads another data set ({indexed.size} examples, not {self._train_size}), so the "
-                    "numbers of examples would be mixed up: put both into one ConcatDataset.",
-                    code="loaders-differ",
-                )
-            self._loaders[id(loader)] = indexed
-            self._train_size = indexed.size
-        return self._loaders[id(loader)]
-
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._hooks:
             return
         where = f"At step {self._steps}"
         if self._past.finished:
-            raise RunError(
-                f"The run in {self._writer.path} is finished: record further steps into another directory.",
-                code="run-finished",
-            )
+            raise failures.finished(self._writer.path)
         if not self._pending:
-            raise RunError(
-                f"{where}, it is not known which batch this is: draw batches from recorder.watch(loader), "
-                "or call recorder.step(ids) before each optimizer.step().",
-                code="batch-missing",
-            )
+            raise failures.batch_missing(where)
         closure = any(callable(argument) for argument in (*args, *kwargs.values()))
-        self._check_model(where, gradients=not closure)
-        self._hypers = self.hypers()
+        check_trained(where, self._model, self._params, gradients=not closure)
+        if self._last.changed():
+            raise failures.parameters_changed(where, self._steps - 1)
+        self._moving.check(where)
+        self._settle()
+        self._settings = hypers_of(self._optimizer, self._rule, self._params, gradients=not closure)
+        self._closure, self._scale = closure, scale_of_step(self._pending.autocast)
+        if not closure:
+            self._settings = uneven.marked(self._settings, self._rule, self._params)
         if self._steps == 0 and closure:
             if not self._pending.passes:  # the forward passes are all still to come
                 self._moving.begin()
@@ -325,31 +333,16 @@ class Recorder:
     def _begin(self, start: State) -> None:
         """Write what the run starts from; the forward passes of its first step are done."""
         moving = self._moving.decide()
+        if self._processes is not None and moving:
+            raise failures.buffers_apart(next(iter(moving)))
         start = {**start, PARAM: {**start[PARAM], **self._moving.start()}}
-        manifest = Manifest(
-            rule=self._rule,
-            shapes={name: list(param.shape) for name, param in self._params.items()},
-            dtypes={name: str(param.dtype).removeprefix("torch.") for name, param in self._params.items()},
-            constants=constants_of(self._model, self._rule, moving),
-            train_size=self._train_size,
-            buffers=moving,
-        )
         try:
-            self._writer.begin(manifest, start)
+            averaged = {} if self._average is None else self._average.follow(self._params, moving)
+            start |= {} if self._average is None else {AVERAGE: self._average.now()}
+            about = described(self._model, self._rule, self._params, moving, self._loaders.size)
+            self._writer.begin(replace(about, averaged=averaged), start)
         except OSError as error:
             self._give_up(error)
-
-    def _check_model(self, where: str, *, gradients: bool) -> None:
-        """Refuse a step of a model that is not as the recording needs it."""
-        check_trained(where, self._model, self._params, gradients=gradients)
-        if self._last.changed():
-            raise UnsupportedError(
-                f"{where}, the parameters are not those that step {self._steps - 1} left: something other "
-                "than optimizer.step() wrote to them (weights loaded, clamped, averaged or reset), which cannot be "
-                "replayed. Leave them alone between steps, or finish() here and record what follows as another run.",
-                code="parameters-changed",
-            )
-        self._moving.check(where)
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         if not self._hooks:
@@ -360,22 +353,36 @@ class Recorder:
         if self._steps == 0 and self._start is not None:
             self._begin(self._start)
             self._start = None
-        record = Record(
-            self._steps,
-            self._epoch,
-            hypers=self._hypers,
-            **self._pending.take(keep_batches=bool(self._keep_batches))._asdict(),
-        )
+        if self._closure:  # whose gradients are there only now
+            check_gradients(f"At step {self._steps}", self._params)
+            self._settings = uneven.marked(self._settings, self._rule, self._params)
+        taken = self._pending.take(keep_batches=bool(self._keep_batches))
+        if self._processes is not None:
+            taken = self._processes.gathered(taken)
+        record = Record(self._steps, self._epoch, **self._settings._asdict(), **taken._asdict(), scale=self._scale)
         held = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
         self._steps += 1
-        state = self._state() if self._keep.wants(self._steps) else None
-        if state is not None:
-            self._keep.note(self._steps, nbytes(state))
-        self._last.note(total, state)
+        kept: State | Used | None = None
+        if self._keep.wants(self._steps):
+            given = partial(used, self._params, self._moving.now, alike=self._settings.places is None)
+            kept = self._choice.kept(self._steps, given, self._settings.hypers, self._state)
+            self._keep.note(self._steps, size_of(kept))
+        self._last.note(total, None if isinstance(kept, Used) else kept)
         try:
-            self._writer.append(record, state, held)
+            self._writer.append(record, kept, held)
         except OSError as error:
             self._give_up(error)
+        if self._average is not None:
+            self._average.stepped()
+
+    def _settle(self) -> None:
+        """Note what the loop has done since the last step to its average and to its gradients, which belong to it."""
+        if self._writer.settle(self._last.final):
+            self._choice.written_to()
+        update = self._average and self._average.taken(first=not self._steps)
+        kept = self._average is None or not update or not self._steps or self._writer.amend(update, self._average.now())
+        if not kept and update and update.added:
+            raise failures.average_late(self._steps - 1)
 
     def _stop_at_nan(self) -> None:
         broken = [name for name, param in self._params.items() if not torch.isfinite(param).all()]
@@ -385,16 +392,9 @@ class Recorder:
         self._cut = True
         ids, bad = self._pending.broken()
         self._close(complete=False)
-        blame = (
-            f"example {bad[0]} of its batch holds NaN or infinite values; repair or leave out that example"
-            if bad
-            else f"lower the learning rate or look at the losses of its batch's examples {ids[:8]}"
-        )
-        raise RunError(
-            f"Step {self._steps} made parameter {broken[0]!r} NaN or infinite: {blame}; the steps before it are kept.",
-            code="step-not-finite",
-        )
+        raise failures.not_finite(self._steps, broken[0], ids, bad)
 
     def _state(self) -> State:
         state = state_of(self._optimizer, self._rule, self._params)
-        return {**state, PARAM: {**state[PARAM], **self._moving.now()}}
+        state[PARAM] |= self._moving.now()
+        return state if self._average is None else {**state, AVERAGE: self._average.now()}

@@ -65,8 +65,8 @@ def _fetched(system: Any, root: str, address: str) -> Path:
     sums = _checksums(manifest)
     for entry in system.ls(root, detail=True):
         file = Path(entry["name"]).name
-        if found := FILES.fullmatch(file):
-            _fetch(system, entry, folder / file, sums.get(int(found[1] or INITIAL)))
+        if match := FILES.fullmatch(file):
+            _fetch(system, entry, folder / file, sums.get(int(match[1] or INITIAL)))
     write_whole(folder / MANIFEST, lambda aside: aside.write_bytes(manifest))
     _SOURCES[folder] = address
     return folder
@@ -75,8 +75,11 @@ def _fetched(system: Any, root: str, address: str) -> Path:
 def _checksums(manifest: bytes) -> dict[int, Any]:
     """The checksums of a run's files by their numbers; none from what is no manifest, which its reader will refuse."""
     try:
-        told = json.loads(manifest)
-        return {INITIAL: told["initial_crc32"], **{int(shard["number"]): shard["crc32"] for shard in told["shards"]}}
+        content = json.loads(manifest)
+        return {
+            INITIAL: content["initial_crc32"],
+            **{int(shard["number"]): shard["crc32"] for shard in content["shards"]},
+        }
     except (ValueError, KeyError, TypeError, RecursionError):
         return {}
 

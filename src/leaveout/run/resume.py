@@ -8,38 +8,74 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaveout._util.trees import PARAM
+from leaveout._util.trees import PARAM, State
 from leaveout.errors import MismatchError
-from leaveout.optim import Rule
+from leaveout.optim import IDLE, STILL, Hyper, Rule
 from leaveout.run.model_match import check_model
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 from leaveout.task import batches
 from leaveout.task.draws import set_random_state
 
 
-def restore(
-    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Tensor], rule: Rule
-) -> None:
-    """Put model and optimizer back to the run's last state; hyperparameters stay as the optimizer has them."""
-    if rule != run.rule:
+def check_taken_up(run: Run, model: nn.Module, params: dict[str, Tensor], rule: Rule) -> None:
+    """Refuse to go on with a run by another model or optimizer."""
+    if rule != run.manifest.rule:
         raise MismatchError(
             f"The run in {run.path} was trained by {run.rule.kind} with other parameter groups or buffers than this "
             f"{rule.kind} has: build model and optimizer as they were.",
             code="optimizer-differs",
         )
     check_model(run.manifest, model, params)
-    state, last = run.final(), run.record(len(run) - 1)
+
+
+def check_restored(run: Run, state: State) -> None:
+    """Refuse to go on from a checkpoint that is not the run's last state, bit for bit."""
+    there = run.final()
+    differing = [
+        (slot, name) for slot in there for name in there[slot] if not torch.equal(there[slot][name], state[slot][name])
+    ]
+    if differing:
+        slot, name = differing[0]
+        raise MismatchError(
+            f"The training goes on from step {len(run)} with another {slot!r} of {name!r} than the run in {run.path} "
+            "has after that step: load the checkpoint that was saved in that training, or record into another "
+            "directory.",
+            code="checkpoint-differs",
+        )
+
+
+def restore(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Tensor], rule: Rule
+) -> None:
+    """Put model and optimizer back to the run's last state; hyperparameters stay as the optimizer has them."""
+    state, last = run.final(), _last_used(run)
     with torch.no_grad():
         for name, param in params.items():
             param.copy_(state[PARAM][name])
             held = {slot: state[slot][name].to(param, copy=True) for slot in rule.slots if slot != PARAM}
-            number = rule.groups[name]
-            group = optimizer.param_groups[number]
-            if restored := rule.definition.restored(held, last.hypers[number], group, param):
+            group = optimizer.param_groups[rule.groups[name]]
+            hyper = last.get(run.rule.groups[name])
+            if hyper and (restored := rule.definition.restored(held, hyper, group, param)):
                 optimizer.state[param] = restored
+            if hyper and hyper.get(IDLE):  # a loop that keeps the gradients of frozen parameters still has it
+                param.grad = torch.zeros_like(param)
         for name, buffer in model.named_buffers():
             if name in run.manifest.buffers:
                 buffer.copy_(state[PARAM][name])
+
+
+def _last_used(run: Run) -> dict[int, Hyper]:
+    """The hyperparameters of the last step that moved each group's parameters; one that never moved has none."""
+    missing = set(run.rule.groups.values())
+    found: dict[int, Hyper] = {}
+    for index in reversed(range(len(run))):
+        hypers = run.record(index).hypers
+        found |= {group: hypers[group] for group in missing if not hypers[group].get(STILL)}
+        missing -= found.keys()
+        if not missing:
+            break
+    return found
 
 
 class Past:

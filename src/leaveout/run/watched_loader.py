@@ -102,6 +102,27 @@ class IndexedLoader:
             setattr(self.loader, INNER, inner)
 
 
+class IndexedLoaders:
+    """The loaders of one training, each indexed once; all of them read the same data set."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, IndexedLoader] = {}
+        self.size: int | None = None
+
+    def of(self, loader: DataLoader) -> IndexedLoader:
+        """Return the loader with its numbers."""
+        if id(loader) not in self._known:
+            indexed = IndexedLoader(loader)
+            if self.size not in (None, indexed.size):
+                raise UnsupportedError(
+                    f"This loader reads another data set ({indexed.size} examples, not {self.size}), so the numbers of "
+                    "examples would be mixed up: put both into one ConcatDataset.",
+                    code="loaders-differ",
+                )
+            self._known[id(loader)], self.size = indexed, indexed.size
+        return self._known[id(loader)]
+
+
 class NotingSampler:
     """A sampler that appends what it draws to a queue; loaders hand batches out in the order they were drawn.
 

@@ -11,21 +11,28 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
-from leaveout._util.trees import State, nbytes
+from leaveout._util.tensor_files import Rows, write_tensors_checked
+from leaveout._util.trees import PARAM, Params, State
 from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
-from leaveout.run import kept_batches, micro
+from leaveout.optim import AVERAGE, Settings
+from leaveout.optim.averaging import Update
+from leaveout.run import averages, kept_batches, kept_states, micro, uneven
+from leaveout.run.following import Used, size_of
+from leaveout.run.kept_states import KEPT
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 
 SHARD_BYTES = 64_000_000
 SHARD_STEPS = 4096
@@ -45,27 +52,30 @@ class Writer:
         path: the directory.
         shard_bytes: how much is held before it is written.
         resume: go on with the run that is there, if there is one; ``before`` is then the part of it that stays.
+        steps: how many steps of it stay; by default all up to its last kept state.
 
     Raises:
         RunError: if the directory holds anything else, or has another writer.
     """
 
-    def __init__(self, path: str | Path, shard_bytes: int = SHARD_BYTES, *, resume: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, shard_bytes: int = SHARD_BYTES, *, resume: bool = False, steps: int | None = None
+    ) -> None:
         self.path = Path(path)
         self._lock = claim(self.path, resume=resume)
         self._shard_bytes = shard_bytes
         self._manifest: Manifest | None = None
         self._records: list[Record] = []
-        self._states: dict[int, State] = {}
+        self._states: dict[int, State | Used] = {}
         self._held = 0
         self._number = 0
         self._flushed = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leaveout-writer")
         self._writing: Future[Manifest] | None = None
         self.before: Run | None = None
-        if resume and (self.path / MANIFEST).exists():
+        if resume and ((self.path / MANIFEST).exists() or steps is not None):
             try:
-                self._reopen(Run(self.path, read_manifest(self.path)))
+                self._reopen(Run(self.path, read_manifest(self.path)), steps)
             except BaseException:
                 self.abandon()
                 raise
@@ -77,7 +87,7 @@ class Writer:
 
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Write the state before the first step."""
-        write_tensors(self.path / INITIAL, _flatten(initial))
+        write_tensors(self.path / INITIAL, kept_states.flatten(initial))
         config = self.path / CONFIG
         self._manifest = replace(
             manifest,
@@ -86,10 +96,11 @@ class Writer:
         )
         write_manifest(self.path, self._manifest)
 
-    def append(self, record: Record, state: State | None, held: int = 0) -> None:
+    def append(self, record: Record, state: State | Used | None, held: int = 0) -> None:
         """Take one step, and the state after it if it is to be kept; its tensors must not change afterwards.
 
-        ``held`` are the bytes of batches that are kept with it.
+        In place of the state there may be what the step was given, where the state before it is kept. ``held`` are the
+        bytes of batches that are kept with it.
 
         The newest step is never written before the next one comes: ``finish`` may still give it its state.
         """
@@ -102,7 +113,46 @@ class Writer:
         self._held += held
         if state is not None:
             self._states[record.index + 1] = state
-            self._held += nbytes(state)
+            self._held += size_of(state)
+
+    @property
+    def newest(self) -> Used | None:
+        """What is kept of the last step's state, if that is not the state itself."""
+        kept = self._states.get(self._records[-1].index + 1) if self._records else None
+        return kept if isinstance(kept, Used) else None
+
+    def settle(self, final: Callable[[], State | None]) -> bool:
+        """See that the newest state is kept: whole, where the gradient that led to it may have been written to.
+
+        ``final`` copies the state, if it is still there. Say whether the gradient may have been written to.
+        """
+        given = self.newest
+        if given is None or given.intact():
+            return False
+        state = final()
+        if state is None and given.unchanged():
+            return False  # not by a loop that writes behind the count: that one would have been noticed before
+        # Buffers may have moved on with the next forward pass.
+        self.replace_newest(state and {**state, PARAM: {**state[PARAM], **given.moved}})
+        return True
+
+    def replace_newest(self, state: State | None) -> None:
+        """Keep this as the last step's state, or nothing of it."""
+        index = self._records[-1].index + 1
+        if state is None:
+            del self._states[index]
+        else:
+            self._states[index] = state
+
+    def amend(self, average: Update, state: Params) -> bool:
+        """Say what became of the weights' average after the newest step; False where that is on disk already."""
+        if not self._records:
+            return False
+        self._records[-1] = replace(self._records[-1], average=average)
+        held = self._states.get(self._records[-1].index + 1)
+        if isinstance(held, dict):
+            held[AVERAGE] = state
+        return True
 
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
         """Wait until everything is on disk; ``complete=False`` leaves the run marked as cut short.
@@ -114,10 +164,13 @@ class Writer:
             if self._records:
                 assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
                 if final is not None:
-                    self._states[self._records[-1].index + 1] = final
+                    self.replace_newest(final)
+                self.settle(lambda: None)
                 # Not in the thread: none starts any more while the interpreter ends.
                 self._manifest = _write_shard(self.path, self._number, self._records, self._states, self._manifest)
             if self._manifest is not None:
+                if self.before is not None:
+                    write_manifest(self.path, self._manifest)  # which may name less than the one on disk
                 _tidy(self.path, self._manifest)  # before it is finished: nobody tidies a finished run
                 if complete:
                     self._manifest = replace(self._manifest, finished=True)
@@ -131,24 +184,43 @@ class Writer:
         self._records, self._states = [], {}
         self._lock.release()
 
-    def _reopen(self, run: Run) -> None:
-        """Take the run up to its last kept state; steps after it are taken again.
+    def flush(self, state: State | None) -> bool:
+        """Write the steps so far, with the state after the last of them; say whether there was anything to write."""
+        self._wait()
+        if not self._records:
+            return False
+        if state is not None:
+            self.replace_newest(state)
+        self._flush()
+        self._wait()
+        return True
+
+    def _reopen(self, run: Run, steps: int | None) -> None:
+        """Take the run up to its last kept state, or to the one after so many steps; later steps are taken again.
 
         A shard that goes on beyond that state is taken into memory. It is written anew under a number of its own,
         so that the old one is there until the manifest names the new one.
         """
+        if steps is not None and steps not in run.on_disk[1:]:
+            raise RunError(
+                f"The run in {self.path} does not have the state after {steps} steps, from which the training goes on "
+                f"(it has those up to step {len(run)}): go on from a checkpoint that was saved with recorder.flush(), "
+                "or record into another directory.",
+                code="checkpoint-not-recorded",
+            )
         _tidy(self.path, run.manifest)
+        run = run if steps is None else run.head(steps)
         if len(run) == 0:
             return
         whole = [shard for place, shard in enumerate(run.manifest.shards) if run._starts[place + 1] <= len(run)]
-        self._manifest = replace(run.manifest, shards=tuple(whole))
+        self._manifest = replace(run.manifest, shards=tuple(whole), finished=run.manifest.finished and steps is None)
         self._number = max(shard.number for shard in run.manifest.shards) + 1
         self._records = [
-            replace(run.record(index), batches=tuple(run.batches(index)))
+            replace(run.written(index), batches=tuple(run.batches(index)))
             for index in range(self._manifest.steps, len(run))
         ]
         self._states = {index: run.state(index) for index in run.kept if index > self._manifest.steps}
-        self._held = sum(map(nbytes, self._states.values()))
+        self._held = sum(map(size_of, self._states.values()))
         self.before = run
 
     def _flush(self) -> None:
@@ -215,20 +287,22 @@ def _ours(file: Path, names: re.Pattern[str]) -> bool:
 
 
 def _write_shard(
-    path: Path, number: int, records: Sequence[Record], states: dict[int, State], manifest: Manifest
+    path: Path, number: int, records: Sequence[Record], states: dict[int, State | Used], manifest: Manifest
 ) -> Manifest:
     """Write a shard, then the manifest that names it."""
-    names = manifest.rule.hypers
     leaves = max(len(record.fingerprint) for record in records)
     prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
-    tensors = {
+    tensors: dict[str, Tensor | Rows] = {
         "ids": torch.cat([record.ids for record in records]),
         "lengths": torch.tensor([len(record.ids) for record in records]),
         "epochs": torch.tensor([record.epoch for record in records]),
-        "hypers": torch.tensor([[[h[name] for name in names] for h in r.hypers] for r in records], dtype=torch.float64),
         "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
     }
     tensors |= micro.written([record.parts for record in records])
+    tensors |= averages.written([record.average for record in records])
+    tensors |= uneven.written(manifest.rule, [Settings(record.hypers, record.places) for record in records])
+    if any(record.scale != 1 for record in records):
+        tensors[micro.SCALES] = torch.tensor([record.scale for record in records], dtype=torch.float64)
     modes = list(manifest.modes)
     if all(record.training is not None for record in records):
         modes += [one for one in dict.fromkeys(r.training for r in records) if one is not None and one not in modes]
@@ -242,15 +316,15 @@ def _write_shard(
             tensors |= kept_batches.packed(batch, kept_batches.key(record.index, part))
             if manifest.structure is None:
                 manifest = replace(manifest, structure=kept_batches.structure(batch))
-    tensors["kept"] = torch.tensor(list(states), dtype=torch.int64)
-    flat = [_flatten(state) for state in states.values()]
-    if flat:
-        tensors |= {key: torch.stack([state[key] for state in flat]) for key in flat[0]}
-    file = path / shard_name(number)
-    write_tensors(file, tensors)
-    shard = Shard(number, len(records), checksum(file), tensor_checksum(tensors["kept"]))
+    kept = kept_states.written(states)
+    crc32 = write_tensors_checked(path / shard_name(number), tensors | kept)
+    shard = Shard(number, len(records), crc32, tensor_checksum(kept[KEPT]))  # type: ignore[arg-type]
     manifest = replace(
-        manifest, shards=(*manifest.shards, shard), modes=tuple(modes), autocast=_autocast(records, manifest)
+        manifest,
+        shards=(*manifest.shards, shard),
+        modes=tuple(modes),
+        autocast=_autocast(records, manifest),
+        uneven=manifest.uneven or uneven.PLACES in tensors,
     )
     write_manifest(path, manifest)
     return manifest
@@ -268,11 +342,7 @@ def _autocast(records: Sequence[Record], manifest: Manifest) -> str | None:
     return kinds.pop()
 
 
-def _flatten(state: State) -> dict[str, Tensor]:
-    return {f"state/{slot}/{name}": tensor for slot, params in state.items() for name, tensor in params.items()}
-
-
-def never_finished(writer: Writer, owner: int) -> None:
+def never_finished(writer: Any, owner: int) -> None:
     """Save what a recorder had when the program ended without ``finish``."""
     if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
         return

@@ -72,6 +72,13 @@ def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
     return resources.chunk(2 * product_bytes(trajectory), count)
 
 
+def examples(resources: Resources, trajectory: Trajectory) -> int:
+    """Return how many examples' own gradients are taken at a time: each has its share of the batch's activations."""
+    count = len(trajectory.run.record(0).ids)
+    activations = trajectory.task.footprint(trajectory.final_whole()[PARAM], trajectory.batch(0))
+    return resources.chunk(2 * (ONCE * activations // count + 4 * param_bytes(trajectory)), count)
+
+
 def check(resources: Resources, trajectory: Trajectory, bytes_each: int, what: str) -> None:
     """Refuse a budget that does not hold one vector and its product."""
     resources.check(bytes_each + product_bytes(trajectory), what)

@@ -35,10 +35,16 @@ from leaveout.task.training_batch import Window, has_shared_draws, take
 
 
 class Curvature(ABC):
-    """The batch gradient at one state, and its derivative, or a stand-in for it, applied to stacks of vectors."""
+    """The batch gradient at one state, and its derivative, or a stand-in for it, applied to stacks of vectors.
 
-    def __init__(self, task: Task, params: Params, batch: Batch, chunk: int | None = None) -> None:
+    ``chunk`` says how many vectors, ``examples`` how many examples' own gradients are worked on at a time.
+    """
+
+    def __init__(
+        self, task: Task, params: Params, batch: Batch, chunk: int | None = None, examples: int | None = None
+    ) -> None:
         self.task, self.params, self.batch, self.chunk = task, params, batch, chunk
+        self._examples = examples or chunk
 
     @cached_property
     def gradient(self) -> Params:
@@ -66,7 +72,7 @@ class Curvature(ABC):
 
     def gradients(self, examples: Batch) -> Params:
         """Compute g(z) for every example."""
-        return example_gradients(self.task, self.params, examples, self.chunk)
+        return example_gradients(self.task, self.params, examples, self._examples)
 
     @property
     def separable(self) -> bool:
@@ -195,7 +201,9 @@ class Flat(Curvature):
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Return zero, and ⟨a, g_z⟩/|Z| for every vector a."""
-        self.gradient, reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
+        value, reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
+        if value is not None:
+            self.gradient = value
         return each(torch.zeros_like, vectors), reads
 
     def changes(
@@ -215,11 +223,6 @@ class Flat(Curvature):
         """Compute g(z), and zero."""
         gradients = self.gradients(examples)
         return gradients, each(torch.zeros_like, gradients)
-
-
-def hessian(kinks: bool) -> type[Curvature]:
-    """Choose the Hessian, with or without the curvature of kinks."""
-    return KinkedHessian if kinks else Hessian
 
 
 def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from leaveout._util.allocator import returned
-from leaveout._util.trees import Params, each, height, split
+from leaveout._util.trees import Params, add_rows, each, height, split
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import UnsupportedError
@@ -144,7 +144,7 @@ class Correction:
             self.cost.hvps += transport.products(keep)
             along = reached[torch.tensor([recorded.record.index])][0].T
             for part, curved in transport.step(recorded, row, position, size, keep):
-                extra.index_add_(0, part, curved @ along, alpha=-1 / len(recorded.record.ids))
+                add_rows(extra, part, curved @ along, alpha=-1 / len(recorded.record.ids))
         return Products(plain, plain + extra)
 
     def _transport(self, layout: Layout, basis: Float[Tensor, "rank width"] | None, like: Tensor) -> Transport:

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, flat_rows, sum_of
+from leaveout._util.trees import PARAM, Params, add_rows, flat_rows, sum_of
 from leaveout.errors import RunError
-from leaveout.optim import Hyper, Rule, values
+from leaveout.optim import IDLE, STILL, Hyper, Rule, values
 
 FORGET = 256
 
@@ -46,10 +46,12 @@ def drift(rule: Rule, hypers: Sequence[Hyper], l2: float, like: Tensor) -> Drift
     carry, enter = [], []
     for hyper in map(values, hypers):
         units = {slot: unit[i] for i, slot in enumerate(rule.slots)}
-        moved = rule.definition.step(units, l2 * units[PARAM], hyper)
+        stopped = bool(hyper.get(STILL) or hyper.get(IDLE))
+        moved = rule.moved(rule.definition.step, units, (0.0 if stopped else l2) * units[PARAM], hyper)
         carry.append(torch.stack([moved[slot] for slot in rule.slots]))
         nothing = {slot: torch.zeros(1, dtype=torch.float64) for slot in rule.slots}
-        pushed = rule.definition.step(nothing, torch.ones(1, dtype=torch.float64), hyper)
+        one = torch.full((1,), 0.0 if stopped else 1.0, dtype=torch.float64)
+        pushed = rule.moved(rule.definition.step, nothing, one, hyper)
         enter.append(torch.cat([pushed[slot] for slot in rule.slots]))
     return Drift(torch.stack(carry).to(like), torch.stack(enter).to(like))
 
@@ -227,12 +229,12 @@ class LazyVectors:
         """Add multiples of terms to the first slots of rows, as of now; a row may be named several times."""
         some = terms.shape[1]
         if not self._moving and isinstance(self._rows, Tensor):
-            self._rows[:, :some].index_add_(0, rows, terms, alpha=alpha)
+            add_rows(self._rows[:, :some], rows, terms, alpha=alpha)
             self._touched[rows] = self._step
             return
         chosen, place = torch.unique(rows, return_inverse=True)
         values = self.now(chosen)
-        values[:, :some].index_add_(0, place, terms, alpha=alpha)
+        add_rows(values[:, :some], place, terms, alpha=alpha)
         self.put(chosen, values)
 
     def advance(self, carry: Float[Tensor, "groups slots slots"]) -> None:

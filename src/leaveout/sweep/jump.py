@@ -7,20 +7,26 @@ in it. With u the backward vector of SGD-IE and O the optimizer's step,
 
 It is the first term of exact ACC's correction. For SGD the step is linear and this is SGD-IE itself. The cost is that
 of SGD-IE and of the batch's per-example gradients, whatever the number of examples: nothing is transported.
+
+The step's change of the parameters is read by the inner product as it is; its change of moments by whose root later
+steps divide saturates (``saturation.py``), since a derivative in them does not reach that far.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import Params, State, embed, height, inner, nbytes, sum_of
+from leaveout._util.trees import PARAM, Params, add_rows, height, inner, nbytes, sum_of
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.sweep.checkpoint import SweepCheckpoint
 from leaveout.sweep.fast_acc import Products
-from leaveout.sweep.linear_step import LinearStep, Pairs
+from leaveout.sweep.linear_step import Pairs, Pulled
+from leaveout.sweep.saturation import Saturation
 from leaveout.sweep.sweep import Sweep
 from leaveout.trajectory.left_out import LeftOut
 
@@ -29,7 +35,14 @@ ROW = 8
 
 
 def jump_products(
-    sweep: Sweep, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost, *, together: bool = True
+    sweep: Sweep,
+    left_out: LeftOut,
+    queries: Params,
+    resources: Resources,
+    cost: Cost,
+    *,
+    together: bool = True,
+    saturated: bool = True,
 ) -> Products:
     """Compute SGD-IE's inner products and those of the jumps, for every row and query vector, in one backward sweep.
 
@@ -40,6 +53,7 @@ def jump_products(
         resources: memory budget and progress.
         cost: where the products are counted.
         together: a row's examples leave a batch in one jump; otherwise the jumps of its single examples are added.
+        saturated: moments by whose root later steps divide are read with saturation; otherwise by their derivative.
     """
     checkpoint = SweepCheckpoint(resources.checkpoint, cost, sweep.trajectory.task.device)
     saved = checkpoint.saved()
@@ -47,51 +61,64 @@ def jump_products(
     fresh = {name: like.new_zeros((len(left_out), height(queries))) for name in ("plain", "extra")}
     sums = {name: saved.gathered[name] for name in fresh} if saved else fresh
     chunk = resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(left_out)))
-    still = embed(queries, sweep.trajectory.final())
+    read = Reading(Saturation(sweep.trajectory.rule, sweep.trajectory.final()[PARAM]) if saturated else None, chunk)
+    if saved and read.saturation:
+        read.saturation.unpack(saved.gathered)
     for recorded, pulled in sweep.pulled(queries, resources, cost, saved):
         pairs = left_out.pairs(recorded.record.ids)
         row, position = pairs
         reads = -pulled.weights[:, position].T
-        sums["plain"].index_add_(0, row, reads)
+        add_rows(sums["plain"], row, reads)
         keep = sweep.schedule.kept(recorded.record, left_out, row)
         if keep is not None:
             pairs, reads = (row[keep], position[keep]), reads[keep]
         if len(pairs[0]):
             if together:
-                _add_jumps(sums["extra"], pairs, pulled.step, pulled.arriving, chunk)
+                read.add(sums["extra"], pairs, pulled)
             else:
-                _add_single_jumps(sums["extra"], pairs, recorded.record.ids, pulled.step, pulled.arriving, chunk)
-            sums["extra"].index_add_(0, pairs[0], reads, alpha=-1)
-        checkpoint.note(recorded.record.index, pulled.state if sweep.curved else still, lambda: sums)
+                read.add_single(sums["extra"], pairs, recorded.record.ids, pulled)
+            add_rows(sums["extra"], pairs[0], reads, alpha=-1)
+        read.passed(pulled)
+        checkpoint.note(recorded.record.index, sweep.onward(recorded, pulled), lambda: {**sums, **read.packed()})
     return Products(sums["plain"], sums["plain"] + sums["extra"])
 
 
-def _add_jumps(
-    total: Float[Tensor, "rows queries"], pairs: Pairs, step: LinearStep, arriving: State, chunk: int
-) -> None:
-    """Add every row's jump, read with the arriving vectors, to its row of the total."""
-    leaving = torch.unique(pairs[0])
-    for part in leaving.split(chunk):
-        inside = torch.isin(pairs[0], part)
-        rows, jump = step.jumps((pairs[0][inside], pairs[1][inside]))
-        reads = sum_of(inner(jump[slot], arriving[slot]) for slot in jump)
-        total.index_add_(0, rows, reads)
+@dataclass(frozen=True)
+class Reading:
+    """How jumps are read with the vectors that arrive at their step, and how many rows at a time."""
 
+    saturation: Saturation | None
+    chunk: int
 
-def _add_single_jumps(
-    total: Float[Tensor, "rows queries"],
-    pairs: Pairs,
-    ids: Int[Tensor, " batch"],
-    step: LinearStep,
-    arriving: State,
-    chunk: int,
-) -> None:
-    """Add the jump of every single example, read with the arriving vectors, to the rows that leave it out."""
-    row, position = pairs
-    examples, which = torch.unique(ids, return_inverse=True)
-    needed = torch.isin(which, which[position])
-    single = total.new_zeros((len(examples), total.shape[1]))
-    _add_jumps(single, (which[needed], needed.nonzero()[:, 0]), step, arriving, chunk)
-    # An example that occurs twice in the batch leaves once.
-    leaves = torch.unique(torch.stack([row, which[position]]), dim=1)
-    total.index_add_(0, leaves[0], single[leaves[1]])
+    def add(self, total: Float[Tensor, "rows queries"], pairs: Pairs, pulled: Pulled) -> None:
+        """Add every row's jump, read with the arriving vectors, to its row of the total."""
+        leaving = torch.unique(pairs[0])
+        for part in leaving.split(self.chunk):
+            inside = torch.isin(pairs[0], part)
+            rows, jump = pulled.step.jumps((pairs[0][inside], pairs[1][inside]))
+            if self.saturation:
+                jump = self.saturation.read(jump, pulled.step.hypers)
+            reads = sum_of(inner(jump[slot], pulled.arriving[slot]) for slot in jump)
+            add_rows(total, rows, reads)
+
+    def add_single(
+        self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled
+    ) -> None:
+        """Add the jump of every single example, read with the arriving vectors, to the rows that leave it out."""
+        row, position = pairs
+        examples, which = torch.unique(ids, return_inverse=True)
+        needed = torch.isin(which, which[position])
+        single = total.new_zeros((len(examples), total.shape[1]))
+        self.add(single, (which[needed], needed.nonzero()[:, 0]), pulled)
+        # An example that occurs twice in the batch leaves once.
+        leaves = torch.unique(torch.stack([row, which[position]]), dim=1)
+        add_rows(total, leaves[0], single[leaves[1]])
+
+    def passed(self, pulled: Pulled) -> None:
+        """Go on to the step before."""
+        if self.saturation:
+            self.saturation.note(pulled.step.stepped, pulled.step.gradient, pulled.step.hypers)
+
+    def packed(self) -> dict[str, Tensor]:
+        """Return what is carried, by names."""
+        return self.saturation.packed() if self.saturation else {}

@@ -18,6 +18,7 @@ from leaveout._util.trees import (
     PARAM,
     Params,
     State,
+    add_rows,
     each,
     expand,
     gather_sums,
@@ -56,7 +57,7 @@ class Pulled(NamedTuple):
     def add_to(self, totals: Float[Tensor, "rows vectors"], pairs: Pairs) -> None:
         """Add −(∂F/∂w_k)ᵀu, the first-order effect of leaving k out here, to the total of each row without k."""
         row, position = pairs
-        totals.index_add_(0, row, self.weights[:, position].T, alpha=-1)
+        add_rows(totals, row, self.weights[:, position].T, alpha=-1)
 
 
 class LinearStep:
@@ -72,7 +73,7 @@ class LinearStep:
     ) -> None:
         self._rule, self._recorded, self.curvature = rule, recorded, curvature
         self._path = path or (lambda params: params)
-        self._hypers = recorded.record.hypers
+        self.hypers = recorded.record.hypers
 
     @property
     def has_gradient(self) -> bool:
@@ -80,9 +81,22 @@ class LinearStep:
         return self.curvature.has_gradient
 
     @cached_property
+    def gradient(self) -> Params:
+        """ḡ(θ; w¹): the one at hand, or as the recorded states tell it up to rounding, or computed."""
+        if not self.curvature.has_gradient and (used := self.consumed) is not None:
+            return used
+        return self.curvature.gradient
+
+    @cached_property
+    def consumed(self) -> Params | None:
+        """The gradient that the recorded states say was used, or None."""
+        recorded = self._recorded
+        return self._rule.consumed(recorded.before, recorded.after, self.hypers) if recorded.exact else None
+
+    @cached_property
     def after(self) -> State:
         """The step computed again."""
-        return self._rule.step(self._recorded.before, self.curvature.gradient, self._hypers)
+        return self._rule.step(self._recorded.before, self.curvature.gradient, self.hypers)
 
     def pull(
         self, vectors: State, products: Callable[[Params], tuple[Params, Float[Tensor, "vectors batch"]]] | None = None
@@ -91,7 +105,7 @@ class LinearStep:
 
         ``products`` is taken in place of the curvature's own where its values are known from elsewhere.
         """
-        state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self._hypers)
+        state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self.hypers)
         along = self._path(along)
         curved, reads = (products or self.curvature.products)(along)
         return Pulled(_plus(state, curved), state, along, reads, vectors, self)
@@ -128,7 +142,7 @@ class LinearStep:
         pushed = self._tangent(vectors, along)
         affected, gradient = self._left_out(own_pairs)
         own = self._counterfactual(gradient)
-        tangent = self._rule.tangent(own, (state_rows(vectors, affected), rows(along, affected)), self._hypers)
+        tangent = self._rule.tangent(own, (state_rows(vectors, affected), rows(along, affected)), self.hypers)
         jump = self._jump(own)
         return replace_rows(pushed, affected, {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent})
 
@@ -136,7 +150,7 @@ class LinearStep:
         """Compute ∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩; rows that are not kept as for SGD-IE."""
         count = height(vectors[PARAM])
         reads = next(iter(vectors[PARAM].values())).new_zeros(count)
-        state, along = self._rule.cotangent(self._at(count), vectors, self._hypers)
+        state, along = self._rule.cotangent(self._at(count), vectors, self.hypers)
         if keep is not None:
             plain, gradient = self._left_out(_where(pairs, ~keep))
             reads[plain] = -inner_rows(rows(along, plain), gradient)
@@ -148,7 +162,7 @@ class LinearStep:
             jump = self._jump(own)
             reads[affected] = sum(inner_rows(own_vectors[slot], jump[slot]) for slot in jump)
             if not self._rule.linear:
-                own_state, own_along = self._rule.cotangent(own, own_vectors, self._hypers)
+                own_state, own_along = self._rule.cotangent(own, own_vectors, self.hypers)
                 state = replace_rows(state, affected, own_state)
                 along = replace_rows({PARAM: along}, affected, {PARAM: own_along})[PARAM]
         along = self._path(along)
@@ -169,23 +183,28 @@ class LinearStep:
 
     def _at(self, count: int) -> tuple[State, Params]:
         # A linear step has the same derivative everywhere, so that any gradient serves where none is at hand.
-        gradient = self._recorded.before[PARAM] if self._rule.linear else self.curvature.gradient
+        gradient = self._recorded.before[PARAM] if self._rule.linear else self.gradient
         return expand(self._recorded.before, count), expand({PARAM: gradient}, count)[PARAM]
 
     def _tangent(self, state: State, gradient: Params) -> State:
         if self._rule.linear:  # it is its own derivative
-            return self._rule.steps_(state, gradient, self._hypers)
-        return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self._hypers)
+            return self._rule.steps_(state, gradient, self.hypers)
+        return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self.hypers)
 
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
         """Return the recorded state with the batch gradient that lacks each row's examples."""
         state, _ = self._at(height(gradient))
-        return state, each(torch.sub, expand({PARAM: self.curvature.gradient}, height(gradient))[PARAM], gradient)
+        return state, each(torch.sub, expand({PARAM: self.gradient}, height(gradient))[PARAM], gradient)
+
+    @cached_property
+    def stepped(self) -> State:
+        """The step with the gradient that jumps are counted from."""
+        return self._rule.step(self._recorded.before, self.gradient, self.hypers)
 
     def _jump(self, own: tuple[State, Params]) -> State:
         """Compute Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
-        stepped = self._rule.steps(*own, self._hypers)
-        return {slot: each(torch.sub, stepped[slot], self.after[slot]) for slot in stepped}
+        stepped = self._rule.steps(*own, self.hypers)
+        return {slot: each(torch.sub, stepped[slot], self.stepped[slot]) for slot in stepped}
 
     def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:
         """Return the rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, on their path.

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, each
+from leaveout._util.trees import PARAM, Params, add_rows, each
 from leaveout.compute.resources import Resources
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature
@@ -69,7 +69,7 @@ class Remainders:
         else:  # nothing has been corrected yet, nor is it here: SGD-IE's own step
             result = curvature.products(along)
             self._rows.advance(step.carry.mT)
-        self.plain.index_add_(0, pairs[0], result[1][0, pairs[1]], alpha=-1)
+        add_rows(self.plain, pairs[0], result[1][0, pairs[1]], alpha=-1)
         return result
 
     def _corrected(
@@ -91,7 +91,7 @@ class Remainders:
             mean += curved.mean(0, keepdim=True) * (len(gradients) / size)
             reads[0, part] = gradients @ flat_vector / size
             for some, chosen in self._of_pairs(gradients, position, part, size):
-                self.extra.index_add_(0, row[some], self._rows.read(row[some], enter, chosen), alpha=-1 / size)
+                add_rows(self.extra, row[some], self._rows.read(row[some], enter, chosen), alpha=-1 / size)
         self._rows.advance(carry)
         for part in parts:
             curved = curved if len(parts) == 1 else self._own(curvature, vector, part)[1]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from leaveout._util.hashing import mixed
 from leaveout.errors import InputError
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 from leaveout.trajectory.left_out import LeftOut
 
 FIRST = (1, 2)

@@ -53,4 +53,4 @@ def top_directions(
 def _curvature(trajectory: Trajectory, index: int, kind: type[Curvature]) -> Curvature:
     """Return the curvature at one step; of the step itself, nothing else is kept."""
     recorded = trajectory.recorded_step(index)
-    return kind(trajectory.task, recorded.params, recorded.batch)
+    return kind(recorded.task, recorded.params, recorded.batch)

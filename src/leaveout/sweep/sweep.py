@@ -79,6 +79,8 @@ class Sweep:
             keep = self.schedule.kept(recorded.record, left_out, pairs[0])
             self._count(cost, len(left_out))
             if not self.curved:
+                if self.trajectory.run.averaged:
+                    moved = self.trajectory.rule.rested(moved, recorded.record.hypers)
                 jump = step.inject(pairs, len(left_out))
                 moved = {slot: each(torch.add, moved[slot], jump[slot]) for slot in moved}
             elif self.corrected:
@@ -117,22 +119,38 @@ class Sweep:
         ``products`` is an observer that gives each step's products itself, since it has them from elsewhere, and keeps
         within the budget itself.
         """
-        vectors = saved.vectors if saved else embed(queries, self.trajectory.final())
+        vectors = saved.vectors if saved else embed(queries, self.trajectory.final(), self.trajectory.slot)
         growth, count = Growth(self.trajectory.task), height(queries)
         chunk = None if products else budget.chunk(resources, self.trajectory, count)
+        examples = None if products else budget.examples(resources, self.trajectory)
         recorded_steps = self.trajectory.backward(saved.step if saved else None)
         for recorded in resources.track(recorded_steps, len(self.trajectory), "backward"):
             self._count(cost, count)
-            step = self._step(recorded, chunk)
+            step = self._step(recorded, chunk, examples)
             pulled = step.pull(vectors, products and partial(products, recorded, step.curvature))
             self._check(recorded, step)
             if count == 1 and not products and self._seen_along:
-                self.trajectory.check.along(recorded, vectors, pulled.carried, float(pulled.weights.sum()))
+                self._check_along(recorded, pulled)
+            vectors = self.onward(recorded, pulled)
             if self.curved:
-                vectors = pulled.state
                 growth.note(recorded, vectors)
             yield recorded, pulled
         growth.tell()
+
+    def onward(self, recorded: RecordedStep, pulled: Pulled) -> State:
+        """The vectors that reach the step before: without curvature they stay as they are, but for averages."""
+        if self.curved:
+            return pulled.state
+        averaged = self.trajectory.run.averaged
+        return self.trajectory.rule.at_rest(pulled.arriving, recorded.record.hypers) if averaged else pulled.arriving
+
+    def _check_along(self, recorded: RecordedStep, pulled: Pulled) -> None:
+        """Check a step along the one vector that is pulled back, where that costs nothing."""
+        check, slope = self.trajectory.check, float(pulled.weights.sum())
+        if self.trajectory.rule.linear:
+            check.along(recorded, pulled.arriving, pulled.carried, slope)
+        elif not pulled.step.has_gradient and pulled.step.consumed is not None:
+            check.slope(recorded, each(lambda t: t[0], pulled.gradient), pulled.step.consumed, slope)
 
     @property
     def _rough(self) -> bool:
@@ -141,8 +159,8 @@ class Sweep:
 
     @property
     def _seen_along(self) -> bool:
-        """Say whether a step can be checked along one vector: where it is linear in the gradient and the weights."""
-        return self.trajectory.rule.linear and self.path is None and not self._rough
+        """Say whether a step can be checked along one vector: where the gradient is linear in the weights."""
+        return self.path is None and not self._rough
 
     def _shared(
         self, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost
@@ -152,10 +170,9 @@ class Sweep:
         saved = checkpoint.saved()
         fresh = next(iter(queries.values())).new_zeros((len(left_out), height(queries)))
         totals = saved.gathered["totals"] if saved else fresh
-        still = embed(queries, self.trajectory.final())
         for recorded, pulled in self.pulled(queries, resources, cost, saved):
             pulled.add_to(totals, left_out.pairs(recorded.record.ids))
-            checkpoint.note(recorded.record.index, pulled.state if self.curved else still, lambda: {"totals": totals})
+            checkpoint.note(recorded.record.index, self.onward(recorded, pulled), lambda: {"totals": totals})
         return totals
 
     def _private(self, left_out: LeftOut, query: Params, resources: Resources, cost: Cost) -> Float[Tensor, " rows"]:
@@ -163,7 +180,7 @@ class Sweep:
         check_symmetric(self.trajectory.task, self.kind)
         count = len(left_out)
         stacked = {name: tensor.expand(count, *tensor.shape) for name, tensor in query.items()}
-        vectors = embed(stacked, self.trajectory.final())
+        vectors = embed(stacked, self.trajectory.final(), self.trajectory.slot)
         total = next(iter(query.values())).new_zeros(count)
         growth = Growth(self.trajectory.task)
         chunk = budget.chunk(resources, self.trajectory, count)
@@ -179,8 +196,8 @@ class Sweep:
         growth.tell()
         return total
 
-    def _step(self, recorded: RecordedStep, chunk: int | None) -> LinearStep:
-        curvature = self.kind(self.trajectory.task, recorded.params, recorded.batch, chunk)
+    def _step(self, recorded: RecordedStep, chunk: int | None, examples: int | None = None) -> LinearStep:
+        curvature = self.kind(recorded.task, recorded.params, recorded.batch, chunk, examples)
         return LinearStep(self.trajectory.rule, recorded, curvature, self.path)
 
     def _check(self, recorded: RecordedStep, step: LinearStep) -> None:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, each
+from leaveout._util.trees import PARAM, Params, add_rows, each
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim import Rule, values
@@ -103,7 +103,7 @@ class Free(Transport):
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """Yield H(z)·δ_r for every pair, and go on."""
-        curvature = self.kind(self._trajectory.task, recorded.params, recorded.batch)
+        curvature = self.kind(recorded.task, recorded.params, recorded.batch)
         gradients: Params | None = None
         for part in turns(len(row), size):
             vectors = self._layout.unflatten(self.now(row[part]))
@@ -157,7 +157,7 @@ class SubspaceTransport(Transport):
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """Yield H(z)·δ_r for every pair, and go on."""
-        curvature = self._free.kind(self._trajectory.task, recorded.params, recorded.batch)
+        curvature = self._free.kind(recorded.task, recorded.params, recorded.batch)
         terms, gradients = [], None
         for part in turns(len(row), size):
             own, where = row[part], position[part]
@@ -181,7 +181,7 @@ class SubspaceTransport(Transport):
 
     def _move(self, recorded: RecordedStep, row: Int[Tensor, " pairs"], terms: Float[Tensor, "pairs rank"]) -> None:
         """Take the optimizer's own step on the coordinates, with the batch's curvature within the span."""
-        hypers = recorded.record.hypers
+        hypers, rule = recorded.record.hypers, self._trajectory.rule
         if any(hyper != hypers[0] for hyper in hypers):
             raise UnsupportedError(
                 "Subspace transport needs the same hyperparameters for all parameters, and this run's groups differ: "
@@ -189,9 +189,9 @@ class SubspaceTransport(Transport):
                 code="hyperparameters-differ",
             )
         chunk = budget.chunk(self._free.resources.divided(4), self._trajectory, len(self._basis))
-        curvature = self._free.kind(self._trajectory.task, recorded.params, recorded.batch)
+        curvature = self._free.kind(recorded.task, recorded.params, recorded.batch)
         products = (curvature.products(self._layout.unflatten(part))[0] for part in self._basis.split(chunk))
         curved = torch.cat([self._layout.flatten(product) @ self._basis.T for product in products])
         gradient = self._inside[PARAM] @ curved
-        gradient.index_add_(0, row, terms, alpha=-1 / len(recorded.record.ids))
-        self._inside = self._trajectory.rule.definition.step(self._inside, gradient, values(hypers[0]))
+        add_rows(gradient, row, terms, alpha=-1 / len(recorded.record.ids))
+        self._inside = rule.moved(rule.definition.step, self._inside, gradient, values(hypers[0]))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -83,6 +83,37 @@ def refuse_single_values(weights: Float[Tensor, "*rows batch"], positions: int) 
         )
 
 
+class _Call(NamedTuple):
+    """What ``torch.batch_norm`` and ``torch.instance_norm`` are called with."""
+
+    input: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+    cudnn_enabled: bool
+
+    @property
+    def values(self) -> Tensor:
+        """The input; half precision as float32, as PyTorch computes statistics."""
+        return self.input.float() if self.input.dtype in (torch.float16, torch.bfloat16) else self.input
+
+    def normalised(self, mean: Tensor, var: Tensor) -> Tensor:
+        """(x − μ)/√(σ² + ε) · γ + β, for μ and σ² per channel, or per example and channel."""
+        x = self.values
+
+        def spread(values: Tensor) -> Tensor:
+            return values.view(*(() if values.ndim == 2 else (1,)), *values.shape, *(1 for _ in x.shape[2:]))
+
+        out = (x - spread(mean)) * spread((var + self.eps).rsqrt())
+        out = out if self.weight is None else out * spread(self.weight)
+        out = out if self.bias is None else out + spread(self.bias)
+        return out.to(self.input.dtype)
+
+
 class _Weighted(FunctionMode):
     """Stands in for the functions that compute and update statistics."""
 
@@ -107,58 +138,34 @@ class _Weighted(FunctionMode):
 
         return call
 
-    def _batch_norm(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        _cudnn: bool,
-    ) -> Tensor:
-        values = _precise(x)
-        if not training:
-            mean, var = self._current(running_mean), self._current(running_var)
-            return _normalised(values, mean, var, scale, shift, eps).to(x.dtype)
-        weights = self._example_weights(values)
-        n, mean, var = _moments(values, weights)
-        if running_mean is not None:
+    def _batch_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = _Call(*args, **kwargs)
+        if not call.training:
+            return self._by_running(call)
+        n, mean, var = _moments(call.values, self._example_weights(call.values))
+        if call.running_mean is not None:
             _check_single(n)
-            self._update(running_mean, running_var, n, mean, var * (n / (n - 1)), momentum, counted=True)
-        return _normalised(values, mean, var, scale, shift, eps).to(x.dtype)
+            self._update(call, n, mean, var * (n / (n - 1)), counted=True)
+        return call.normalised(mean, var)
 
-    def _instance_norm(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn: bool,
-    ) -> Tensor:
+    def _instance_norm(self, *args: Any, **kwargs: Any) -> Tensor:
         """Each example by its own statistics; the running ones follow their weighted mean over the batch."""
-        if running_mean is None:
-            return torch.instance_norm(x, scale, shift, running_mean, running_var, training, momentum, eps, cudnn)
-        values = _precise(x)
-        if not training:
-            mean, var = self._current(running_mean), self._current(running_var)
-            return _normalised(values, mean, var, scale, shift, eps).to(x.dtype)
-        weights = self._example_weights(values)
-        positions = values.flatten(2)
+        call = _Call(*args, **kwargs)
+        if call.running_mean is None:
+            return torch.instance_norm(*call)
+        if not call.training:
+            return self._by_running(call)
+        weights = self._example_weights(call.values)
+        positions = call.values.flatten(2)
         mean, var = positions.mean(-1), positions.var(-1, correction=0)
         n = weights.sum()
         share = (weights / _above_zero(n)).unsqueeze(1)
         unbiased = var * (positions.shape[-1] / (positions.shape[-1] - 1))
-        self._update(
-            running_mean, running_var, n, (share * mean).sum(0), (share * unbiased).sum(0), momentum, counted=False
-        )
-        return _normalised(values, mean, var, scale, shift, eps).to(x.dtype)
+        self._update(call, n, (share * mean).sum(0), (share * unbiased).sum(0), counted=False)
+        return call.normalised(mean, var)
+
+    def _by_running(self, call: _Call) -> Tensor:
+        return call.normalised(self._current(call.running_mean), self._current(call.running_var))
 
     def _example_weights(self, x: Tensor) -> Tensor:
         if self._weights is None:
@@ -172,32 +179,22 @@ class _Weighted(FunctionMode):
             )
         return self._weights.to(x.dtype)
 
-    def _update(
-        self,
-        running_mean: Tensor,
-        running_var: Tensor | None,
-        n: Tensor,
-        mean: Tensor,
-        var: Tensor,
-        momentum: float,
-        *,
-        counted: bool,
-    ) -> None:
+    def _update(self, call: _Call, n: Tensor, mean: Tensor, var: Tensor, *, counted: bool) -> None:
         """Moves the running statistics towards these, unless nothing was seen."""
-        names = [self._names.get(id(each)) for each in (running_mean, running_var)]
+        names = [self._names.get(id(each)) for each in (call.running_mean, call.running_var)]
         if None in names:
             raise InputError(
                 "A BatchNorm's running statistics are not among the buffers given: give every buffer of the model, the "
                 "same tensors as to functional_call.",
                 code="batch-norm-buffers-missing",
             )
-        factor: Any = momentum
+        factor: Any = call.momentum
         count = str(names[0]).removesuffix("running_mean") + COUNT
         if counted and count in self._buffers:
             batches = self.new.get(count, self._buffers[count])
             self.new[count] = batches + (n > 0)
-            factor = 1 / (batches + 1).to(mean.dtype) if math.isnan(momentum) else momentum
-        for name, running, now in ((names[0], running_mean, mean), (names[1], running_var, var)):
+            factor = 1 / (batches + 1).to(mean.dtype) if math.isnan(call.momentum) else call.momentum
+        for name, running, now in ((names[0], call.running_mean, mean), (names[1], call.running_var, var)):
             old = self._current(running)
             moved = (1 - factor) * old + factor * now.to(old.dtype)
             self.new[str(name)] = torch.where(n > 0, moved, old)
@@ -217,17 +214,6 @@ def _moments(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return n, mean.flatten(), var
 
 
-def _normalised(x: Tensor, mean: Tensor, var: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
-    """(x − μ)/√(σ² + ε) · γ + β, for μ and σ² per channel, or per example and channel."""
-
-    def spread(values: Tensor) -> Tensor:
-        return values.view(*(() if values.ndim == 2 else (1,)), *values.shape, *(1 for _ in x.shape[2:]))
-
-    out = (x - spread(mean)) * spread((var + eps).rsqrt())
-    out = out if scale is None else out * spread(scale)
-    return out if shift is None else out + spread(shift)
-
-
 def _above_zero(n: Tensor) -> Tensor:
     """A denominator: n, or 1 where nothing is left and sums are 0."""
     return torch.where(n > 0, n, torch.ones_like(n))
@@ -239,8 +225,3 @@ def _check_single(n: Tensor) -> None:
     except RuntimeError:
         # Under vmap or in a trace there is no value to look at.
         return
-
-
-def _precise(x: Tensor) -> Tensor:
-    """Half precision as float32, as PyTorch computes statistics."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -58,28 +58,28 @@ def numbers(ids: Any) -> Tensor:
     tensor([0, 1, 2])
     """
     try:
-        found = torch.as_tensor(ids).cpu().clone()
+        tensor = torch.as_tensor(ids).cpu().clone()
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise InputError(
             f"ids do not name a batch ({error}): give a list of example numbers.", code="ids-not-a-batch"
         ) from None
-    if found.ndim != 1 or len(found) == 0:
+    if tensor.ndim != 1 or len(tensor) == 0:
         raise InputError(
-            f"ids of shape {list(found.shape)} do not name a batch: give a list of example numbers.",
+            f"ids of shape {list(tensor.shape)} do not name a batch: give a list of example numbers.",
             code="ids-not-a-batch",
         )
-    if found.dtype.is_floating_point or found.dtype.is_complex or found.dtype == torch.bool:
-        kind = str(found.dtype).removeprefix("torch.")
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        kind = str(tensor.dtype).removeprefix("torch.")
         raise InputError(
             f"ids of type {kind} do not name a batch: give a list of example numbers.", code="ids-not-a-batch"
         )
-    found = found.long()
-    if int(found.min()) < 0:
+    tensor = tensor.long()
+    if int(tensor.min()) < 0:
         raise InputError(
-            f"Example number {int(found.min())} is negative: ids count from 0 in the data set's order.",
+            f"Example number {int(tensor.min())} is negative: ids count from 0 in the data set's order.",
             code="id-negative",
         )
-    return found
+    return tensor
 
 
 def size(dataset: Dataset) -> int:
@@ -124,9 +124,9 @@ def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
 
 def leaves(batch: Batch) -> list[Any]:
     """Everything in the nest that is not a tuple, list or dict, in order."""
-    found: list[Any] = []
-    map_leaves(found.append, batch)
-    return found
+    flat: list[Any] = []
+    map_leaves(flat.append, batch)
+    return flat
 
 
 def broken(batch: Batch) -> list[int]:
@@ -135,11 +135,11 @@ def broken(batch: Batch) -> list[int]:
     >>> broken([torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 1])])
     [1]
     """
-    found: set[int] = set()
+    rows: set[int] = set()
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim:
-            found |= set((~torch.isfinite(leaf)).reshape(len(leaf), -1).any(1).nonzero().flatten().tolist())
-    return sorted(found)
+            rows |= set((~torch.isfinite(leaf)).reshape(len(leaf), -1).any(1).nonzero().flatten().tolist())
+    return sorted(rows)
 
 
 def to(batch: Batch, device: torch.device) -> Batch:

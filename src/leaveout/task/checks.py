@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leaveout.errors import InputError, UnsupportedError
+from leaveout.errors import InputError, UnsupportedError, is_whole
 from leaveout.task import batches
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called
@@ -29,13 +29,13 @@ def module_problems(model: nn.Module) -> list[str]:
     >>> module_problems(nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2)))[0][:60]
     "'0' is BatchNorm1d(track_running_stats=False), which mixes t"
     """
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if problem := _module_problem(module):
-            found.setdefault(problem, []).append(repr(name or "model"))
+            places.setdefault(problem, []).append(repr(name or "model"))
     lines = [
         f"{names[0]} is {problem}" if len(names) == 1 else f"{len(names)} layers ({names[0]}, ...) are {problem}"
-        for problem, names in found.items()
+        for problem, names in places.items()
     ]
     return lines + _device_problems(model) + _type_problems(model)
 
@@ -174,6 +174,21 @@ def is_coupled(called: Called, training: frozenset[str], buffers: tuple[str, ...
     """Say whether a training batch's examples depend on each other, or training moves buffers: BatchNorm."""
     trained = (module for name, module in called.named if name in training)
     return bool(buffers) or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained)
+
+
+def check_options(train_set: Any, l2: Any, statistics: str, accumulation: str | int) -> None:
+    """Refuse arguments of a task that mean nothing."""
+    if batches.size(train_set) == 0:
+        raise InputError("The training set is empty: give one with at least one example.", code="train-set-empty")
+    if not is_strength(l2):
+        raise InputError(f"l2={l2!r} must be a finite number, 0 or more.", code="l2-out-of-range")
+    if statistics not in ("leave", "stay"):
+        raise InputError(f"statistics={statistics!r} is unknown: use 'leave' or 'stay'.", code="statistics-unknown")
+    if accumulation not in ("mean", "sum", "window") and not is_whole(accumulation, 1):
+        raise InputError(
+            f"accumulation={accumulation!r} is unknown: use 'mean', 'sum', 'window' or a whole number from 1 on.",
+            code="accumulation-unknown",
+        )
 
 
 def is_strength(value: Any) -> bool:

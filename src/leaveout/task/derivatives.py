@@ -19,6 +19,7 @@ from leaveout._util.trees import Params, each, inner, inner_rows, pullback
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch, map_leaves
 from leaveout.task.calls import by_chunks, form_of, no_form, ones, run
+from leaveout.task.elementary import Elementary
 from leaveout.task.folding import Folded
 from leaveout.task.forms import Form
 from leaveout.task.kinks import inverse_widths
@@ -73,12 +74,7 @@ def directional(
 
     def products(p: Params, b: Batch, v: Params) -> tuple:
         if form is Form.REVERSE_FORWARD:  # neither the gradient nor any per-example gradient is formed
-
-            def along(q: Params) -> tuple[Tensor, Tensor]:
-                slope = jvp(lambda r: task.losses({**p, **r}, b), (q,), (v,))[1] / size_of(b)
-                return slope.sum(), slope
-
-            return grad(along, has_aux=True)(task.own(p))
+            return (_coupled_slope if task.coupled else _slope)(task, p, b, v)
         if form is Form.FORWARD_REVERSE:
             return _pushed(task, p, b, v)
         if form is Form.REVERSE_REVERSE:
@@ -89,6 +85,35 @@ def directional(
 
     result = run(task, f"directional {form.name}", products, params, batch, vector)
     return result if len(result) == 3 else (None, *result)
+
+
+def _slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Tensor]:
+    """The gradient of the losses' derivative along v, and that derivative, both divided by |Z|."""
+
+    def along(q: Params) -> tuple[Tensor, Tensor]:
+        slope = jvp(lambda r: task.losses({**params, **r}, batch), (q,), (vector,))[1] / size_of(batch)
+        return slope.sum(), slope
+
+    with Elementary():
+        return grad(along, has_aux=True)(task.own(params))
+
+
+def _coupled_slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Tensor]:
+    """The same for examples that depend on each other: the gradient, in parameters, buffers and weights, of the loss's
+    derivative along v and of what v makes of the buffers' new values.
+    """
+    moving = {name: vector[name] for name in task.chosen}
+
+    def along(q: Params, weights: Tensor) -> Tensor:
+        def objective(r: Params) -> tuple[Tensor, Params]:
+            return task.objective({**params, **q, **r}, weights, batch)
+
+        own = {name: q[name] for name in moving}
+        _, slope, moved = jvp(objective, (own,), (moving,), has_aux=True)  # type: ignore[misc]
+        return slope + sum((vector[name] * value).sum() for name, value in moved.items())
+
+    with Elementary():
+        return grad(along, (0, 1))(task.own(params), ones(params, batch))
 
 
 def _pushed(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Params, Tensor]:
@@ -143,8 +168,18 @@ def weighted_changes(
 
 def weight_products(
     task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
-) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-    """ḡ, and ⟨v, g(z)⟩/|Z| for every vector v of a stack."""
+) -> tuple[Params | None, Float[Tensor, "vectors batch"]]:
+    """ḡ, and ⟨v, g(z)⟩/|Z| for every vector v of a stack; ḡ is None where losses' derivatives along v serve."""
+    if task.abilities.slopes:
+        size = size_of(batch)
+
+        def slopes(p: Params, b: Batch, v: Params) -> tuple[tuple, Tensor]:
+            def along(vector: Params) -> Tensor:
+                return jvp(lambda q: task.losses({**p, **q}, b), (task.own(p),), (vector,))[1] / size
+
+            return (), task.over(along)(v)
+
+        return None, by_chunks(task, "slopes", slopes, (params, batch), (vectors,), chunk)[1]
     if not task.abilities.reads:  # the weights' derivative cannot be taken through the backward pass
         gradients = example_gradients(task, params, batch)
         return each(lambda t: t.mean(0), gradients), inner(vectors, gradients) / size_of(batch)

@@ -87,11 +87,25 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Computes dropout(softmax(QKᵀ·scale + mask)) V from PyTorch's own weights, with the draw as the mask."""
+    """Computes dropout(softmax(QKᵀ·scale + mask)) V from PyTorch's own weights, with the draw as the mask.
+
+    Numbers of 16 bits are converted to 32 in between, as PyTorch does.
+    """
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        narrow = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(narrow)
+    if query.dtype in (torch.bfloat16, torch.float16):
+        wide = attn_mask.float() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        with torch.autocast(kind, enabled=False):
+            given = (query.float(), key.float(), value.float(), wide, dropout_p, is_causal)
+            return attention(take, *given, scale=scale, enable_gqa=enable_gqa).to(query.dtype)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
     _, weights = torch._scaled_dot_product_attention_math(

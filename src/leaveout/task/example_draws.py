@@ -106,10 +106,10 @@ def _cut(value: Tensor, axis: Axis | None, count: int) -> Tensor:
 def _axis(name: str, value: Tensor, alone: Tensor, count: int) -> Axis | None:
     pairs = list(zip(value.shape, alone.shape, strict=False))
     other = [dim for dim, (many, one) in enumerate(pairs) if many != one]
-    known = (
+    told_apart = (
         value.ndim == alone.ndim and len(other) <= 1 and all(pairs[dim][0] == count * pairs[dim][1] for dim in other)
     )
-    if not known or (other and name.split()[1] == "randperm"):
+    if not told_apart or (other and name.split()[1] == "randperm"):
         raise UnsupportedError(
             f"Random draw {name} has shape {list(value.shape)} for {count} examples and {list(alone.shape)} for one: "
             "it cannot be told apart by example.",

@@ -32,6 +32,7 @@ class Abilities(NamedTuple):
         forward: derivatives of the outputs along a vector.
         outer: products with the Gauss-Newton and Fisher matrices.
         reads: gradients' inner products as the derivative in the examples' weights.
+        slopes: the same as the derivatives of the examples' losses along a vector, without any gradient.
         vector: Jᵀ·u of a batch for one vector.
         vectors: Jᵀ·u of a batch for a stack of vectors.
         changes: J(w)·v of a batch, each row with its own weights.
@@ -47,6 +48,7 @@ class Abilities(NamedTuple):
     forward: bool = False
     outer: bool = False
     reads: bool = False
+    slopes: bool = False
     vector: Form | None = None
     vectors: Form | None = None
     changes: Form | None = None

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from leaveout._util.trees import Params
 from leaveout.errors import InputError
 from leaveout.task import batches
 from leaveout.task.batches import Batch
+from leaveout.task.own_functions import transformable
 from leaveout.task.rewriting import Batched, plain_attention
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
@@ -31,6 +36,43 @@ def bare(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+ORIGINAL = "_original_forward"
+"""Where accelerate puts a model's own ``forward``, in whose place it puts one within ``torch.autocast``."""
+
+
+def casts_itself(model: nn.Module) -> bool:
+    """Say whether the model's ``forward`` was put into ``torch.autocast`` by accelerate."""
+    return ORIGINAL in vars(model) and "forward" in vars(model)
+
+
+def uncast(model: nn.Module) -> nn.Module:
+    """Return a model that shares everything with this one but casts that accelerate has built into its ``forward``.
+
+    A run says itself which casts it was trained with, and derivatives are taken without. Outputs are float32, as there.
+    """
+    if not casts_itself(model):
+        return model
+    plain = copy.copy(model)
+    original = vars(plain).pop(ORIGINAL)
+    plain.forward = MethodType(_WideOutputs(original.__func__), plain)
+    return plain
+
+
+class _WideOutputs:
+    """A ``forward`` whose outputs of 16 bits are converted to 32."""
+
+    def __init__(self, forward: Callable) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._forward(*args, **kwargs)
+        return tree_map_only(Tensor, _wide, outputs)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 class Called(nn.Module):
@@ -58,10 +100,12 @@ class Called(nn.Module):
         """
         swapped = {f"model.{name}": value for name, value in params.items()}
         batched = Batched()
-        # Fused attention kernels have neither forward-mode nor second derivatives.
+        # Fused attention kernels have neither forward-mode nor second derivatives. Under casts none are taken, and the
+        # kernel that training had rounds as training did.
         with (
-            sdpa_kernel(SDPBackend.MATH),
+            sdpa_kernel(SDPBackend.MATH) if not _casting(swapped) else nullcontext(),
             plain_attention(),
+            transformable(),
             batched if self.recurrent else nullcontext(),
             self._modes(training),
             within or nullcontext(),
@@ -85,6 +129,10 @@ class Called(nn.Module):
     def widened(self, model: nn.Module) -> Called:
         """Return the same rule with a model in float64, to which batches are converted."""
         return Called(model, partial(_widely, self.rule))
+
+
+def _casting(params: Params) -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in {tensor.device.type for tensor in params.values()})
 
 
 def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,18 +15,19 @@ from torch.func import grad
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params, sum_of
-from leaveout.errors import InputError, UnsupportedError, is_whole
+from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim.clip import clip_of
 from leaveout.task import batches
 from leaveout.task.batch_norm import weighted_batch_norm
 from leaveout.task.batches import Batch, Collate
 from leaveout.task.batching import looped, side_by_side
-from leaveout.task.checks import is_coupled, is_strength, module_problems, refuse, trial_problems
+from leaveout.task.checks import check_options, is_coupled, module_problems, refuse, trial_problems
 from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.folding import Folded
+from leaveout.task.footprint import footprint
 from leaveout.task.forms import Abilities
-from leaveout.task.forward import Called, Forward, bare, default_forward
+from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.kinks import kinked
@@ -88,21 +89,11 @@ class Task:
         trace: bool = True,
         check: bool = True,
     ) -> None:
-        if batches.size(train_set) == 0:
-            raise InputError("The training set is empty: give one with at least one example.", code="train-set-empty")
-        if not is_strength(l2):
-            raise InputError(f"l2={l2!r} must be a finite number, 0 or more.", code="l2-out-of-range")
-        if statistics not in ("leave", "stay"):
-            raise InputError(f"statistics={statistics!r} is unknown: use 'leave' or 'stay'.", code="statistics-unknown")
-        if accumulation not in ("mean", "sum", "window") and not is_whole(accumulation, 1):
-            raise InputError(
-                f"accumulation={accumulation!r} is unknown: use 'mean', 'sum', 'window' or a whole number from 1 on.",
-                code="accumulation-unknown",
-            )
+        check_options(train_set, l2, statistics, accumulation)
         self.clip = clip_of(clip_norm, clip_value)
         self.measure, self._measured = measure, measure_of(measure)
         self.statistics, self.accumulation = statistics, accumulation
-        self.model = model = bare(model)
+        self.model = model = uncast(bare(model))
         self.train_set = train_set
         self.l2 = l2
         self.collate = collate
@@ -118,7 +109,7 @@ class Task:
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
-        self.kinks = False
+        self.kinks, self.kink_sizes, self.loss_scale = False, dict[tuple[int, int], float | None](), 1.0
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
@@ -142,7 +133,17 @@ class Task:
 
     def parameters(self) -> Params:
         """The model's current trained parameters."""
-        return {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        return {name: param for name, param in self.model.named_parameters() if name in self.names}
+
+    def training_of(self, names: Collection[str]) -> Task:
+        """Return the same task for a run that trained these parameters; some may be frozen by now."""
+        own = tuple(name for name, _ in self.model.named_parameters() if name in names)
+        if own == self.names or not set(self.names) <= set(own):
+            return self
+        if own not in self._views:
+            self._views[own] = self.untraced()
+            self._views[own].names = self._views[own].chosen = own
+        return self._views[own]
 
     def restricted(self, layers: str | Sequence[str] | None) -> Task:
         """The same task with derivatives for chosen parameters only: names or patterns such as ``"head.*"``."""
@@ -163,7 +164,7 @@ class Task:
     def untraced(self) -> Task:
         """The same task, of which nothing has been traced or compared yet."""
         task = copy.copy(self)
-        task.tracer, task._at, task._views = self.tracer.fresh(), {}, {}
+        task.tracer, task._at, task._views, task.kink_sizes = self.tracer.fresh(), {}, {}, {}
         return task
 
     def quiet(self) -> Task:
@@ -206,15 +207,19 @@ class Task:
         return task
 
     def as_recorded(
-        self, training: frozenset[str] | None, buffers: Sequence[str], autocast: torch.dtype | None = None
+        self,
+        training: frozenset[str] | None,
+        buffers: Sequence[str],
+        autocast: torch.dtype | None,
+        loss_scale: float = 1,
     ) -> Task:
-        """Return the same task as a run trained it: modules in training mode, moving buffers, ``torch.autocast``."""
-        key = (self.training if training is None else training, tuple(buffers), autocast)
-        if key == (self.training, self.buffers, self.autocast):
+        """Return the same task as a run trained it: modules in training mode, moving buffers, mixed precision."""
+        key = (self.training if training is None else training, tuple(buffers), autocast, loss_scale)
+        if key == (self.training, self.buffers, self.autocast, self.loss_scale):
             return self
         if key not in self._views:
             task = self.untraced()
-            task.training, task.buffers, task.autocast = key
+            task.training, task.buffers, task.autocast, task.loss_scale = key
             task.axes = {}
             task.coupled = is_coupled(self.called, *key[:2])
             if task.coupled:
@@ -228,7 +233,7 @@ class Task:
             return self
         if "uncast" not in self._views:
             task = self.untraced()
-            task.autocast, task.axes = None, self.axes
+            task.autocast, task.loss_scale, task.axes = None, 1.0, self.axes
             self._views["uncast"] = task
         return self._views["uncast"]
 
@@ -335,9 +340,9 @@ class Task:
 
     def weighted_loss(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, ""]:
         """(1/|Z|) Σ w_z ℓ(z, θ): leaving an example out sets its weight to zero, not the denominator."""
-        return self._objective(params, weights, batch)[0]
+        return self.objective(params, weights, batch)[0]
 
-    def _objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
+    def objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
         """The weighted loss, and the buffers after the step's forward passes."""
         total, start = None, 0
         moved: Params = {}
@@ -354,8 +359,13 @@ class Task:
     def gradient(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Params:
         """ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, in its place, the value that it moves to."""
         own = {name: params[name] for name in self.chosen}
-        value, moved = grad(lambda q: self._objective({**params, **q}, weights, batch), has_aux=True)(own)
-        return {**value, **moved}
+
+        def scaled(chosen: Params) -> tuple[Tensor, Params]:
+            loss, moved = self.objective({**params, **chosen}, weights, batch)
+            return (loss if self.loss_scale == 1 else loss * self.loss_scale), moved
+
+        value, moved = grad(scaled, has_aux=True)(own)
+        return {**(value if self.loss_scale == 1 else {n: t / self.loss_scale for n, t in value.items()}), **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
         """ℓ(z, θ) of one example, without a batch dimension."""
@@ -363,17 +373,7 @@ class Task:
 
     def footprint(self, params: Params, batch: Batch) -> int:
         """Bytes that one forward pass keeps for its backward pass, beside parameters and inputs."""
-        held: dict[int, Tensor] = {}
-        shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}
-
-        def note(tensor: Tensor) -> None:  # handed back, a result would be part of its own history, and never freed
-            if tensor.data_ptr() not in shared:
-                held[tensor.data_ptr()] = tensor.detach()
-
-        tracked = {n: t.detach().requires_grad_(n in self.names) for n, t in params.items()}
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
-            self.losses(tracked, batch)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+        return footprint(self, params, batch)
 
     def unstopped(self) -> AbstractContextManager:
         """Within it, derivatives are those of the values: stop-gradients, which training keeps to, stop nothing."""

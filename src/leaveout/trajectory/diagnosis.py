@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, State, distance, each, norm
-from leaveout.optim import Hyper, Rule
+from leaveout.optim import IDLE, STILL, Hyper, Rule
 from leaveout.trajectory.recorded_step import RecordedStep
 
 CLIPS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -49,8 +49,11 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
 
 def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
     """What the difference looks like, with likely causes in order, and what to do."""
-    clipped = {name: rule._clipped(recomputed)[name] for name in rule.groups}
-    rule = rule.following(None, ())  # the optimizer alone: what it was given is compared
+    hypers = recorded.record.hypers
+    clipped = rule._clipped(rule.flowing(recomputed, hypers))
+    moving = [n for n, g in rule.groups.items() if not hypers[g].get(STILL) and not hypers[g].get(IDLE)]
+    rule = rule.following(None, ()).restricted(moving)  # the optimizer alone: what it was given is compared
+    clipped = {name: clipped[name] for name in moving}
     used = consumed_gradient(rule, recorded.before, recorded.after, recorded.record.hypers)
     if used is None or not all(bool(torch.isfinite(tensor).all()) for tensor in used.values()):
         return REMEDY

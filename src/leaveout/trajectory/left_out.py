@@ -132,7 +132,7 @@ def rows_of(names: tuple[int | str, ...], groups: Sequence[Sequence[int]]) -> Le
 
 def _checked(ids: Any, size: int, what: str) -> list[int]:
     """The numbers of examples that exist, from whatever was given for them."""
-    found = []
+    numbers = []
     for given in _listed(ids, what):
         number = _whole(given)
         if number is None:
@@ -145,10 +145,10 @@ def _checked(ids: Any, size: int, what: str) -> list[int]:
                 f"Example {number} in {what} does not exist: the training set has numbers 0 to {size - 1}.",
                 code="id-out-of-range",
             )
-        found.append(number)
-    if not found:
+        numbers.append(number)
+    if not numbers:
         raise InputError(f"{what} is empty: name at least one example.", code="ids-empty")
-    return found
+    return numbers
 
 
 def _listed(given: Any, what: str) -> list[Any]:

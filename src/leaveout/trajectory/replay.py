@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
+from leaveout.compute.threads import spread
 from leaveout.errors import InputError, LeaveoutWarning
 from leaveout.task.batches import Batch
-from leaveout.task.batching import looped
 from leaveout.task.derivatives import stacked_gradients
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import LeftOut
@@ -22,7 +25,10 @@ from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.trajectory import Trajectory
 
 LARGE = 1_000_000
-"""Bytes that a batch leaves for its backward pass, above which a stack of convolutions takes longer than a loop."""
+"""Bytes that a batch leaves for its backward pass, above which a stack of models takes longer than a loop."""
+
+Weights: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""The examples' weights at a step, a row per model, from the step's ids and a tensor of the dtype to be used."""
 
 
 def counterfactuals(
@@ -39,31 +45,39 @@ def counterfactuals(
     The models are trained side by side; the last of the stack is the one with every example, whose way must be the
     recorded one. With ``start`` all of them begin there instead of at the recorded start, and take another way.
     """
+    weights = partial(_weights, left_out, weight, len(left_out) + 1)
     if start is not None:
-        return final(trajectory, copies(start, len(left_out) + 1), partial(_weights, left_out, weight), resources, cost)
-    params: Params = {}
-    for _, params in courses(trajectory, left_out, weight, resources, cost):  # noqa: B007 - the last one counts
+        return final(trajectory, start, len(left_out) + 1, weights, resources, cost)
+    stack: Stack | None = None
+    for _, stack in _on_their_way(trajectory, left_out, weight, resources, cost):  # noqa: B007 - the last one counts
         pass
-    return params
+    return {} if stack is None else trajectory.scored(stack.rows())
 
 
 def courses(
     trajectory: Trajectory, left_out: LeftOut, weight: float, resources: Resources, cost: Cost
 ) -> Iterator[tuple[RecordedStep, Params]]:
-    """The trainings of ``counterfactuals`` on their way: each step with all models' parameters after it.
+    """The trainings of ``counterfactuals`` on their way: each step with all models' parameters after it."""
+    for recorded, stack in _on_their_way(trajectory, left_out, weight, resources, cost):
+        yield recorded, trajectory.scored(stack.rows())
 
-    The tensors change in place with the next step.
-    """
-    start = copies(trajectory.initial(), len(left_out) + 1)
+
+def _on_their_way(
+    trajectory: Trajectory, left_out: LeftOut, weight: float, resources: Resources, cost: Cost
+) -> Iterator[tuple[RecordedStep, Stack]]:
+    """The same, with the model that has every example compared with the recorded one after each step."""
+    count = len(left_out) + 1
     travelled, strayed = 0.0, False
-    for recorded, state in stacked(trajectory, start, partial(_weights, left_out, weight), resources, cost):
+    steps = stacked(
+        trajectory, trajectory.initial(), count, partial(_weights, left_out, weight, count), resources, cost
+    )
+    for recorded, stack in steps:
         travelled += distance(recorded.after[PARAM], recorded.before[PARAM])
-        whole = {slot: {name: tensor[-1] for name, tensor in params.items()} for slot, params in state.items()}
-        share = trajectory.check.way(recorded, whole, travelled)
+        share = trajectory.check.way(recorded, stack.last(), travelled)
         if share is not None and not strayed:
             strayed = True
             _warn_of_rounding(recorded.record.index, share)
-        yield recorded, state[PARAM]
+        yield recorded, stack
 
 
 def _check_statistics(task: Task, params: Params, step: int) -> None:
@@ -77,34 +91,71 @@ def _check_statistics(task: Task, params: Params, step: int) -> None:
         )
 
 
-def stacked(
-    trajectory: Trajectory, state: State, weights: Callable[[Tensor, Tensor], Tensor], resources: Resources, cost: Cost
-) -> Iterator[tuple[RecordedStep, State]]:
-    """Take every recorded step with a stack of models: each step with all models' states after it.
+class Stack:
+    """The states of models trained side by side, of which those that are still the same are one.
 
-    ``weights(ids, like)`` has the examples' weights at a step, a row per model, in the dtype of ``like``. The state is
-    changed in place.
+    A model is that of the last row until the first step at which its weights are not: up to there it need not be
+    computed. ``state`` has the last row's model first, then the others in the order in which they went their own way.
     """
-    gradients: Callable[..., Params] | None = None
-    like = next(iter(state[PARAM].values()))
-    for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {len(like) - 1}"):
-        if gradients is None:
-            gradients = _way(trajectory.trained, state[PARAM], recorded.batch)
-        now = weights(recorded.record.ids, next(iter(state[PARAM].values())))
-        state = trajectory.rule.steps_(state, gradients(state[PARAM], now, recorded.batch), recorded.record.hypers)
+
+    def __init__(self, start: State, count: int) -> None:
+        self.state = copies(start, 1)
+        self._rows = torch.tensor([count - 1], device=next(iter(start[PARAM].values())).device)
+        self._count = count
+
+    def part(self, weights: Tensor) -> Tensor:
+        """Part from the last row those whose weights are others, and return the weights in the order of ``state``."""
+        if len(self._rows) < self._count:
+            differing = (weights != weights[-1]).any(1)
+            differing[self._rows] = False
+            if len(more := differing.nonzero().flatten()):
+                self._rows = torch.cat([self._rows, more])
+                self.state = {
+                    slot: {name: torch.cat([t, t[:1].expand(len(more), *t.shape[1:])]) for name, t in params.items()}
+                    for slot, params in self.state.items()
+                }
+        return weights[self._rows]
+
+    def last(self) -> State:
+        """Return the state of the last row's model."""
+        return {slot: {name: tensor[0] for name, tensor in params.items()} for slot, params in self.state.items()}
+
+    def rows(self) -> State:
+        """Return every row's state, in the rows' own order."""
+        place = torch.zeros(self._count, dtype=torch.int64, device=self._rows.device)
+        place[self._rows] = torch.arange(len(self._rows), device=self._rows.device)
+        return {slot: {name: t[place] for name, t in params.items()} for slot, params in self.state.items()}
+
+
+def stacked(
+    trajectory: Trajectory, start: State, count: int, weights: Weights, resources: Resources, cost: Cost
+) -> Iterator[tuple[RecordedStep, Stack]]:
+    """Take every recorded step with ``count`` models from one start: each step with all models' states after it.
+
+    ``weights(ids, like)`` has the examples' weights at a step, a row per model, in the dtype of ``like``.
+    """
+    stack = Stack(start, count)
+    ways: dict[Task, Callable[..., Params]] = {}  # one for each mode that the steps were taken in
+    like = next(iter(start[PARAM].values()))
+    for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {count - 1}"):
+        now = stack.part(weights(recorded.record.ids, like))
+        if recorded.trained not in ways:
+            ways[recorded.trained] = _way(recorded.trained, stack.state[PARAM], recorded.batch)
+        new = ways[recorded.trained](stack.state[PARAM], now, recorded.batch)
+        stack.state = trajectory.rule.steps_(stack.state, new, recorded.record.hypers)
         cost.gradients += len(now)
-        _check_statistics(trajectory.task, state[PARAM], recorded.record.index)
-        yield recorded, state
+        _check_statistics(trajectory.task, stack.state[PARAM], recorded.record.index)
+        yield recorded, stack
 
 
 def final(
-    trajectory: Trajectory, start: State, weights: Callable[[Tensor, Tensor], Tensor], resources: Resources, cost: Cost
+    trajectory: Trajectory, start: State, count: int, weights: Weights, resources: Resources, cost: Cost
 ) -> Params:
     """Give all models' parameters at the end of ``stacked``."""
-    end = start
-    for _, end in stacked(trajectory, start, weights, resources, cost):  # noqa: B007 - the last one counts
+    stack = Stack(start, count)
+    for _, stack in stacked(trajectory, start, count, weights, resources, cost):  # noqa: B007 - the last one counts
         pass
-    return end[PARAM]
+    return trajectory.scored(stack.rows())
 
 
 def moved_start(trajectory: Trajectory, jitter: float, seed: int) -> State:
@@ -138,8 +189,8 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
     Start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded.
     """
     state, count = copies(trajectory.initial(), len(left_out) + 1), len(left_out) + 1
-    task, order = trajectory.trained, torch.Generator().manual_seed(seed)
-    gradients: Callable[..., Params] | None = None
+    task, order = trajectory.task, torch.Generator().manual_seed(seed)
+    ways: dict[Task, Callable[..., Params]] = {}
     epoch, places = None, torch.arange(task.size)
     for index in resources.track(range(len(trajectory)), len(trajectory), f"training {count}"):
         record = trajectory.run.record(index)
@@ -147,12 +198,14 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
             epoch, places = record.epoch, torch.randperm(task.size, generator=order)
         ids = places[record.ids]
         batch = trajectory.shuffled(record, ids, {name: tensor[-1] for name, tensor in state[PARAM].items()})
-        weights = _weights(left_out, 0.0, ids, next(iter(state[PARAM].values())))
-        if gradients is None:
-            gradients = _way(task, state[PARAM], batch)
+        weights = _weights(left_out, 0.0, count, ids, next(iter(state[PARAM].values())))
+        trained = trajectory.trained_at(record)
+        if trained not in ways:
+            ways[trained] = _way(trained, state[PARAM], batch)
+        gradients = ways[trained]
         state = trajectory.rule.steps_(state, gradients(state[PARAM], weights, batch), record.hypers)
         cost.gradients += count
-    return state[PARAM]
+    return trajectory.scored(state)
 
 
 def copies(state: State, count: int) -> State:
@@ -163,26 +216,54 @@ def copies(state: State, count: int) -> State:
     }
 
 
-def _weights(left_out: LeftOut, weight: float, ids: Tensor, like: Tensor) -> Tensor:
-    weights = like.new_ones((len(like), len(ids)))
+def _weights(left_out: LeftOut, weight: float, count: int, ids: Tensor, like: Tensor) -> Tensor:
+    weights = like.new_ones((count, len(ids)))
     row, position = left_out.pairs(ids)
     weights[row, position] = weight
     return weights
 
 
 def _way(task: Task, params: Params, batch: Batch) -> Callable[..., Params]:
-    """How many models' gradients are taken: all at once, or one after the other.
+    """How many models' gradients are taken: all at once, or one after the other on each of the processor's threads.
 
-    The first is quicker but for convolutions of some size, whose weights cannot be joined into one product. The choice
-    depends on nothing but the task, so that the same replay has the same rounding wherever and whenever it is done.
+    The first is quicker for small models, whose operations take less time than to be called. The choice depends on
+    nothing but the task, so that the same replay has the same rounding wherever and whenever it is done.
     """
-    convolutions = any(isinstance(module, nn.modules.conv._ConvNd) for module in task.model.modules())
     alone = {name: tensor[0] for name, tensor in params.items()}
     # Casts inside vmap would round in another way than in training.
-    if (
-        task.autocast is not None
-        or not task.abilities.stacks
-        or (convolutions and task.footprint(alone, batch) > LARGE)
-    ):
-        return looped(task.gradient, (0, 0, None))
-    return partial(stacked_gradients, task)
+    if task.autocast is None and task.abilities.stacks and task.footprint(alone, batch) <= LARGE:
+        return partial(stacked_gradients, task)
+    return partial(_by_threads, _twins(task, _threads(params)))
+
+
+def _threads(params: Params) -> int:
+    on_processor = next(iter(params.values())).device.type == "cpu"
+    return torch.get_num_threads() if on_processor else 1
+
+
+def _twins(task: Task, count: int) -> list[Task]:
+    """Return the task and others like it with modules of their own: a call swaps parameters within its modules.
+
+    Where the model cannot be copied there is the task alone.
+    """
+    twins = [task]
+    for _ in range(count - 1):
+        twin = task.quiet()
+        try:
+            twin.called = copy.deepcopy(task.called)
+        except Exception:  # noqa: BLE001 - a module may refuse in its own way
+            break
+        twin.model = twin.called.model
+        twins.append(twin)
+    return twins
+
+
+def _by_threads(tasks: Sequence[Task], stack: Params, weights: Tensor, batch: Batch) -> Params:
+    """(1/|Z|) Σ w_z g(z) of every model of a stack, each by one of the tasks on a thread of its own."""
+
+    def gradient_by(task: Task, row: int) -> Params:
+        return task.gradient({name: tensor[row] for name, tensor in stack.items()}, weights[row], batch)
+
+    with sdpa_kernel(SDPBackend.MATH):  # a setting of the whole process: no thread may put it back under another
+        rows = spread([partial(gradient_by, task) for task in tasks], range(len(weights)))
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

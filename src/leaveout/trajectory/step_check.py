@@ -12,12 +12,14 @@ from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.errors import MismatchError
 from leaveout.optim import Rule
 from leaveout.task.derivatives import gradient
-from leaveout.task.task import Task
 from leaveout.trajectory.diagnosis import REMEDY, called, diagnosis
 from leaveout.trajectory.recorded_step import RecordedStep
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
+
+CAST = 8
+"""The same under ``torch.autocast``, in units of the last place of the type that was cast to."""
 
 ADDED_UP = 10
 """How many times as far buffers may lie after many steps, each from the one computed before."""
@@ -39,8 +41,8 @@ class StepCheck:
     such a jump explains is not a mismatch.
     """
 
-    def __init__(self, rule: Rule, task: Task) -> None:
-        self._rule, self._task = rule, task
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
 
     def step(self, recorded: RecordedStep, predicted: State) -> None:
         """``‖predicted − recorded‖ ≤ tolerance · length`` in every slot, plus what rounding can do."""
@@ -54,7 +56,7 @@ class StepCheck:
                 f"{'step lengths' if slot == PARAM else 'times what the step brought to it'} away"
                 for slot in missed
             )
-            used = gradient(self._task, recorded.params, recorded.batch)
+            used = gradient(recorded.trained, recorded.params, recorded.batch)
             raise MismatchError(
                 f"Step {recorded.record.index} does not follow from its batch and this task: computed again it ends "
                 f"with {words} from what was recorded. {diagnosis(self._rule, recorded, used)}",
@@ -81,7 +83,7 @@ class StepCheck:
             )
 
     def way(self, recorded: RecordedStep, predicted: State, travelled: float) -> float | None:
-        """The same for a model that takes the run's steps on its own way.
+        """The same for a model that takes the run's steps from states of its own.
 
         Rounding can grow on such a way until the model has left the recorded one. Then the step is taken once more,
         from the recorded state. If it follows in every slot, nothing is wrong but rounding, and how far that has led
@@ -107,11 +109,29 @@ class StepCheck:
         observed = float(u @ after - _flat(carried) @ before)
         size, length = float(u.norm()), float((after - before).norm())
         missed = abs(observed - slope) / max(size, 1e-300)
-        if missed <= _allowed(recorded, PARAM, length):
+        self._along(recorded, missed, length, _allowed(recorded, PARAM, length))
+
+    def slope(self, recorded: RecordedStep, vector: Params, used: Params, slope: float) -> None:
+        """The same of any rule, where the recorded states tell which gradient ḡ was ``used``.
+
+        ``slope`` is ⟨a, ḡ⟩ along a vector a, computed again. What was read off a buffer has the buffer's rounding.
+        """
+        if not recorded.exact:
+            return
+        size, length = _length(vector), _length(used)
+        observed = float(sum(torch.dot(vector[name].flatten(), used[name].flatten()) for name in used))
+        dtype = next(iter(used.values())).dtype
+        held = sum(_length(params) for slot, params in recorded.after.items() if slot != PARAM)
+        allowed = TOLERANCE.get(dtype, 1e-2) * length + 1024 * torch.finfo(dtype).eps * held
+        self._along(recorded, abs(observed - slope) / max(size, 1e-300), length, allowed)
+
+    def _along(self, recorded: RecordedStep, missed: float, length: float, allowed: float) -> None:
+        """Compute the whole step again where it is off along a vector by more than is allowed."""
+        if missed <= allowed:
             return
         self.step(recorded, self.taken(recorded, recorded.params))
         apart = self._apart(recorded, dict.fromkeys(recorded.after, missed))
-        if not missed <= 2 * sum(apart.values()) + ADDED_UP * _allowed(recorded, PARAM, length):
+        if not missed <= 2 * sum(apart.values()) + ADDED_UP * allowed:
             raise MismatchError(
                 f"Step {recorded.record.index} follows from its batch's gradient, but the examples' derivatives along "
                 f"the query vector do not add up to that gradient (by {missed / max(length, 1e-300):.2g} step lengths):"
@@ -121,7 +141,8 @@ class StepCheck:
 
     def taken(self, recorded: RecordedStep, params: Params) -> State:
         """The step with the gradient at these parameters."""
-        return self._rule.step(recorded.before, gradient(self._task, params, recorded.batch), recorded.record.hypers)
+        value = gradient(recorded.trained, params, recorded.batch)
+        return self._rule.step(recorded.before, value, recorded.record.hypers)
 
     def _lengths(self, recorded: RecordedStep) -> Lengths:
         """How far the step moved the parameters, and what the gradient brought to each buffer."""
@@ -179,8 +200,16 @@ def _sizes(recorded: RecordedStep, travelled: float) -> Lengths:
 def _allowed(recorded: RecordedStep, slot: str, length: float) -> float:
     """The tolerance of that length, and what rounding of the slot may add."""
     dtype = next(iter(recorded.after[slot].values())).dtype
-    return TOLERANCE.get(dtype, 1e-2) * length + 64 * torch.finfo(dtype).eps * norm(recorded.after[slot])
+    cast = recorded.trained.autocast
+    tolerance = (
+        TOLERANCE.get(dtype, 1e-2) if cast is None else max(TOLERANCE[torch.float32], CAST * torch.finfo(cast).eps)
+    )
+    return tolerance * length + 64 * torch.finfo(dtype).eps * norm(recorded.after[slot])
 
 
 def _flat(state: State) -> Float[Tensor, " width"]:
     return torch.cat([tensor.flatten() for params in state.values() for tensor in params.values()]).double()
+
+
+def _length(params: Params) -> float:
+    return float(torch.stack(torch._foreach_norm(list(params.values()))).norm())

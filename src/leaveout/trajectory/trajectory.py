@@ -13,14 +13,16 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, State, distance, each
 from leaveout.errors import MismatchError, UnsupportedError
+from leaveout.optim import AVERAGE
 from leaveout.run.model_match import check_model
-from leaveout.run.reader import Record, Run
+from leaveout.run.reader import Run
+from leaveout.run.record import Record
 from leaveout.task import batches
 from leaveout.task.batches import Batch
-from leaveout.task.checks import mode_matters
 from leaveout.task.derivatives import gradient
 from leaveout.task.preparing import MicroBatch, prepared
 from leaveout.task.task import Task
+from leaveout.trajectory.modes import Modes
 from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.step_check import StepCheck
 
@@ -36,36 +38,33 @@ class Trajectory:
     """
 
     def __init__(self, run: Run, task: Task, layers: str | Sequence[str] | None = None) -> None:
+        task = task.training_of(run.rule.groups) if run.manifest.uneven else task  # some may be frozen by now
         check_model(run.manifest, task.model, task.parameters())
         _check_size(run, task)
         self.run = run
-        cast = None if run.manifest.autocast is None else getattr(torch, run.manifest.autocast)
-        self._whole = task.as_recorded(_training(run, task), tuple(run.manifest.buffers), cast)
-        self._rule = run.rule.following(task.clip, self._whole.buffers)
+        self._modes = Modes(run, task, layers)
+        self._rule = run.rule.averaging(on=run.averaged).following(task.clip, tuple(run.manifest.buffers))
         self._known = [*run.kept, *([] if run.kept[-1] == len(run) else [len(run)])]
-        self.trained = self._whole.restricted(layers)
-        self.task = self._whole.uncast().restricted(layers)
+        _, self.trained, self.task = self._modes.first
         self.rule = self._rule.restricted(self.task.chosen)
         if layers is not None and task.clip is not None and task.clip.norm is not None:
             raise UnsupportedError(
                 "layers= looks at some parameters alone, and clip_norm= ties them to all others: leave layers out.",
                 code="layers-with-clipping",
             )
-        self.check = StepCheck(self.rule, self.trained)
+        self.check = StepCheck(self.rule)
 
     def __len__(self) -> int:
         return len(self.run)
 
     def compared(self) -> Trajectory:
         """The same, after its derivatives have been compared at the run's last state as they were at the task's own."""
-        abilities = self._whole.uncast().compared_at(self.run.fingerprint, self.final_whole()[PARAM]).abilities
-        if abilities == self.task.abilities:
+        modes = self._modes.compared_at(self.run.fingerprint, self.final_whole()[PARAM])
+        if len(self.run.manifest.modes) <= 1 and modes.first.task.abilities == self.task.abilities:
             return self
         other = copy.copy(self)
-        other._whole, other.trained, other.task = map(copy.copy, (self._whole, self.trained, self.task))
-        for task in (other._whole, other.trained, other.task):
-            task.abilities = abilities
-        other.check = StepCheck(self.rule, other.trained)
+        other._modes = modes
+        _, other.trained, other.task = modes.first
         return other
 
     def initial(self) -> State:
@@ -79,6 +78,15 @@ class Trajectory:
     def final_whole(self) -> State:
         """The state after the last step, of all parameters."""
         return self._state(len(self))
+
+    @property
+    def slot(self) -> str:
+        """The slot of the state that queries are asked of: the parameters, or their average."""
+        return AVERAGE if self.run.averaged else PARAM
+
+    def scored(self, state: State) -> Params:
+        """Of a state, or a stack of them, the parameters that queries are asked of; counts are not averaged."""
+        return {**state[PARAM], **state[self.slot]}
 
     def forward(self) -> Iterator[RecordedStep]:
         """The steps from the first to the last."""
@@ -129,20 +137,23 @@ class Trajectory:
         for index in range(start, stop):
             record = self.run.record(index)
             batch = self._batch(record, state[PARAM])
-            after = self._rule.step(state, gradient(self._whole, state[PARAM], batch), record.hypers)
+            view = self._modes.of(record)
+            after = self._rule.step(state, gradient(view.whole, state[PARAM], batch), record.hypers)
             travelled += distance(after[PARAM], state[PARAM])
             if index < stop - 1:
                 yield after
             else:
-                recorded = RecordedStep(record, state, last, batch, state[PARAM], self.run.as_recorded)
-                StepCheck(self._rule, self._whole).arrival(recorded, after, travelled)
+                recorded = RecordedStep(
+                    record, state, last, batch, state[PARAM], view.whole.uncast(), view.whole, self.run.as_recorded
+                )
+                StepCheck(self._rule).arrival(recorded, after, travelled)
             state = after
 
     def _state(self, index: int) -> State:
         """A kept state or the last one, where the task computes."""
         state = self._end() if index == len(self) and index not in self.run.kept[-1:] else self.run.state(index)
         # Not a view of its shard: forward mode makes zeros as large as the memory that a tensor is a view of.
-        return {slot: each(lambda t: t.to(self.task.device), params) for slot, params in state.items()}
+        return {slot: each(lambda t: t.to(self.task.device), state[slot]) for slot in self._rule.slots}
 
     def _end(self) -> State:
         """The last state of a run that ends between two kept ones: replayed up to the second, which must be reached."""
@@ -165,7 +176,7 @@ class Trajectory:
 
     def _prepared(self, record: Record, read: Sequence[Batch], params: Params) -> Batch:
         parts = [MicroBatch(one, part.random, part.denominator) for one, part in zip(read, record.parts, strict=True)]
-        return prepared(self._whole, parts, params)
+        return prepared(self._modes.of(record).whole, parts, params)
 
     def _batch(self, record: Record, params: Params) -> Batch:
         """The micro-batches of a step as training saw them; ``params`` are any that the model can be called with."""
@@ -196,37 +207,26 @@ class Trajectory:
                 code="rows-differ",
             )
         if fingerprint:
-            found = batches.difference(fingerprint, batch, lambda: self.task.read(ids))
-            if found:
+            difference = batches.difference(fingerprint, batch, lambda: self.task.read(ids))
+            if difference:
                 raise MismatchError(
-                    f"The batch of step {index} is not the one that was trained on: {found}.", code="batch-differs"
+                    f"The batch of step {index} is not the one that was trained on: {difference}.", code="batch-differs"
                 )
         return batch
 
     def _recorded_step(self, index: int, before: State, after: State) -> RecordedStep:
         record = self.run.record(index)
-        own = self._own(before), self._own(after)
-        return RecordedStep(record, *own, self._batch(record, before[PARAM]), before[PARAM], self.run.exact)
+        own, view = (self._own(before), self._own(after)), self._modes.of(record)
+        batch = self._batch(record, before[PARAM])
+        return RecordedStep(record, *own, batch, before[PARAM], view.task, view.trained, self.run.exact)
+
+    def trained_at(self, record: Record) -> Task:
+        """Return the task in the modes of a step, with the rounding of mixed precision."""
+        return self._modes.of(record).trained
 
     def _own(self, state: State) -> State:
         names = self.task.own(state[PARAM])
         return {slot: {name: params[name] for name in names if name in params} for slot, params in state.items()}
-
-
-def _training(run: Run, task: Task) -> frozenset[str] | None:
-    """The modules that were in training mode; None for runs that do not say so."""
-    if len(run.manifest.modes) > 1:
-        matters = {name for name, module in task.called.named if mode_matters(module)}
-        modes = [matters.intersection(run.record(i).training or ()) for i in range(len(run))]
-        step = next((i for i, mode in enumerate(modes) if mode != modes[0]), None)
-        if step is not None:
-            raise UnsupportedError(
-                f"At step {step} of this run modules were switched between training and evaluation mode: score "
-                f"run.head({step}), or record the two parts as two runs.",
-                code="modes-changed",
-            )
-    names = run.record(0).training
-    return None if names is None else frozenset(names)
 
 
 def _mixed(first: State, last: State, share: float) -> State:

@@ -15,7 +15,7 @@ from leaveout.builtin.data.examples import Data, Examples, Table, prepare, split
 from leaveout.builtin.data.noise import Noisy, flip, gaussian, ones
 from leaveout.errors import InputError, closest
 
-__all__ = ["Data", "Examples", "Noisy", "flip", "found", "gaussian", "load", "names", "ones", "sizes", "split"]
+__all__ = ["Data", "Examples", "Noisy", "flip", "gaussian", "is_here", "load", "names", "ones", "sizes", "split"]
 
 
 class _Source(NamedTuple):
@@ -23,12 +23,15 @@ class _Source(NamedTuple):
     n_train: int
     n_val: int
     folder: str | None = None  # below the data directory; None for what scikit-learn ships
+    file: str = "*"  # which must be there
 
 
 _SOURCES = {
     "20news": _Source(news.table, 400, 400, "20news"),
     "adult": _Source(adult.table, 400, 400, "adult"),
     "cifar10": _Source(cifar10.table, 40_000, 10_000, "cifar10"),
+    "cifar10n": _Source(cifar10.human_table, 40_000, 10_000, "cifar10", "cifar-10n.npz"),
+    "cifar10n-worst": _Source(cifar10.worst_human_table, 40_000, 10_000, "cifar10", "cifar-10n.npz"),
     "digits": _Source(digits.table, 1_000, 400),
     "digits-1v7": _Source(digits.one_against_seven, 200, 100),
     "mnist": _Source(mnist.table, 50_000, 10_000, "mnist"),
@@ -40,7 +43,7 @@ def names() -> tuple[str, ...]:
     """Name the data sets that `load` knows.
 
     >>> names()
-    ('20news', 'adult', 'cifar10', 'digits', 'digits-1v7', 'mnist', 'mnist-1v7')
+    ('20news', 'adult', 'cifar10', 'cifar10n', 'cifar10n-worst', 'digits', 'digits-1v7', 'mnist', 'mnist-1v7')
     """
     return tuple(_SOURCES)
 
@@ -55,14 +58,14 @@ def sizes(name: str) -> tuple[int, int]:
     return source.n_train, source.n_val
 
 
-def found(name: str) -> bool:
+def is_here(name: str) -> bool:
     """Say whether files of a data set are on this machine; `load` checks that they are all there and the originals.
 
-    >>> found("digits")
+    >>> is_here("digits")
     True
     """
-    folder = _known(name).folder
-    return folder is None or files.find(folder, "*") is not None
+    source = _known(name)
+    return source.folder is None or files.find(source.folder, source.file) is not None
 
 
 def _known(name: str) -> _Source:
@@ -77,7 +80,9 @@ def _known(name: str) -> _Source:
 def load(name: str, n_train: int | None = None, n_val: int | None = None, seed: int = 0) -> Data:
     """Load a data set: `n_train` and `n_val` rows drawn by seed (the experiments' numbers by default), and a test part.
 
-    The test part is the official one for mnist, mnist-1v7 and cifar10, and all rows left over for the others.
+    The test part is the official one for mnist, mnist-1v7 and cifar10, and all rows left over for the others. The
+    training labels of cifar10n were given by people and are wrong in places: `train.true` has the original ones, as
+    validation and test examples do.
     """
     source = _known(name)
     n_train = source.n_train if n_train is None else n_train

@@ -19,7 +19,8 @@ class Examples(TensorDataset):
     """Pairs (x, y) for any `DataLoader`, with `ids`: row numbers in the original files, the same for every split.
 
     `y` is float 0/1 where a model gives one logit, and an int64 class otherwise. `raw` has each example as the original
-    files have it, where a person could not read it from `x`: a text, or a row of names and values.
+    files have it, where a person could not read it from `x`: a text, or a row of names and values. `true` has the right
+    labels, where `y` is known to be wrong in places.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class Examples(TensorDataset):
         ids: Int64[Tensor, " n"],
         *,
         raw: Sequence[Any] | None = None,
+        true: Shaped[Tensor, " n"] | None = None,
     ) -> None:
         super().__init__(x, y)
-        self.ids, self.raw = ids, raw
+        self.ids, self.raw, self.true = ids, raw, true
 
     @property
     def x(self) -> Float[Tensor, "n ..."]:
@@ -61,6 +63,7 @@ class Table:
     """A data set as it was read, before any split: row i of the first `n_pool` may be used for training.
 
     The rows after `n_pool` are the official test part; without any, the rows that a split leaves over are the test.
+    With `true`, `y` is wrong in places: training examples keep it, validation and test examples get the right labels.
     """
 
     x: Shaped[np.ndarray, "n ..."]
@@ -71,6 +74,7 @@ class Table:
     classes: tuple[str, ...]
     standardise: bool
     raw: Sequence[Any] | None = None
+    true: Int64[np.ndarray, " n"] | None = None
 
 
 class Picked(Sequence[Any]):
@@ -116,15 +120,23 @@ def prepare(name: str, table: Table, n_train: int, n_val: int, seed: int) -> Dat
     official = np.arange(table.n_pool, len(table.x))
     scaler = StandardScaler().fit(table.x[train]) if table.standardise else None
 
-    def part(rows: Int64[np.ndarray, " rows"]) -> Examples:
+    right = table.y if table.true is None else table.true
+
+    def labels(y: Int64[np.ndarray, " n"], rows: Int64[np.ndarray, " rows"]) -> Tensor:
+        picked = torch.from_numpy(y[rows])
+        return picked.float() if len(table.classes) == 2 else picked
+
+    def part(rows: Int64[np.ndarray, " rows"], *, clean: bool = True) -> Examples:
         x = table.x[rows]
         if scaler is not None:
             x = scaler.transform(x)
         scaled = torch.from_numpy(x).float()
         if x.dtype == np.uint8:
             scaled /= 255
-        y = torch.from_numpy(table.y[rows])
         raw = None if table.raw is None else Picked(table.raw, rows)
-        return Examples(scaled, y.float() if len(table.classes) == 2 else y, torch.from_numpy(table.ids[rows]), raw=raw)
+        true = None if clean or table.true is None else labels(right, rows)
+        y = labels(right if clean else table.y, rows)
+        return Examples(scaled, y, torch.from_numpy(table.ids[rows]), raw=raw, true=true)
 
-    return Data(name, part(train), part(val), part(official if len(official) else rest), table.features, table.classes)
+    test = part(official if len(official) else rest)
+    return Data(name, part(train, clean=False), part(val), test, table.features, table.classes)

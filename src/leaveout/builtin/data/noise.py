@@ -48,7 +48,8 @@ def flip(examples: Examples, fraction: float, seed: int = 0) -> Noisy:
     shift = torch.randint(1, len(classes), (len(rows),), generator=generator)
     flipped = y.clone()
     flipped[rows] = classes[(codes[rows] + shift) % len(classes)]
-    return Noisy(Examples(examples.x, flipped, examples.ids, raw=examples.raw), flipped != y)
+    true = y if examples.true is None else examples.true
+    return Noisy(Examples(examples.x, flipped, examples.ids, raw=examples.raw, true=true), flipped != y)
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -62,4 +63,5 @@ def _count(fraction: float, n: int) -> int:
 
 
 def _with_x(examples: Examples, x: Tensor) -> Noisy:
-    return Noisy(Examples(x, examples.y, examples.ids, raw=examples.raw), (x != examples.x).flatten(1).any(1))
+    changed = Examples(x, examples.y, examples.ids, raw=examples.raw, true=examples.true)
+    return Noisy(changed, (x != examples.x).flatten(1).any(1))

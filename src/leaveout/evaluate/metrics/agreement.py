@@ -4,8 +4,10 @@ Every metric takes two one-dimensional sequences over the same examples in the s
 cannot be compared (different lengths, fewer than two examples, NaN or infinity) raises `InputError`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from typing import TypeAlias
@@ -97,6 +99,15 @@ class Interval:
         style = ".2f" if max(abs(self.value), abs(self.low), abs(self.high)) >= 0.1 else ".2g"
         return f"{self.value:{style}} ({self.low:{style}} to {self.high:{style}})"
 
+    def lowered(self, by: float) -> Interval:
+        """Give the same interval of a correlation, lower by so much, but not below -1.
+
+        >>> print(Interval(0.5, -0.95, 0.75).lowered(0.1))
+        0.40 (-1.00 to 0.65)
+        """
+        value, low, high = (max(-1.0, end - by) for end in (self.value, self.low, self.high))
+        return Interval(value, low, high, self.level)
+
 
 def bootstrap(
     metric: Metric, estimate: Values, truth: Values, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
@@ -143,6 +154,10 @@ class Agreement:
     spearman: Interval
     jaccard: dict[int | float, Interval]
     count: int
+
+    def lowered(self, by: float) -> Agreement:
+        """Give the same agreement with both rank correlations lower by so much."""
+        return replace(self, kendall=self.kendall.lowered(by), spearman=self.spearman.lowered(by))
 
     def to_frame(self) -> pd.DataFrame:
         """Tabulate the metrics (rmse, kendall, spearman, jaccard@70, ...): value, low, high, level, count."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from leaveout._util.trees import PARAM, Params, height
+from leaveout._util.trees import Params, height
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError, is_whole
@@ -121,7 +121,7 @@ class _Predictions:
 
     def recorded(self, count: int) -> list[int]:
         """The classes that the recorded run predicts for the first ``count`` queries."""
-        params = self.trajectory.final_whole()[PARAM]
+        params = self.trajectory.scored(self.trajectory.final_whole())
         return [self._of(params, q) for q in range(count)]
 
     def without(self, groups: dict[int, list[int]]) -> Iterable[tuple[int, int]]:

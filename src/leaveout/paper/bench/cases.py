@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-import gc
+from functools import partial
 from statistics import mean
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from leaveout.estimators import ACC, SGDIE, Estimator, Replay, TracIn
+from leaveout.estimators import ACC, SGDIE, Replay
 from leaveout.evaluate.metrics import kendall
-from leaveout.evaluate.plan import plan
-from leaveout.paper.bench.problems import QUIET, binary, folder, images, plain_training, quickest, seconds
+from leaveout.paper.bench import costs, jumps, sweeps
+from leaveout.paper.bench.problems import QUIET, binary, digits, images, plain_training, quickest, seconds
 from leaveout.paper.bench.table import Row
+from leaveout.paper.bench.trainers import adapters, trainer_recording
 from leaveout.run.reader import Run
-from leaveout.run.recorder import Recorder
 from leaveout.sweep.transports import Subspace
 from leaveout.task.derivatives import stacked_gradients, weighted_changes
 from leaveout.task.task import Task
@@ -46,6 +46,17 @@ def image_sweeps() -> list[Row]:
         Row("SGD-IE / plain training of the same steps", sgdie / training, "<=", 2.5, how),
         Row("ACC(free) / SGD-IE, one query", acc / sgdie, "<=", 1.5, "the same run"),
     ]
+
+
+def kinked_sweeps() -> list[Row]:
+    """Compare SGD-IE with the curvature of kinks and without, on the MNIST network and on a 64-64 network of digits."""
+    rows = []
+    for name, (dataset, task, run) in (("MNIST CNN", images(2_560, 3)), ("digits 64-64", digits((64, 64), 20))):
+        methods = (SGDIE(), SGDIE(kinks=True))
+        plain, bent = quickest(6, *(partial(one.score, run, task, dataset.val, resources=QUIET) for one in methods))
+        how = f"{len(run)} steps: {plain:.2f} s and {bent:.2f} s, the quickest of six each"
+        rows.append(Row(f"SGD-IE with kinks / without, {name}", bent / plain, "<=", 1.15, how))
+    return rows
 
 
 def example_count() -> list[Row]:
@@ -124,52 +135,6 @@ def wide_inputs() -> list[Row]:
     return rows
 
 
-def recording() -> list[Row]:
-    """Measure what recording adds to an ordinary loop."""
-    dataset, task, _ = images(20_000, 1)
-    loss = nn.CrossEntropyLoss()
-    loader = DataLoader(dataset.train, batch_size=64, shuffle=True)
-
-    def loop(*, recorded: bool) -> None:
-        model = copy.deepcopy(task.model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        recorder = Recorder(folder(), model, optimizer) if recorded else None
-        for x, y in recorder.watch(loader) if recorder else loader:
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            optimizer.step()
-        if recorder:
-            recorder.finish()
-
-    plain, recorded = quickest(8, lambda: loop(recorded=False), lambda: loop(recorded=True))
-    how = f"MNIST CNN, keep='auto', {plain:.1f} s and {recorded:.1f} s, the quickest of eight each"
-    return [Row("recorded training / unrecorded", recorded / plain, "<=", 1.1, how)]
-
-
-def plans() -> list[Row]:
-    """Compare what ``plan`` predicts with what then happens."""
-    rows = []
-    cheap: list[Estimator] = [TracIn(), SGDIE(), ACC()]
-    for what, (dataset, task, run), methods in (
-        ("MNIST CNN", images(20_000, 1), cheap),
-        ("Adult 8-8", binary("adult", "mlp", epochs=38), [*cheap, ACC("exact"), Replay()]),
-    ):
-        planned = plan(task, dataset.val, run, resources=QUIET)["seconds"]
-        real = {
-            m.resolved(run).name: min(_alone(m, run, task.untraced(), dataset.val) for _ in range(2)) for m in methods
-        }
-        worst = float(max(max(planned[name] / real[name], real[name] / planned[name]) for name in real))
-        how = ", ".join(f"{name} {planned[name]:.1f} and {real[name]:.1f} s" for name in real) + ", the quicker of two"
-        rows.append(Row(f"planned and real time, larger / smaller, {what}", worst, "<=", 1.5, how))
-    return rows
-
-
-def _alone(method: Estimator, run: Run, task: Task, query: Dataset) -> float:
-    """Time a method by itself, without what others left to be swept up."""
-    gc.collect()
-    return method.score(run, task, query, resources=QUIET).cost.seconds
-
-
 def cheap_transports() -> list[Row]:
     """Correlate the ranks of the cheap transports with those of the exact one, on five tasks."""
     rows = []
@@ -204,13 +169,17 @@ CASES = {
     case.__name__: case
     for case in (
         image_sweeps,
+        kinked_sweeps,
         example_count,
         many_outputs,
         replays,
         wide_inputs,
-        recording,
-        plans,
+        trainer_recording,
+        adapters,
         cheap_transports,
         faithful_outputs,
+        *costs.CASES,
+        *sweeps.CASES,
+        *jumps.CASES,
     )
 }

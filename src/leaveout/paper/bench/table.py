@@ -36,11 +36,41 @@ matrix products. A hidden layer of exact ACC takes two products forward and five
 two; the first layer, whose inputs do not move, takes one and one, as the gradient does. On wide inputs, where the first
 layer dominates, the two are closer (the rates above).
 
-*Recording*: 1.08 to 1.2. Hashing each batch and copying each state happen in the training thread, only writing does
-not, and on a step of a few milliseconds that shows.
+*Recording*: 1.03 to 1.23. Hashing each batch and copying plain SGD's states happen in the training thread, and a short
+run waits for the disk ten times at its beginning and end (16 ms each on this machine). With AdamW nothing is copied in
+seven steps of eight; there two rounds lay within the machine's noise.
+
+*Replay of 32, MNIST CNN*: 1.15 on a machine with other work. Two models side by side took 8.0 ms each where a plain
+step took 12.9 ms, when both cores were free; with one core there is nothing to gain but the steps before the first use.
 
 *ACC / SGD-IE*: 1.46. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and moves each
 example's 13,750 numbers in and out of its row.
+
+## What the limits are
+
+Counted in matrix products: a linear layer takes one forward and two back in training, three in all. With x its inputs,
+W its weights, v the vector and a dot for what changes along v, SGD-IE's product takes three forward (x·W, x·v, ẋ·W) and
+five back, eight in all, and no gradient is formed. What comes on top is elementwise: normalisation, attention and the
+loss twice over, the optimizer's derivative, and reading and checking the recorded steps.
+
+| what | products | limit |
+| --- | --- | --- |
+| SGD-IE / training | 8 of 3 | 2.67 |
+| TracIn / training | 3 of 3 | 1 |
+| SGD-IE / training, adapters: frozen weights have no gradient and no vector | 4 of 2 | 2 |
+| SGD-IE for many vectors / as many times one: each has its own six, only the gradient is shared | 6 of 8 | 0.75 |
+
+So a third for 64 vectors cannot be reached on a network that is bound by its matrix products; small ones, bound by the
+calls, reach it (the row with 100 outputs above). Every step's gradient is compared with the recorded one along the
+query's vector, which costs nothing; the first, the last and every sixteenth step are computed again as a whole, which
+costs a gradient each and weighs more the shorter a run is.
+
+The cases on a GPT, adapters and a ResNet-18 (`gpt_sweeps`, `gpt_jump`, `adapter_sweep`,
+`resnet_sweep`, `query_vectors`, `scoring_memory`, `short_run`, `image_tracin`) have no row above as long as they have
+not been measured on a quiet machine.
+
+The jump's limit is not a product: it takes the optimizer's step once per example of the batch, some thirty passes over
+as many numbers as all these gradients have together.
 """
 
 LOAD = """

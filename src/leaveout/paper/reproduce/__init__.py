@@ -1,5 +1,6 @@
 """The published tables and curves as declarative specs, a file each, and one runner for all of them."""
 
+from leaveout.paper.reproduce.adam import ADAM
 from leaveout.paper.reproduce.bounds import BOUNDS
 from leaveout.paper.reproduce.ceiling import CEILING
 from leaveout.paper.reproduce.choosing import CHOOSING
@@ -12,6 +13,7 @@ from leaveout.paper.reproduce.labels import LABELS
 from leaveout.paper.reproduce.lds import LDS
 from leaveout.paper.reproduce.mismatch import MISMATCH
 from leaveout.paper.reproduce.readouts import READOUTS
+from leaveout.paper.reproduce.removal import REMOVAL
 from leaveout.paper.reproduce.sensitivity import SENSITIVITY
 from leaveout.paper.reproduce.smoothness import SMOOTHNESS
 from leaveout.paper.reproduce.spec import Settings, Spec
@@ -22,7 +24,21 @@ SPECS = {
     spec.name: spec
     for spec in (
         *(CONVEX, NONCONVEX, FAMILY, METHODS, SENSITIVITY, EPOCHS, GROUPS, BOUNDS),
-        *(READOUTS, CLEANSING, CLEANSING_FULL, MISMATCH, LABELS, SMOOTHNESS, CEILING, CHOOSING, TSLOO, LDS, KINKS),
+        *(
+            READOUTS,
+            CLEANSING,
+            CLEANSING_FULL,
+            MISMATCH,
+            LABELS,
+            REMOVAL,
+            SMOOTHNESS,
+            CEILING,
+            CHOOSING,
+            TSLOO,
+            LDS,
+            KINKS,
+            ADAM,
+        ),
     )
 }
 

@@ -1,4 +1,4 @@
-"""The methods held against exact leave-one-out replays of every example: one cell of the big tables."""
+"""The methods compared with exact leave-one-out replays of every example: one cell of the big tables."""
 
 from __future__ import annotations
 

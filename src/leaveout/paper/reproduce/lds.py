@@ -12,20 +12,36 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from leaveout.builtin import models
-from leaveout.estimators import ACC, SGDIE, Replay, TracIn, score
+from leaveout.estimators import SGDIE, Replay, TracIn, score
 from leaveout.evaluate.average import average
-from leaveout.evaluate.metrics import PerQuery, algorithm_lds, random_subsets, rmse
-from leaveout.evaluate.metrics.per_query import spearman_columns
+from leaveout.evaluate.metrics import algorithm_lds, random_subsets
+from leaveout.paper.reproduce.jumps import DERIVATIVE, JUMP, PLAIN, clouds, compared, readings
 from leaveout.paper.reproduce.markdown import spread, table
 from leaveout.paper.reproduce.networks import network
+from leaveout.paper.reproduce.plots import Plot
 from leaveout.paper.reproduce.problems import QUIET
 from leaveout.paper.reproduce.spec import Row, Settings, Spec
 from leaveout.paper.reproduce.tsloo import GPT
 from leaveout.paper.reproduce.words import small_gpt
 from leaveout.scores import Scores
+from leaveout.trajectory.left_out import leave_out
 
 SHARES = (0.01, 0.05, 0.2)
-RUN: dict[str, Any] = {**GPT, "lr": 1e-3, "meaning": "run", "subsets": 100}
+RUN: dict[str, Any] = {**GPT, "lr": 1e-3, "meaning": "run", "subsets": 40}
+SMALL_RUN: dict[str, Any] = {
+    "data": "digits",
+    "n": 300,
+    "queries": 50,
+    "hidden": [32],
+    "activation": "gelu",
+    "dtype": "float32",
+    "optimizer": "adamw",
+    "lr": 0.003,
+    "batch": 30,
+    "epochs": 5,
+    "meaning": "run",
+    "subsets": 100,
+}
 ALGORITHM: dict[str, Any] = {
     "data": "digits",
     "n": 300,
@@ -46,9 +62,9 @@ QUICK: dict[str, Any] = {"n": 60, "queries": 4, "subsets": 6, "epochs": 1}
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """For each seed the single-run scores of the GPT, and the algorithm's of a digits network."""
+    """For each seed the single-run scores of a digits network and the GPT, and the algorithm's of the network."""
     small = QUICK if quick else {}
-    return [{**case, **small, "seed": seed} for seed in range(seeds) for case in (RUN, ALGORITHM)]
+    return [{**case, **small, "seed": seed} for seed in range(seeds) for case in (SMALL_RUN, RUN, ALGORITHM)]
 
 
 def compute(settings: Settings) -> list[Row]:
@@ -57,30 +73,38 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def _of_the_run(settings: Settings) -> list[Row]:
-    rows: list[Row] = []
-    with small_gpt(settings) as problem:
+    n, rows = settings["n"], []
+    subsets = {share: random_subsets(n, settings["subsets"], share, settings["seed"]) for share in SHARES}
+    left_out = {f"{share:.0%} left out": leave_out(n, groups=groups) for share, groups in subsets.items()}
+    with (network if settings["data"] == "digits" else small_gpt)(settings) as problem:
         asked = (problem.run, problem.task, problem.val)
-        estimates = score([ACC(), SGDIE(), TracIn()], *asked, queries="each", resources=QUIET)
-        for share in SHARES:
-            groups = random_subsets(settings["n"], settings["subsets"], share, settings["seed"])
-            truth = Replay().score(*asked, queries="each", groups=groups, resources=QUIET)
-            exact = truth.values.double().numpy()
-            for scores in estimates:
-                sums = np.stack([scores.values[ids].sum(0).double().numpy() for ids in groups.values()])
-                lds = PerQuery("LDS", spearman_columns(sums, exact), len(groups))
-                off = rmse(sums.mean(1), exact.mean(1)) / float(exact.mean(1).std())
-                rows.append({"method": scores.method, "of": f"{share:.0%} left out", "lds": lds.value, "off": off})
+        estimates = readings(problem, {"single": leave_out(n), **left_out})
+        single = estimates["single"]
+        for share, groups in subsets.items():
+            of = f"{share:.0%} left out"
+            truth = Replay().score(*asked, queries="each", groups=groups, resources=QUIET).values.double().numpy()
+            members = list(groups.values())
+            predicted = {
+                PLAIN: estimates[of][PLAIN],
+                f"sum of {JUMP}": np.stack([single[JUMP][ids].sum(0) for ids in members]),
+                f"{JUMP} of the group": estimates[of][JUMP],
+                f"sum of {DERIVATIVE}": np.stack([single[DERIVATIVE][ids].sum(0) for ids in members]),
+                f"{DERIVATIVE} of the group": estimates[of][DERIVATIVE],
+            }
+            for method, values in predicted.items():
+                row = compared(method, values, truth, points=settings["seed"] == 0)
+                rows.append({**row, "lds": row["per_query"], "of": of})
     return rows
 
 
 def _of_the_algorithm(settings: Settings) -> list[Row]:
     seed = settings["seed"]
-    found: dict[str, list[Scores]] = {}
+    by_method: dict[str, list[Scores]] = {}
     for run in range(settings["runs"]):
         with network({**settings, "data_seed": seed, "seed": 1000 * seed + run}) as problem:
             asked = (problem.run, problem.task, problem.val)
             for scores in score([SGDIE(), TracIn()], *asked, queries="each", resources=QUIET):
-                found.setdefault(scores.method, []).append(scores)
+                by_method.setdefault(scores.method, []).append(scores)
             train_set, val = problem.task.train_set, problem.val
     kept = list(random_subsets(settings["n"], settings["subsets"], 0.5, seed).values())
     losses = np.stack(
@@ -90,7 +114,7 @@ def _of_the_algorithm(settings: Settings) -> list[Row]:
         ]
     )
     rows: list[Row] = []
-    for method, runs in found.items():
+    for method, runs in by_method.items():
         single = [algorithm_lds(scores, kept, losses) for scores in runs]
         mean = algorithm_lds(average(runs), kept, losses)
         rows.append({"method": method, "of": "one run", "lds": float(np.mean([one.value for one in single]))})
@@ -124,25 +148,43 @@ def _fresh(settings: Settings, train_set: Any, val: Any, ids: list[int], seed: i
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A table for each meaning."""
+    """A table for each meaning and data set."""
     parts = [SETTING]
-    for meaning, part in frame.groupby("meaning", sort=False):
+    for key, part in frame.groupby(["meaning", "data"], sort=False):
+        meaning, data = map(str, key)
         rows = []
         last = "off" if meaning == "run" else "ceiling"
         for (of, method), own in part.groupby(["of", "method"], sort=False):
             rows.append([str(of), str(method), spread(own["lds"]), spread(own[last]), str(own["seed"].nunique())])
         head = "RMSE over sd of the mean loss" if meaning == "run" else "ceiling"
-        parts.append(table([HEADS[str(meaning)], "method", "LDS, mean Spearman per query", head, "seeds"], rows))
+        parts.append(table([HEADS[meaning, data], "method", "LDS, mean Spearman per query", head, "seeds"], rows))
     return "\n\n".join(parts)
 
 
-HEADS = {"run": "small GPT, single run", "algorithm": "digits, algorithm"}
+def plots(frame: pd.DataFrame) -> list[Plot]:
+    """Plot estimate against truth of the mean loss for every subset of seed 0, a picture per run."""
+    runs = frame[frame["meaning"] == "run"]
+    names = {"digits": "digits", "20news words": "gpt"}
+    return [
+        plot
+        for data, own in runs.groupby("data", sort=False)
+        for plot in clouds(own, "of", f"lds-{names[str(data)]}", f"Subsets, {HEADS['run', str(data)]}")
+    ]
 
-SETTING = """Single run: the small GPT of `leaveout reproduce tsloo` (AdamW 0.001, one epoch), 100 random subsets of 1%,
-5% and 20% left out of the recorded trajectory, 50 queries; predicted by the sum of single examples' scores (for ACC,
-jumps). Algorithm: 300 digits, 64-32-10 with GELU, SGD at 0.1, 10 epochs; 40 random halves, each trained afresh with 5
-seeds, 50 queries; scores of one recorded run of all examples, and averaged over 5 runs of other seeds. The ceiling is
-what a perfect prediction of the expected loss would reach (Spearman-Brown). Mean (standard deviation) over seeds."""
+
+HEADS = {
+    ("run", "digits"): "digits, single run",
+    ("run", "20news words"): "small GPT, single run",
+    ("algorithm", "digits"): "digits, algorithm",
+}
+
+SETTING = """Single run: the small GPT of `leaveout reproduce tsloo` (AdamW 0.001, one epoch), 40 random subsets of 1%,
+5% and 20% left out of the recorded trajectory, 10 queries; and 300 digits, 64-32-10 with GELU, AdamW at 0.003, 5
+epochs of 30, 100 subsets, 50 queries. SGD-IE (the metagradient, MAGIC) is additive. Jumps of single examples are
+added, or a subset's examples leave each batch in one jump; each with saturated moments and with moments by derivative.
+Algorithm: the same digits and network with SGD at 0.1, 10 epochs; 40 random halves, each trained afresh with 5 seeds,
+50 queries; scores of one recorded run of all examples, and averaged over 5 runs of other seeds. The ceiling is what a
+perfect prediction of the expected loss would reach (Spearman-Brown). Mean (standard deviation) over seeds."""
 
 LDS = Spec(
     "lds",
@@ -151,5 +193,6 @@ LDS = Spec(
     cells=cells,
     compute=compute,
     tables=tables,
-    naming=("meaning", "seed"),
+    naming=("meaning", "data", "seed"),
+    plots=plots,
 )

@@ -39,14 +39,17 @@ class Trained:
 def network(settings: Settings) -> Iterator[Trained]:
     """A recorded run of a fully connected network; the seed draws data, initial weights and order.
 
-    Settings: ``data``, ``n``, ``queries``, ``hidden``, ``activation``, ``dtype``, ``scaled`` (inputs minus their mean
-    over the training set, divided by their standard deviation, as images usually are), and what ``trained`` needs.
+    Settings: ``data``, ``n``, ``queries``, ``hidden``, ``activation``, ``dtype``, ``scaled`` (True: inputs minus their
+    mean over the training set, divided by their standard deviation, as images usually are; ``"each"``: every feature
+    by its own, as tables usually are), and what ``trained`` needs.
     """
     seed, dtype = settings["seed"], getattr(torch, settings["dtype"])
     loaded = data.load(settings["data"], settings["n"], settings["queries"], settings.get("data_seed", seed))
     x, val_x = (part.x.flatten(1).to(dtype) for part in (loaded.train, loaded.val))
     if settings.get("scaled"):
-        mean, deviation = x.mean(), x.std()
+        over = 0 if settings["scaled"] == "each" else (0, 1)
+        mean, deviation = x.mean(over), x.std(over)
+        deviation = torch.where(deviation > 0, deviation, 1.0)  # a pixel that is always empty
         x, val_x = (x - mean) / deviation, (val_x - mean) / deviation
     train_set, val = TensorDataset(x, loaded.train.y), TensorDataset(val_x, loaded.val.y)
     model = models.build(
@@ -65,7 +68,8 @@ def network(settings: Settings) -> Iterator[Trained]:
 def trained(model: nn.Module, train_set: TensorDataset, val: TensorDataset, settings: Settings) -> Iterator[Trained]:
     """A model trained with ``optimizer``, ``lr``, its options, ``schedule``, ``epochs``, ``batch``, ``seed``.
 
-    ``schedule`` is ``"constant"``, or ``"linear"`` for a rate that falls to zero.
+    ``schedule`` is ``"constant"``, or ``"linear"`` for a rate that falls to zero; ``clip_norm`` the largest norm of a
+    gradient, if any.
     """
     options = {name: settings[name] for name in OPTIONS if settings.get(name) is not None}
     optimizer = OPTIMIZERS[settings["optimizer"]](model.parameters(), lr=settings["lr"], **options)
@@ -77,14 +81,16 @@ def trained(model: nn.Module, train_set: TensorDataset, val: TensorDataset, sett
     ]
     falls = settings.get("schedule", "constant") == "linear"
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - falls * step / len(batches))
-    loss = nn.CrossEntropyLoss()
-    task = Task(model, loss, train_set)
+    loss, clip = nn.CrossEntropyLoss(), settings.get("clip_norm")
+    task = Task(model, loss, train_set, clip_norm=clip)
     with tempfile.TemporaryDirectory(prefix="leaveout-reproduce-") as folder:
         recorder = Recorder(Path(folder) / "run", model, optimizer)
         for epoch, ids in batches:
             x, y = (tensor[ids] for tensor in train_set.tensors)
             optimizer.zero_grad()
             loss(model(x), y).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             recorder.step(ids, [x, y], epoch=epoch)
             optimizer.step()
             schedule.step()

@@ -20,7 +20,8 @@ function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-const minus = (text) => text.replace("-", "−");
+// Hyphens in words stay what they are.
+const minus = (text) => (text !== "" && Number.isFinite(Number(text)) ? text.replaceAll("-", "−") : text);
 const signed = (value) => (value > 0 ? "+" : "") + minus(short(value));
 const percent = (value) => (value >= 0.995 && value < 1 ? ">99%" : value > 0 && value < 0.005 ? "<1%" : Math.round(value * 100) + "%");
 

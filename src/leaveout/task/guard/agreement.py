@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 def examples(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     """Per-example gradients, and the batch's."""
-    found, whole = example_gradients(task, at, batch), gradient(task, at, batch)
-    return point is None or (point.has_examples(found) and point.has_gradient(whole))
+    gradients, whole = example_gradients(task, at, batch), gradient(task, at, batch)
+    return point is None or (point.has_examples(gradients) and point.has_gradient(whole))
 
 
 def models(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
@@ -44,37 +44,37 @@ def models(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     stack = each(lambda t: torch.stack([t, t]), at)
     weights = _like(at).new_ones((2, size))
     weights[1, 0] = 0
-    found = stacked_gradients(task, stack, weights, batch)
+    gradients = stacked_gradients(task, stack, weights, batch)
     task.over_models(task.query_losses, (0, None))(stack, batch)
     if point is None:
         return True
-    back = each(lambda f, e: f[1] + e[0] / size, found, point.examples)
-    return point.has_gradient(_row(found, 0)) and point.has_gradient(back)
+    back = each(lambda f, e: f[1] + e[0] / size, gradients, point.examples)
+    return point.has_gradient(_row(gradients, 0)) and point.has_gradient(back)
 
 
 def weights(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     """Inner products with the examples' gradients, as the derivative in their weights."""
-    value, found = weight_products(task, at, batch, _stack(_directions(at, point)))
+    value, reads = weight_products(task, at, batch, _stack(_directions(at, point)))
     return point is None or (
-        point.has_gradient(value) and point.has_reads(found[0], 0) and point.has_reads(found[1], 1)
+        (value is None or point.has_gradient(value)) and point.has_reads(reads[0], 0) and point.has_reads(reads[1], 1)
     )
 
 
 def vector(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     """Jᵀ·u for one vector."""
-    value, curved, found = directional(task, at, batch, _directions(at, point)[0])
+    value, curved, reads = directional(task, at, batch, _directions(at, point)[0])
     if point is None:
         return True
     right = value is None or point.has_gradient(value)
-    return right and _is_transposed(task, point, curved, 0) and point.has_reads(found)
+    return right and _is_transposed(task, point, curved, 0) and point.has_reads(reads)
 
 
 def vectors(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     """Jᵀ·u for a stack of vectors."""
-    value, curved, found = hessian_products(task, at, batch, _stack(_directions(at, point)))
+    value, curved, reads = hessian_products(task, at, batch, _stack(_directions(at, point)))
     return point is None or (
         point.has_gradient(value)
-        and all(_is_transposed(task, point, _row(curved, i), i) and point.has_reads(found[i], i) for i in (0, 1))
+        and all(_is_transposed(task, point, _row(curved, i), i) and point.has_reads(reads[i], i) for i in (0, 1))
     )
 
 
@@ -84,11 +84,15 @@ def changes(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     ones = _like(at).new_ones((2, size))
     added = torch.zeros_like(ones)
     added[1, 0] = 1
-    value, found = weighted_changes(task, at, batch, (_stack(_directions(at, point)), ones, added))
+    value, changed = weighted_changes(task, at, batch, (_stack(_directions(at, point)), ones, added))
     if point is None:
         return True
-    second = each(lambda f, e: f[1] - e[0] / size, found, point.examples)
-    return point.has_gradient(value) and point.known.agrees(_row(found, 0), 0) and point.known.agrees(second, 1)
+    second = each(lambda f, e: f[1] - e[0] / size, changed, point.examples)
+    return (
+        point.has_gradient(value)
+        and point.difference.agrees(_row(changed, 0), 0)
+        and point.difference.agrees(second, 1)
+    )
 
 
 def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
@@ -97,7 +101,7 @@ def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     for given in (u, each(lambda t: t.expand(size, *t.shape), u)):
         value, curved = example_products(task, at, batch, given)
         mean = each(lambda t: t.mean(0), curved)
-        if point is not None and not (point.has_examples(value) and point.known.agrees(mean, 0)):
+        if point is not None and not (point.has_examples(value) and point.difference.agrees(mean, 0)):
             return False
     return True
 
@@ -105,16 +109,16 @@ def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 def outer(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     """Products with the Fisher and the Gauss-Newton matrix."""
     for fisher in (True, False):
-        value, curved, found = outer_products(task, at, batch, _stack(_directions(at, point)), fisher=fisher)
+        value, curved, reads = outer_products(task, at, batch, _stack(_directions(at, point)), fisher=fisher)
         if point is None:
             continue
         wanted = _fisher(task, point) if fisher else _gauss_newton(task, point, batch)
-        if not (point.has_gradient(value) and point.has_reads(found[0], 0)):
+        if not (point.has_gradient(value) and point.has_reads(reads[0], 0)):
             return False
         if wanted is not None:
-            scale = max(norm(wanted), FLOOR * norm(point.known.gradient))
+            scale = max(norm(wanted), FLOOR * norm(point.difference.gradient))
             missed = norm(each(torch.sub, _row(curved, 0), wanted))
-            if missed > max(1e-3, point.known.tolerance) * scale:
+            if missed > max(1e-3, point.difference.tolerance) * scale:
                 return False
     return True
 
@@ -131,27 +135,27 @@ def slope(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
         with task.unstopped():
             return task.query_losses(params, batch).mean()
 
-    found = grad(mean)(at)
-    usual = norm(found) / sum(tensor.numel() for tensor in at.values()) ** 0.5
+    gradient = grad(mean)(at)
+    usual = norm(gradient) / sum(tensor.numel() for tensor in at.values()) ** 0.5
 
     def agrees(u: Params, step: float) -> bool:
         up, down = (float(task.query_losses(_moved(at, u, s), batch).mean()) for s in (step, -step))
         change = (up - down) / (2 * step)
         scale = near * max(abs(change), usual * norm(u)) + rounding * abs(up)
-        return point is None or abs(inner(found, u) - change) <= scale
+        return point is None or abs(inner(gradient, u) - change) <= scale
 
     return all(any(agrees(u, step) for step in steps) for u in _directions(at, point))
 
 
 def _is_transposed(task: Task, point: Point, product: Params, which: int) -> bool:
     if task.abilities.symmetric:
-        return point.known.agrees(product, which)
-    return point.known.agrees_transposed(product, which)
+        return point.difference.agrees(product, which)
+    return point.difference.agrees_transposed(product, which)
 
 
 def _fisher(task: Task, point: Point) -> Params:
     """(1/|Z|) Σ g ⟨g, u⟩ of the losses without their L2 term, whose curvature is added."""
-    u = point.known.directions[0]
+    u = point.difference.directions[0]
     bare = each(lambda e, p: e - task.l2 * p, point.examples, point.at)
     share = reads(bare, u)
     return each(lambda b, d: torch.tensordot(share, b, 1) + task.l2 * d, bare, u)
@@ -162,7 +166,7 @@ def _gauss_newton(task: Task, point: Point, batch: Any) -> Params | None:
 
     None where the outputs have a kink.
     """
-    u, step = point.known.directions[0], 1e-5 if task.is_wide else 1e-2
+    u, step = point.difference.directions[0], 1e-5 if task.is_wide else 1e-2
     tracked = {name: tensor.detach().requires_grad_() for name, tensor in point.at.items()}
     outputs, targets = task.outputs(tracked, batch)
     with torch.no_grad():
@@ -183,7 +187,7 @@ def _gauss_newton(task: Task, point: Point, batch: Any) -> Params | None:
 
 def _directions(at: Params, point: Point | None) -> tuple[Params, Params]:
     ones = each(torch.ones_like, at)
-    return (ones, ones) if point is None else point.known.directions
+    return (ones, ones) if point is None else point.difference.directions
 
 
 def _moved(at: Params, direction: Params, step: float) -> Params:

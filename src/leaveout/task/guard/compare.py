@@ -84,6 +84,7 @@ class _Search:
         self._switch("stacks", agreement.models, before)
         self._switch("symmetric", self._symmetric, before)
         self._switch("reads", agreement.weights, before)
+        self._switch("slopes", agreement.weights, before)
         # Without a comparison, the form that is wrong most often is not used.
         for kind, order, check in (
             ("vector", VECTOR if self.point else VECTOR[1:], agreement.vector),
@@ -97,7 +98,7 @@ class _Search:
         return self.abilities_now
 
     def _symmetric(self, _task: Task, _at: Params, _batch: Any, point: Point | None) -> bool:
-        return point is None or point.known.symmetric
+        return point is None or point.difference.symmetric
 
     def _switch(self, name: str, check: Check, before: Abilities | None) -> None:
         if before is not None and not getattr(before, name):

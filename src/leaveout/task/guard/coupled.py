@@ -17,10 +17,10 @@ import torch
 from leaveout._util.trees import Params, each
 from leaveout.errors import LeaveoutError
 from leaveout.task import batches
-from leaveout.task.derivatives import gradient, hessian_products, stacked_gradients, weighted_changes
+from leaveout.task.derivatives import directional, gradient, hessian_products, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
 from leaveout.task.forms import Abilities, Form
-from leaveout.task.guard.differences import Difference, difference, norm
+from leaveout.task.guard.differences import Difference, difference, like, norm
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def coupled_abilities(
     try:
         wide, given = task.widened(), batches.map_leaves(_widened, batch)
         at = each(_widened, task.own(params) | params)
-        known = difference(_plain(wide, given), at)
+        measured = difference(_plain(wide, given), at)
     except LeaveoutError:
         raise
     except Exception as error:  # noqa: BLE001 - a model that insists on its own type, or fails; it is passed on in words
@@ -63,16 +63,34 @@ def coupled_abilities(
         abilities = abilities._replace(**over)
         wide.abilities = abilities
         try:
-            problem = _differs(wide, at, given, known, abilities)
+            problem = _differs(wide, at, given, measured, abilities)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
             continue
         if problem is None:
-            return None, abilities
+            return None, _quickest(wide, at, given, abilities)
     return "its step in training mode cannot be differentiated rightly by torch.func", abilities
 
 
+def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities) -> Abilities:
+    """The same with the quickest form for one vector, if that gives what the others do."""
+    if not abilities.vmap:
+        return abilities
+    vector = like(task.own(at), torch.Generator().manual_seed(0))
+    forms = (Form.REVERSE_REVERSE, Form.REVERSE_FORWARD)
+    found = []
+    try:
+        for form in forms:
+            task.abilities = abilities._replace(vector=form)
+            _, curved, reads = directional(task, at, batch, vector)
+            found.append((curved, {"weights": reads}))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+        return abilities
+    same = all(_near(quick, slow) for slow, quick in zip(*found, strict=True))
+    return abilities._replace(vector=forms[1]) if same else abilities
+
+
 def _differs(
-    task: Task, at: Params, batch: TrainingBatch, known: Difference | None, abilities: Abilities
+    task: Task, at: Params, batch: TrainingBatch, measured: Difference | None, abilities: Abilities
 ) -> str | None:
     """What is not as the model itself says."""
     value = gradient(task, at, batch)
@@ -86,20 +104,20 @@ def _differs(
         rest = batches.map_leaves(lambda leaf: leaf[1:], batch)
         less = _plain(task, rest, (size - 1) / size)(at)
         stacked = stacked_gradients(task, each(lambda t: torch.stack([t, t]), at), weights, batch)
-        found = each(lambda t: t[1], stacked)
-        if not _near(found, {name: less[name] for name in found}):
+        gradients = each(lambda t: t[1], stacked)
+        if not _near(gradients, {name: less[name] for name in gradients}):
             return "leaving an example out"
-    if known is None:
+    if measured is None:
         return None
-    stack = {name: torch.stack([d[name] for d in known.directions]) for name in task.own(at)}
+    stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.own(at)}
     _, curved, _ = hessian_products(task, at, batch, stack)
     for which in (0, 1):
-        if not known.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
+        if not measured.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
             return "pull-back"
     if abilities.changes is not None:
         ones = stack[next(iter(stack))].new_ones((2, size))
         _, pushed = weighted_changes(task, at, batch, (stack, ones, torch.zeros_like(ones)))
-        if not known.agrees(each(lambda t: t[0], pushed), 0):
+        if not measured.agrees(each(lambda t: t[0], pushed), 0):
             return "derivative along a vector"
     return None
 
@@ -123,10 +141,10 @@ def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Pa
             losses = task.parts.losses(outputs, targets)
             scaled = losses * batch.scale if isinstance(batch.scale, torch.Tensor) else losses
             loss = share * (scaled.mean() + (task._decay({n: named[n] for n in task.names}) if task.l2 else 0))
-            found = torch.autograd.grad(loss, trained, allow_unused=True)
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         slopes = {
             name: torch.zeros_like(tensor) if g is None else g
-            for name, tensor, g in zip(task.chosen, trained, found, strict=True)
+            for name, tensor, g in zip(task.chosen, trained, gradients, strict=True)
         }
         moved = {name: held[name].detach().clone().to(params[name]) for name in task.buffers}
         return {**slopes, **moved}
@@ -134,10 +152,10 @@ def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Pa
     return slope
 
 
-def _near(found: Params, wanted: Params) -> bool:
+def _near(computed: Params, wanted: Params) -> bool:
     dtype = next(iter(wanted.values())).dtype
     near = 1e-7 if dtype == torch.float64 else 1e-3
-    return norm(each(torch.sub, found, wanted)) <= near * max(norm(wanted), 1e-12)
+    return norm(each(torch.sub, computed, wanted)) <= near * max(norm(wanted), 1e-12)
 
 
 def _widened(leaf: Any) -> Any:

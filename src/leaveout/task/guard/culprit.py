@@ -84,29 +84,31 @@ def _problem(given: Callable[[], tuple[Params, Callable[[Params], Tensor]]]) -> 
     def slope(point: Params) -> Params:
         tracked = {n: t.detach().requires_grad_() for n, t in point.items()}
         with torch.enable_grad():
-            found = torch.autograd.grad(value(tracked), list(tracked.values()), allow_unused=True)
-        return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tracked.items(), found, strict=True)}
+            gradients = torch.autograd.grad(value(tracked), list(tracked.values()), allow_unused=True)
+        return {
+            n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tracked.items(), gradients, strict=True)
+        }
 
     try:
         at, value = given()
-        known = difference(slope, at) if at else None
+        measured = difference(slope, at) if at else None
     except Exception:  # noqa: BLE001 - what cannot be called alone is not the culprit that can be named
         return None
-    if known is None:
+    if measured is None:
         return None
-    return _verdict(known, value)
+    return _verdict(measured, value)
 
 
-def _verdict(known: Difference, value: Callable[[Params], Tensor]) -> str | None:
-    u = known.directions[0]
+def _verdict(measured: Difference, value: Callable[[Params], Tensor]) -> str | None:
+    u = measured.directions[0]
     tried = [
-        _product(lambda: jvp(grad(value), (known.at,), (u,))[1]),
-        _product(lambda: vjp(grad(value), known.at)[1](u)[0]),
+        _product(lambda: jvp(grad(value), (measured.at,), (u,))[1]),
+        _product(lambda: vjp(grad(value), measured.at)[1](u)[0]),
     ]
-    if known.symmetric and any(isinstance(one, dict) and known.agrees(one) for one in tried):
+    if measured.symmetric and any(isinstance(one, dict) and measured.agrees(one) for one in tried):
         return None
     message = next((one for one in tried if isinstance(one, str)), "")
-    tracked = {n: t.detach().requires_grad_() for n, t in known.at.items()}
+    tracked = {n: t.detach().requires_grad_() for n, t in measured.at.items()}
     with _Noting() as noted, torch.enable_grad():
         made = value(tracked)
     if own := _own_gradients(made):

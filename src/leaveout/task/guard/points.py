@@ -24,36 +24,38 @@ MOVED = 0.1
 class Point(NamedTuple):
     """Plain autograd's answers at one state: differences of the gradient, and each example's own gradient."""
 
-    known: Difference
+    difference: Difference
     examples: Params
 
     @property
     def at(self) -> Params:
         """The state."""
-        return self.known.at
+        return self.difference.at
 
     @property
     def size(self) -> int:
         """How many examples there are."""
         return len(next(iter(self.examples.values())))
 
-    def has_gradient(self, found: Params) -> bool:
+    def has_gradient(self, gradient: Params) -> bool:
         """Say whether this is the batch's gradient."""
-        return self._near(found, self.known.gradient)
+        return self._near(gradient, self.difference.gradient)
 
-    def has_examples(self, found: Params) -> bool:
+    def has_examples(self, gradients: Params) -> bool:
         """Say whether these are the examples' gradients."""
-        return self._near(found, self.examples)
+        return self._near(gradients, self.examples)
 
-    def has_reads(self, found: Tensor, which: int = 0) -> bool:
+    def has_reads(self, computed: Tensor, which: int = 0) -> bool:
         """Say whether these are a direction's inner products with the examples' gradients, divided by their number."""
-        known = reads(self.examples, self.known.directions[which])
-        scale = norm(self.known.directions[which]) * norm(self.examples) / self.size
-        return bool((found - known).norm() <= self.known.tolerance * max(float(known.norm()), 1e-3 * scale))
+        expected = reads(self.examples, self.difference.directions[which])
+        scale = norm(self.difference.directions[which]) * norm(self.examples) / self.size
+        return bool(
+            (computed - expected).norm() <= self.difference.tolerance * max(float(expected.norm()), 1e-3 * scale)
+        )
 
-    def _near(self, found: Params, wanted: Params) -> bool:
+    def _near(self, computed: Params, wanted: Params) -> bool:
         scale = max(norm(wanted), 1e-3 * norm(self.examples))
-        return norm(each(torch.sub, found, wanted)) <= self.known.tolerance * scale
+        return norm(each(torch.sub, computed, wanted)) <= self.difference.tolerance * scale
 
 
 class Trial(NamedTuple):
@@ -82,14 +84,14 @@ def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
         wide, given = task.quiet(), batch
     at = each(_widened, params) if wide.is_wide else each(torch.clone, params)
     moved = each(torch.add, at, like(at, torch.Generator().manual_seed(0), MOVED))
-    found: Point | None = None
+    point: Point | None = None
     for seed, place in enumerate((moved, at) if near else (at, moved)):
         problem = _mixing(wide, place, given)
-        if problem is None and found is None:
-            problem, found = _point(wide, place, given, seed)
+        if problem is None and point is None:
+            problem, point = _point(wide, place, given, seed)
         if problem:
             return Trial(wide, given, at, None, problem)
-    return Trial(wide, given, at, found)
+    return Trial(wide, given, at, point)
 
 
 def plain(task: Task, batch: Any) -> Callable[[Params], Params]:
@@ -99,8 +101,10 @@ def plain(task: Task, batch: Any) -> Callable[[Params], Params]:
         tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
         with torch.enable_grad():
             loss = task.losses(tracked, batch).mean()
-            found = torch.autograd.grad(loss, list(tracked.values()), allow_unused=True)
-        return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tracked.items(), found, strict=True)}
+            gradients = torch.autograd.grad(loss, list(tracked.values()), allow_unused=True)
+        return {
+            n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tracked.items(), gradients, strict=True)
+        }
 
     return slope
 
@@ -132,8 +136,8 @@ def _point(task: Task, at: Params, batch: Any, seed: int) -> tuple[str | None, P
     apart = norm(each(lambda g, e: g - e.mean(0), whole, examples))
     if apart > _rounding(task) * (1e2 * norm(whole) + norm(examples)):
         return _depends("the mean of their gradients is not the batch's"), None
-    known = difference(slope, at, seed)
-    return None, Point(known, examples) if known else None
+    measured = difference(slope, at, seed)
+    return None, Point(measured, examples) if measured else None
 
 
 def _singles(batch: Any) -> list[Any]:

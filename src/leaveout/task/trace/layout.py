@@ -61,19 +61,19 @@ def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
 
 def _deciding(graph: fx.Graph) -> set[fx.Node]:
     """What the side of a kink depends on: all that leads to a comparison, a maximum or a slope that has been chosen."""
-    found: set[fx.Node] = set()
+    deciding: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op != "call_function":
             continue
         given: tuple[Any, ...] = node.args
         name = node.target.__name__.split(".")[0] if callable(node.target) else ""
         roots: Sequence[Any] = ()
-        if node in found or name in DECIDING or node.target is aten.max_pool2d_with_indices.default:
+        if node in deciding or name in DECIDING or node.target is aten.max_pool2d_with_indices.default:
             roots = node.all_input_nodes
         elif name.removesuffix("_backward") in KINKED:
             roots = given[1:]
-        found.update(root for root in roots if isinstance(root, fx.Node))
-    return found
+        deciding.update(root for root in roots if isinstance(root, fx.Node))
+    return deciding
 
 
 def _pool(images: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -216,13 +216,13 @@ def _placed(node: fx.Node, done: set[fx.Node]) -> bool:
 
 def _leads_to(source: fx.Node, node: fx.Node) -> bool:
     """Whether a value is computed from another one."""
-    waiting, known = [node], set()
+    waiting, seen = [node], set()
     while waiting:
         here = waiting.pop()
         if here is source:
             return True
-        waiting += [given for given in here.all_input_nodes if given not in known]
-        known.update(here.all_input_nodes)
+        waiting += [given for given in here.all_input_nodes if given not in seen]
+        seen.update(here.all_input_nodes)
     return False
 
 

@@ -34,6 +34,20 @@ COPIES = {aten.clone.default: 0, aten._to_copy.default: 0, aten.copy.default: 1}
 FILLED = {aten.ones_like.default: 1, aten.new_ones.default: 1, aten.zeros_like.default: 0, aten.new_zeros.default: 0}
 """Operations whose result holds one number, whatever the values of the tensor that it is shaped like."""
 
+UNITS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar)
+"""Operations that change nothing with 1 as their second argument."""
+
+LINEAR = (
+    aten.neg.default,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.sum.dim_IntList,
+    aten.clone.default,
+    aten.gelu_backward.default,
+)
+"""Operations that make zeros of zeros in their first argument."""
+
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 LARGEST = 1 << 14
@@ -100,35 +114,35 @@ def kind(tensor: Tensor) -> tuple:
 
 
 def _alike(node: Any, other: fx.Node) -> bool:
-    found, wanted = (each.meta.get("val") if isinstance(each, fx.Node) else None for each in (node, other))
-    return isinstance(found, Tensor) and isinstance(wanted, Tensor) and kind(found) == kind(wanted)
+    value, wanted = (each.meta.get("val") if isinstance(each, fx.Node) else None for each in (node, other))
+    return isinstance(value, Tensor) and isinstance(wanted, Tensor) and kind(value) == kind(wanted)
 
 
 def _equal(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
     """What has the same value, laid out in the same way, before this operation."""
     given: tuple[Any, ...] = node.args
-    found: Any = None
+    same: Any = None
     if node.target in (aten.detach.default, aten.alias.default):
         return given[0]
     if node.target in COPIES:
-        found = given[COPIES[node.target]]
-    elif node.target is aten.mul.Tensor and type(given[1]) in (int, float) and given[1] == 1:
-        found = given[0]
+        same = given[COPIES[node.target]]
+    elif node.target in UNITS and type(given[1]) in (int, float) and given[1] == 1:
+        same = given[0]
     elif node.target is aten.add.Tensor and not node.kwargs:
-        found = next((term for zero, term in (given[:2], given[1::-1]) if zero in zeros), None)
+        same = next((term for zero, term in (given[:2], given[1::-1]) if zero in zeros), None)
     elif node.target in VIEWS:
         return _unviewed(node)
-    return found if _alike(found, node) else None
+    return same if _alike(same, node) else None
 
 
 def _unviewed(node: fx.Node) -> fx.Node | None:
     """The first tensor on the way to a view that looked the same already."""
-    found, here = None, node
+    first, here = None, node
     while here.target in VIEWS:
         here = here.args[0]  # type: ignore[assignment]
         if _alike(here, node):
-            found = here
-    return found
+            first = here
+    return first
 
 
 def _forget_values(node: fx.Node) -> None:
@@ -136,6 +150,8 @@ def _forget_values(node: fx.Node) -> None:
     made, given = node.meta.get("val"), node.args
     if node.target in FILLED:
         value: Any = FILLED[node.target]
+    elif node.target is aten.pow.Tensor_Scalar and given[1] == 0:
+        value = 1
     elif node.target in (aten.fill.Scalar, aten.full_like.default):
         value = given[1]
     else:
@@ -152,8 +168,12 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
         return True
     if node.target is aten.full.default:
         return given[1] == 0
-    if node.target in VIEWS:
+    if node.target in VIEWS or node.target in LINEAR:
         return given[0] in zeros
+    if node.target is aten.where.self:
+        return given[1] in zeros and given[2] in zeros
+    if node.target is aten.scatter_add.default:
+        return given[0] in zeros and given[3] in zeros
     if node.target is aten.sub.Tensor:  # what is held constant, from itself
         return given[0] is given[1] and not node.kwargs
     if node.target is aten.mul.Tensor:

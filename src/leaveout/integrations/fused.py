@@ -1,0 +1,78 @@
+"""Models whose ``forward`` was replaced by one that returns losses without logits, as TRL's trainers do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from leaveout.task.forward import ORIGINAL, casts_itself
+
+FUSED = "fused_lm_head"
+"""What TRL's trainers tell such a model."""
+
+
+def unfused(model: nn.Module) -> nn.Module:
+    """Return a model that shares everything with this one but has the ``forward`` of its class, which returns logits.
+
+    Adapters hold the model as ``base_model.model``.
+    """
+    if not hasattr(model, "peft_config"):
+        return _as_defined(model)
+    adapters: Any = model.base_model
+    return _with(model, "base_model", _with(adapters, "model", _as_defined(adapters.model)))
+
+
+class FusedCall:
+    """A call of such a model in its class's way, with its last layer rounded as TRL's kernel rounds.
+
+    Under ``torch.autocast`` that kernel multiplies numbers of 16 bits, and adds up the gradients in 32; without, there
+    is no difference.
+    """
+
+    def __init__(self, call: Callable) -> None:
+        self._call = call
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Call the model."""
+        inner = model.base_model.model if hasattr(model, "peft_config") else model
+        hook = inner.get_output_embeddings().register_forward_hook(_projected)
+        try:
+            return self._call(model, batch)
+        finally:
+            hook.remove()
+
+
+def _projected(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    kind = output.device.type
+    if not torch.is_autocast_enabled(kind):
+        return output
+    narrow = torch.get_autocast_dtype(kind)
+
+    def rounded(tensor: Tensor) -> Tensor:
+        wide = tensor.float()
+        return wide + (wide.to(narrow).float() - wide).detach()
+
+    with torch.autocast(kind, enabled=False):
+        logits = F.linear(rounded(inputs[0]), rounded(layer.weight)).to(narrow)
+        return logits if layer.bias is None else logits + layer.bias.to(narrow)
+
+
+def _with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
+    changed = copy.copy(module)
+    changed._modules = {**module._modules, name: child}
+    return changed
+
+
+def _as_defined(model: nn.Module) -> nn.Module:
+    plain, cast = copy.copy(model), casts_itself(model)
+    vars(plain).pop("forward", None)
+    if cast:  # what says so stays
+        plain.forward = MethodType(type(model).forward, plain)
+        vars(plain)[ORIGINAL] = plain.forward
+    return plain

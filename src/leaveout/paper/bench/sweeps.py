@@ -1,0 +1,168 @@
+"""What scoring costs on the models that people have: one function per claim, both sides measured in the same run."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from leaveout.estimators import ACC, SGDIE, Estimator, TracIn
+from leaveout.paper.bench.networks import Problem, slim_resnet, small_gpt
+from leaveout.paper.bench.problems import QUIET, images, plain_training, quickest, seconds
+from leaveout.paper.bench.table import Row
+from leaveout.task.derivatives import directional, weight_products
+from leaveout.trajectory.trajectory import Trajectory
+
+GPT = "GPT of four layers of width 128, 1.3 million parameters, 2,000 words, batches of 32 x 64, AdamW"
+QUICKER = "the quicker of two each, traced before"
+
+
+def gpt_sweeps() -> list[Row]:
+    """Compare SGD-IE and TracIn with training on the GPT."""
+    steps = 16
+    training, sgdie, tracin = _timed(small_gpt(steps, queries=8), SGDIE(), TracIn())
+    how = f"{GPT}, {steps} steps: training {training:.1f} s, SGD-IE {sgdie:.1f} s, TracIn {tracin:.1f} s, {QUICKER}"
+    return [
+        Row("SGD-IE / training, GPT", sgdie / training, "<=", 2.9, how),
+        Row("TracIn / training, GPT", tracin / training, "<=", 1.5, "the same run"),
+    ]
+
+
+def gpt_products() -> list[Row]:
+    """Compare what a step of SGD-IE and TracIn computes, without all that is around it, with a step of training."""
+    problem = small_gpt(2, queries=8)
+    trajectory = Trajectory(problem.run, problem.task)
+    task, recorded = trajectory.task, trajectory.recorded_step(1)
+    vector = {name: torch.randn_like(tensor) for name, tensor in recorded.params.items()}
+    stack = {name: tensor[None] for name, tensor in vector.items()}
+    calls = (
+        lambda: directional(task, recorded.params, recorded.batch, vector),
+        lambda: weight_products(task, recorded.params, recorded.batch, stack),
+    )
+    quickest(8, *calls)  # traced from then on
+    training, product, reads = quickest(4, problem.train, *calls)
+    how = (
+        f"{GPT}: a step of training {training / 2 * 1e3:.0f} ms, the product {product * 1e3:.0f} ms, the losses along "
+    )
+    how += f"along a vector {reads * 1e3:.0f} ms, the quickest of four each, traced before"
+    return [
+        Row("SGD-IE's product / a step of training, GPT", 2 * product / training, "<=", 2.67, how),
+        Row("TracIn's product / a step of training, GPT", 2 * reads / training, "<=", 1.2, "the same run"),
+    ]
+
+
+def gpt_jump() -> list[Row]:
+    """Compare the jump with SGD-IE on the GPT."""
+    _, sgdie, jump = _timed(small_gpt(8, queries=8), SGDIE(), ACC())
+    how = f"the same, 8 steps: SGD-IE {sgdie:.1f} s, ACC(jump) {jump:.1f} s, {QUICKER}"
+    return [Row("ACC(jump) / SGD-IE, GPT", jump / sgdie, "<=", 1.5, how)]
+
+
+def resnet_sweep() -> list[Row]:
+    """Compare SGD-IE with training on a ResNet-18 with BatchNorm."""
+    training, sgdie = _timed(slim_resnet(16), SGDIE())
+    how = "CIFAR-10, batches of 64, momentum, a quarter of the original's width, 16 steps: training "
+    how += f"{training:.1f} s, SGD-IE {sgdie:.1f} s, {QUICKER}"
+    return [Row("SGD-IE / training, ResNet-18 with BatchNorm", sgdie / training, "<=", 3.2, how)]
+
+
+def adapter_sweep() -> list[Row]:
+    """Compare SGD-IE with training where LoRA adapters alone are trained."""
+    steps = 6
+    problem = small_gpt(steps, width=512, adapters=True)
+    training, sgdie = _timed(problem, SGDIE())
+    how = f"LoRA of rank 8 on the GPT at width 512, {steps} steps: training {training:.1f} s, SGD-IE {sgdie:.1f} s, "
+    how += QUICKER
+    return [Row("SGD-IE / training, LoRA adapters", sgdie / training, "<=", 3.0, how)]
+
+
+def image_tracin() -> list[Row]:
+    """Compare TracIn with training on the MNIST network."""
+    dataset, task, run = images(5_120, 4)
+    training, tracin = quickest(
+        5,
+        lambda: plain_training(task, run, copy.deepcopy(task.model), nn.CrossEntropyLoss()),
+        lambda: TracIn().score(run, task, dataset.val, resources=QUIET),
+    )
+    how = f"{len(run)} steps of 64: training {training:.1f} s, TracIn {tracin:.1f} s, the quickest of five each"
+    return [Row("TracIn / training, MNIST CNN", tracin / training, "<=", 1.5, how)]
+
+
+def short_run() -> list[Row]:
+    """Compare SGD-IE with training on a short run of the MNIST network, from cold: tracing is paid first."""
+    dataset, task, run = images(9_024, 1)
+    training, cold = quickest(
+        3,
+        lambda: plain_training(task, run, copy.deepcopy(task.model), nn.CrossEntropyLoss()),
+        lambda: SGDIE().score(run, task.untraced(), dataset.val, resources=QUIET),
+    )
+    how = f"{len(run)} steps of 64: training {training:.2f} s, SGD-IE {cold:.2f} s, the quickest of three each"
+    return [Row("SGD-IE from cold / training, MNIST CNN, 141 steps", cold / training, "<=", 2.3, how)]
+
+
+def query_vectors() -> list[Row]:
+    """Compare SGD-IE for 64 queries, a vector each, with 64 times one."""
+    steps = 2
+    problem = small_gpt(steps, queries=64)
+    one, each = (_scored(problem, SGDIE(), queries) for queries in ("mean", "each"))
+    one()
+    (alone,) = quickest(2, one)
+    together = seconds(each)[0]
+    how = f"{GPT}, {steps} steps: one vector {alone:.1f} s, 64 vectors {together:.1f} s"
+    return [Row("SGD-IE, 64 query vectors / 64 times one, GPT", together / (64 * alone), "<=", 1 / 3, how)]
+
+
+def scoring_memory() -> list[Row]:
+    """Compare the largest resident size of a process that scores the GPT's run with one that trains it."""
+    training, scoring = (_peak(what) for what in ("train", "score"))
+    how = f"{GPT}, 8 steps: {training / 1e6:,.0f} MB and {scoring / 1e6:,.0f} MB, PyTorch itself included"
+    return [Row("peak memory, SGD-IE / training, GPT", scoring / training, "<=", 2.5, how)]
+
+
+def _peak(what: str) -> int:
+    """Measure it in a process of its own."""
+    command = [sys.executable, "-c", f"from leaveout.paper.bench import sweeps; sweeps.alone({what!r})"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - the command above
+    return int(done.stdout.split()[-1])
+
+
+def alone(what: str) -> None:
+    """Train the GPT or score its run, and print the largest resident size meanwhile."""
+    from leaveout.compute.cost import Cost
+
+    problem, cost = small_gpt(8), Cost()
+    work: Callable[[], object] = problem.train if what == "train" else _scored(problem, SGDIE(), "mean")
+    with cost.metered():
+        work()
+    sys.stdout.write(f"{cost.peak_memory}\n")
+
+
+def _timed(problem: Problem, *estimators: Estimator) -> list[float]:
+    """Measure the least seconds of training and of each estimator, in turns, with everything traced before."""
+    scored = [_scored(problem, estimator, "mean") for estimator in estimators]
+    for score in scored:
+        score()
+    return quickest(2, problem.train, *scored)
+
+
+def _scored(problem: Problem, estimator: Estimator, queries: str) -> Callable[[], object]:
+    query: Dataset = problem.query
+    return lambda: estimator.score(problem.run, problem.task, query, queries=queries, resources=QUIET)
+
+
+CASES = (
+    gpt_sweeps,
+    gpt_products,
+    gpt_jump,
+    resnet_sweep,
+    adapter_sweep,
+    image_tracin,
+    short_run,
+    query_vectors,
+    scoring_memory,
+)

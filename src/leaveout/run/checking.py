@@ -1,0 +1,37 @@
+"""Whether the files of a run directory are as they were written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from leaveout._util.files import has_writer
+from leaveout.errors import RunError
+from leaveout.run.manifest import read_manifest
+from leaveout.run.reader import Run
+from leaveout.run.remote import local
+
+
+def check_run(path: str | Path) -> list[str]:
+    """Read every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
+
+    A run that was cut short is well; files that were not written by a recorder are named. One that is being recorded is
+    well too: its newest shard is there a moment before the manifest names it.
+    """
+    path = local(path)
+    try:
+        run = Run(path, read_manifest(path))
+        damage, strangers = run.damage(), _strangers(run)
+        if strangers:
+            # If there is no writer now, the manifest names all that one has written.
+            strangers = [] if has_writer(path) else _strangers(Run(path, read_manifest(path)))
+    except RunError as error:
+        return [str(error)]
+    return [
+        *damage,
+        *(f"{path / name} belongs to no recorded step: delete it, or continue the run." for name in strangers),
+    ]
+
+
+def _strangers(run: Run) -> list[str]:
+    listed = {shard.name for shard in run.manifest.shards}
+    return sorted(file.name for file in run.path.glob("shard-*") if file.name not in listed)

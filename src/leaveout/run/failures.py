@@ -1,0 +1,103 @@
+"""What a recording says when it cannot go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from leaveout.errors import InputError, RunError, UnsupportedError
+
+
+def finished(path: Path) -> RunError:
+    """The run that is resumed is at its end."""
+    return RunError(f"The run in {path} is finished: record further steps into another directory.", code="run-finished")
+
+
+def batch_missing(where: str) -> RunError:
+    """A step was taken of which no batch is known."""
+    return RunError(
+        f"{where}, it is not known which batch this is: draw batches from recorder.watch(loader), or call "
+        "recorder.step(ids) before each optimizer.step().",
+        code="batch-missing",
+    )
+
+
+def nothing_recorded() -> RunError:
+    """The loop took no step."""
+    return RunError(
+        "Nothing was recorded: optimizer.step() was never called between Recorder() and finish().",
+        code="nothing-recorded",
+    )
+
+
+def cut_short(step: int) -> RunError:
+    """The run ended by an error."""
+    return RunError(
+        f"The run was cut short after step {step}: continue it with resume=True, record it again, or use "
+        "open_run(path, partial=True) for the steps that are there.",
+        code="run-cut-short",
+    )
+
+
+def last_state_lost(step: int) -> RunError:
+    """The weights after the last step were overwritten before they were kept."""
+    return RunError(
+        f"The parameters were changed after step {step} and before finish(), so that the state it led to is gone: call "
+        "finish() before other weights are put into the model, or record with keep='all'. "
+        "open_run(path, partial=True) reads the run up to the last state that is on disk.",
+        code="last-state-lost",
+    )
+
+
+def parameters_changed(where: str, before: int) -> UnsupportedError:
+    """Something wrote to the parameters between two steps."""
+    return UnsupportedError(
+        f"{where}, the parameters are not those that step {before} left: something other than optimizer.step() wrote "
+        "to them (weights loaded, clamped, averaged or reset), which cannot be replayed. Leave them alone between "
+        "steps, or finish() here and record what follows as another run.",
+        code="parameters-changed",
+    )
+
+
+def average_late(step: int) -> UnsupportedError:
+    """The average was updated after the step that it belongs to was written."""
+    return UnsupportedError(
+        f"The averaged model was updated after step {step} had been written by flush(): update it before flush().",
+        code="average-updated-late",
+    )
+
+
+def buffers_apart(name: str) -> UnsupportedError:
+    """Each of several processes moves a buffer by its own batches."""
+    return UnsupportedError(
+        f"The buffer {name!r} moves in training, in each of several processes by its own batches: put BatchNorm into "
+        "evaluation mode, or train in one process.",
+        code="distributed-buffers",
+    )
+
+
+def not_finite(step: int, name: str, ids: list[int], bad: list[int]) -> RunError:
+    """A step made a parameter NaN or infinite; ``bad`` are examples of its batch that are so themselves."""
+    blame = (
+        f"example {bad[0]} of its batch holds NaN or infinite values; repair or leave out that example"
+        if bad
+        else f"lower the learning rate or look at the losses of its batch's examples {ids[:8]}"
+    )
+    return RunError(
+        f"Step {step} made parameter {name!r} NaN or infinite: {blame}; the steps before it are kept.",
+        code="step-not-finite",
+    )
+
+
+def disk_full(path: Path, error: OSError, steps: int) -> str:
+    """The disk takes no more: what is there, and how to go on."""
+    there = "nothing is on disk yet" if steps == 0 else "open_run(path, partial=True) reads what is on disk"
+    return (
+        f"The run in {path} could not be written further ({error}): {there}; make room and continue it with resume=True"
+    )
+
+
+def not_an_epoch(epoch: object) -> InputError:
+    """Refuse an epoch that does not count."""
+    return InputError(
+        f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.", code="epoch-not-a-count"
+    )

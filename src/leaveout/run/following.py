@@ -1,0 +1,187 @@
+"""States that are kept as the gradient that led to them: s_{i+1} = O(s_i, g_i), the same bits for a third of the room.
+
+A state of AdamW is three tensors for each parameter, and the step to the next one is a function of one: the gradient
+that the optimizer was given, clipped and averaged as it was. So most states of such a run are on disk as that gradient,
+and every ``EVERY``-th as it is. Going from the one to the other takes elementwise work only, no forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaveout._util.trees import PARAM, Params, State, memory, nbytes
+from leaveout.optim import AVERAGE, Hyper, Rule
+
+EVERY = 8
+"""How many states there are for each that is kept whole; a backward sweep holds as many at a time."""
+
+PROVEN = 2
+"""How many steps are computed again while recording, before states are kept as gradients."""
+
+
+class Used(NamedTuple):
+    """What a step was given: each parameter's gradient, and the new values of buffers that training moves.
+
+    The gradients are the loop's own tensors, not copies. Most loops let go of them before the next backward pass;
+    ``intact`` says whether this one did.
+    """
+
+    params: tuple[Tensor, ...]
+    gradients: Params
+    moved: Params
+    versions: tuple[int, ...]
+
+    def intact(self) -> bool:
+        """Say whether nobody can have written to the gradients: they are as they were, and no parameter has them.
+
+        Who zeroes them in place may do so behind the count of changes, by ``.data``, so that having them is enough.
+        """
+        held = {memory(tensor) for tensor in self.gradients.values()}
+        now = (param.grad for param in self.params)
+        return self.unchanged() and not any(grad is not None and memory(grad) in held for grad in now)
+
+    def unchanged(self) -> bool:
+        """Say whether nobody wrote to the gradients in a way that is counted."""
+        return self.versions == _versions(self.gradients)
+
+    def copied(self) -> Used:
+        """Return the same as copies, which stay as they are."""
+        copies = {name: tensor.clone() for name, tensor in self.gradients.items()}
+        return self._replace(gradients=copies, versions=_versions(copies))
+
+    @property
+    def tensors(self) -> Params:
+        """Everything that is written of it, by name."""
+        return {**self.gradients, **self.moved}
+
+
+def used(params: Mapping[str, Tensor], moved: Callable[[], Params], *, alike: bool = True) -> Used | None:
+    """Return what the step just taken was given; None where it did not move all parameters ``alike``."""
+    if not alike:
+        return None
+    gradients: Params = {}
+    for name, param in params.items():
+        grad = param.grad
+        if grad is None or grad.is_sparse or grad.dtype != param.dtype or grad.shape != param.shape:
+            return None
+        gradients[name] = grad.detach()
+    return Used(tuple(params.values()), gradients, moved(), _versions(gradients))
+
+
+def size_of(kept: State | Used) -> int:
+    """Count the bytes of what is kept of a state."""
+    return nbytes({PARAM: kept.tensors} if isinstance(kept, Used) else kept)
+
+
+def _versions(tensors: Params) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors.values())
+
+
+def saves_room(rule: Rule) -> bool:
+    """Say whether gradients take less room than states, and lead from one to the next by elementwise work."""
+    return rule.definition.stacking == "elementwise" and len(rule.slots) > 1 and AVERAGE not in rule.slots
+
+
+def disk_bytes(rule: Rule, state: State, steps: int) -> int:
+    """Predict the bytes of all states of a run."""
+    whole, given = nbytes(state), nbytes({PARAM: state[PARAM]})
+    return (steps + 1) * whole if not saves_room(rule) else steps * given + (steps // EVERY + 1) * (whole - given)
+
+
+def follows(rule: Rule, before: State, given: Used, hypers: list[Hyper], after: State) -> bool:
+    """Say whether a step computed again ends at the recorded state, bit for bit."""
+    again = stepped(rule, before, {name: tensor.cpu() for name, tensor in given.tensors.items()}, hypers)
+    return all(torch.equal(again[slot][name], tensor) for slot in after for name, tensor in after[slot].items())
+
+
+@torch.no_grad()
+def stepped(rule: Rule, state: State, given: Params, hypers: list[Hyper]) -> State:
+    """O(s, g): the state after a step, from what it was given."""
+    buffers = tuple(name for name in given if name not in rule.groups)
+    return rule.following(None, buffers).step(state, given, hypers)
+
+
+class Choice:
+    """Chooses which states are kept whole while a run is recorded."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._allowed = saves_room(rule)
+        self._proven = 0
+        self._last: tuple[int, State] | None = None
+        self._whole = self._kept = 0
+        self._in_place = False
+
+    def kept(
+        self, index: int, given: Callable[[], Used | None], hypers: list[Hyper], state: Callable[[], State]
+    ) -> State | Used:
+        """Return what is kept of the state before step ``index``: the state itself, or what the last step was given."""
+        follows_kept, self._kept = self._kept == index - 1, index
+        near = self._allowed and follows_kept and index - self._whole < EVERY
+        step = given() if near else None
+        if step is None:
+            return self._noted(index, state())
+        if self._proven < PROVEN:
+            return self._tried(index, step, hypers, state())
+        return step.copied() if self._in_place else step
+
+    def written_to(self) -> None:
+        """Note that this loop writes to its gradients in place: they are copied from the next whole state on."""
+        self._in_place, self._kept = True, -1
+
+    def _noted(self, index: int, state: State) -> State:
+        self._whole = index
+        if self._allowed and self._proven < PROVEN:
+            self._last = index, state
+        return state
+
+    def _tried(self, index: int, given: Used, hypers: list[Hyper], state: State) -> State:
+        """Take the step once more: only what follows to the last bit may be left out from then on."""
+        if self._last is not None and self._last[0] == index - 1:
+            self._allowed = follows(self._rule, self._last[1], given, hypers, state)
+            self._proven += 1
+        self._noted(index, state)
+        if self._proven == PROVEN:
+            self._last = None
+        return state
+
+
+class Following:
+    """States that follow from those before them; the last ones are remembered, as they are asked for in order.
+
+    Args:
+        step: takes the state before step i to the one after it.
+        whole: the last state up to a given one that is on disk as it is, by its number.
+        read: reads it.
+    """
+
+    def __init__(
+        self, step: Callable[[int, State], State], whole: Callable[[int], int], read: Callable[[int], State]
+    ) -> None:
+        self._step, self._whole, self._read = step, whole, read
+        self._states: dict[int, State] = {}
+        self._asked = -1
+
+    def state(self, index: int) -> State:
+        """Return a state that its caller may do with as it likes."""
+        backward, self._asked = index < self._asked, index
+        if index not in self._states:
+            known = self._states.get(index - 1)
+            if known is not None and not backward:
+                self._states = {index: self._step(index - 1, known)}
+            else:
+                self._states = dict(self._up_to(index))
+        if backward:
+            return self._states.pop(index)
+        return {slot: {n: t.clone() for n, t in params.items()} for slot, params in self._states[index].items()}
+
+    def _up_to(self, index: int) -> Iterator[tuple[int, State]]:
+        start = self._whole(index)
+        state = self._read(start)
+        for number in range(start, index):
+            state = self._step(number, state)
+            yield number + 1, state

@@ -1,0 +1,130 @@
+"""The averaged model of a training (EMA, SWA) while it is recorded: what each update of it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from leaveout._util.trees import Params
+from leaveout.errors import InputError, MismatchError, UnsupportedError
+from leaveout.optim.averaging import AVERAGE, Update
+from leaveout.run.reader import Run
+from leaveout.task.forward import bare
+
+
+class LiveAverage:
+    """Follows an averaged model: ``taken`` says what its updates since the last step came to.
+
+    Args:
+        average: the loop's ``AveragedModel``, or the decay of an average that the loop computes in its own way:
+            ``ema ← decay·ema + (1 − decay)·θ`` after every step, from the weights before the first.
+        model: what is trained.
+    """
+
+    def __init__(self, average: AveragedModel | float, model: nn.Module) -> None:
+        self.own = not isinstance(average, nn.Module)
+        if isinstance(average, nn.Module) and not isinstance(average, AveragedModel):
+            raise InputError(
+                f"average= is a {type(average).__name__}: give a torch.optim.swa_utils.AveragedModel, or the decay.",
+                code="average-unknown",
+            )
+        if isinstance(average, AveragedModel):
+            self._averaged = average
+        else:
+            if not 0 <= average < 1:
+                raise InputError(
+                    f"average={average!r} is not a decay: give a number from 0 to below 1.", code="average-unknown"
+                )
+            self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average))
+            self._averaged.n_averaged.fill_(1)  # so that the weights before the first step count
+        self._model = model
+        self._tensors = dict(bare(self._averaged.module).named_parameters())
+        self._buffers = {n: b for n, b in bare(self._averaged.module).named_buffers() if b.is_floating_point()}
+        self._seen = self._count()
+        self._names: list[str] = list(self._tensors)
+
+    def follow(self, params: Iterable[str], moving: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Follow these parameters and moving buffers, as far as they are averaged; return those buffers' shapes."""
+        held = {name: shape for name, shape in moving.items() if name in self._buffers}
+        self._names = [*params, *held]
+        return held
+
+    def stepped(self) -> None:
+        """A step was taken: the loop updates its average itself, unless it only gave the decay."""
+        if self.own:
+            self._averaged.update_parameters(self._model)
+
+    def taken(self, *, first: bool = False) -> Update:
+        """What the updates since the last step came to; before the ``first``, what the run starts from."""
+        if first:
+            self._seen = self._count()
+        now, whole = self._count(), Update(models=self._seen)
+        if now < self._seen:
+            raise UnsupportedError(
+                "The averaged model was begun anew during the training: record what follows as another run.",
+                code="average-begun-anew",
+            )
+        for count in range(self._seen, now):
+            whole = whole.then(self._update(count))
+        self._seen = now
+        return whole
+
+    def now(self) -> Params:
+        """The average as it is."""
+        held = self._tensors | self._buffers
+        return {name: held[name].detach().to("cpu", copy=True).contiguous() for name in self._names}
+
+    def restore(self, run: Run) -> None:
+        """Put the average back to what it was after the run's last step."""
+        held, state = self._tensors | self._buffers, run.final()[AVERAGE]
+        last = run.written(len(run) - 1).average
+        self._names = list(state)
+        with torch.no_grad():
+            for name, tensor in state.items():
+                held[name].copy_(tensor)
+            if last is not None:
+                self._averaged.n_averaged.fill_(int(last.models))
+        self._seen = self._count()
+
+    def _count(self) -> int:
+        return int(self._averaged.n_averaged)
+
+    def _update(self, count: int) -> Update:
+        """What the update does that finds so many models averaged: read off four numbers."""
+        if count == 0:
+            return Update(0.0, 1.0, 0.0, 1.0, 1)
+        old = torch.tensor([1.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+        new = torch.tensor([0.0, 1.0, 1.0, 5.0], dtype=torch.float64)
+        number = torch.tensor(count)
+        kept, added, *others = self._applied(old, new, number).tolist()
+        expected = [kept + added, 3 * kept + 5 * added]
+        if any(abs(one - other) > 1e-6 for one, other in zip(others, expected, strict=True)):
+            raise UnsupportedError(
+                "The averaging function is not a weighted mean of the average and the weights: use "
+                "get_ema_multi_avg_fn or get_swa_multi_avg_fn of torch.optim.swa_utils, or leave average= out.",
+                code="average-not-linear",
+            )
+        own = (kept, added) if self._averaged.use_buffers else (0.0, 1.0)
+        return Update(kept, added, own[0], own[1], count + 1)
+
+    def _applied(self, old: Tensor, new: Tensor, number: Tensor) -> Tensor:
+        averaged = self._averaged
+        if averaged.multi_avg_fn is not None:
+            averaged.multi_avg_fn([old], [new], number)
+            return old
+        if averaged.avg_fn is not None:
+            return torch.as_tensor(averaged.avg_fn(old, new, number))
+        return old + (new - old) / (number + 1)
+
+
+def check_resumed(before: Run, average: LiveAverage | None) -> None:
+    """Refuse to go on with a run without its average, or with one that it did not have."""
+    if (AVERAGE in before.manifest.rule.slots) != (average is not None):
+        raise MismatchError(
+            f"The run in {before.path} was begun {'with' if average is None else 'without'} average=: go on as it was "
+            "begun.",
+            code="average-differs",
+        )

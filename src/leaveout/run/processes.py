@@ -1,0 +1,101 @@
+"""Training in several processes (``DistributedDataParallel``): each has a recorder, and the first one writes.
+
+The processes' batches are micro-batches of one step: the gradients are averaged over them. What each process knows of
+its own (examples, random generators, batches to be kept) is gathered after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from leaveout._util.trees import Params, State
+from leaveout.errors import UnsupportedError
+from leaveout.optim.averaging import Update
+from leaveout.run.following import Used
+from leaveout.run.manifest import Manifest
+from leaveout.run.pending import Taken
+from leaveout.run.record import Record
+
+NEVER = 2**62
+"""Every so many steps a state is kept in processes that do not write."""
+
+
+class Processes:
+    """The processes of one training.
+
+    Args:
+        resume: whether a run is to be continued, which they cannot.
+    """
+
+    def __init__(self, *, resume: bool) -> None:
+        if resume:
+            raise UnsupportedError(
+                "A run of several processes cannot be resumed: record it again, or train in one process.",
+                code="distributed-not-resumed",
+            )
+        own = distributed.get_backend() == "gloo"
+        self._group = None if own else distributed.new_group(backend="gloo")  # objects travel between processors
+        self.first = distributed.get_rank() == 0
+
+    def gathered(self, taken: Taken) -> Taken:
+        """All processes' parts of a step, in their order, for the first process; the others keep their own."""
+        parts: list[Any] | None = [None] * distributed.get_world_size() if self.first else None
+        distributed.gather_object(taken, parts, dst=0, group=self._group)
+        if parts is None:
+            return taken
+        return taken._replace(
+            ids=torch.cat([part.ids for part in parts]),
+            fingerprint=[mark for part in parts for mark in part.fingerprint],
+            micro=tuple(one for part in parts for one in part.micro),
+            batches=tuple(batch for part in parts for batch in part.batches),
+        )
+
+    def wait(self) -> None:
+        """Wait for all processes: what the first one writes is then there."""
+        distributed.barrier(group=self._group)
+
+
+def processes_of(model: nn.Module, *, resume: bool) -> Processes | None:
+    """The processes that train a model, where there are several."""
+    shared = isinstance(model, nn.parallel.DistributedDataParallel) and distributed.get_world_size() > 1
+    return Processes(resume=resume) if shared else None
+
+
+class NoWriter:
+    """Stands for the writer in processes that do not write."""
+
+    before = None
+    newest = None
+    unfinished = False
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def begin(self, manifest: Manifest, initial: State) -> None:
+        """Leave that to the first process, as all else."""
+
+    def append(self, record: Record, state: State | Used | None, held: int = 0) -> None:
+        """See ``begin``."""
+
+    def settle(self, final: Callable[[], State | None]) -> bool:  # noqa: ARG002
+        """See ``begin``."""
+        return False
+
+    def amend(self, average: Update, state: Params) -> bool:  # noqa: ARG002
+        """See ``begin``."""
+        return True
+
+    def flush(self, state: State | None) -> bool:  # noqa: ARG002
+        """See ``begin``."""
+        return False
+
+    def finish(self, final: State | None = None, *, complete: bool = True) -> None:
+        """See ``begin``."""
+
+    def abandon(self) -> None:
+        """See ``begin``."""

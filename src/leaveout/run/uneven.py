@@ -1,0 +1,105 @@
+"""Steps that did not move all parameters alike: some were frozen, unused, or had counted other numbers of steps.
+
+A shard has a row of hyperparameters for each parameter group of such a step, and further rows where it needs them; and
+for each parameter the number of its row, or that it stayed. Once read, parameters that were alike at every step are a
+group of their own, so that a step has one row for each group again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from leaveout.optim import IDLE, STILL, Hyper, Rule, Settings
+
+PLACES = "step/places"
+"""Of each step, how many rows it has, and each parameter's place."""
+STAYED = -1
+
+
+def idle(place: int) -> int:
+    """The place of a parameter that takes the step with a gradient of zero, from that of its row; and back.
+
+    >>> idle(0), idle(idle(3))
+    (-2, 3)
+    """
+    return -2 - place
+
+
+def marked(settings: Settings, rule: Rule, params: dict[str, Tensor]) -> Settings:
+    """Say in the places which parameters the step passes over, and which have a gradient of zero as they are frozen."""
+    if all(param.grad is not None and param.requires_grad for param in params.values()):
+        return settings
+    own = settings.places or tuple(rule.groups.values())
+    places = []
+    for place, name in zip(own, rule.groups, strict=True):
+        param = params[name]
+        places.append(STAYED if param.grad is None else place if param.requires_grad else idle(place))
+    return settings._replace(places=tuple(places))
+
+
+def written(rule: Rule, steps: Sequence[Settings]) -> dict[str, Tensor]:
+    """The tensors of a shard's steps: their hyperparameters, and places where a step has some."""
+    names, most = rule.hypers, max(len(step.hypers) for step in steps)
+    rows = [[*step.hypers, *[step.hypers[0]] * (most - len(step.hypers))] for step in steps]
+    values = [[[hyper[name] for name in names] for hyper in own] for own in rows]
+    tensors = {"hypers": torch.tensor(values, dtype=torch.float64)}
+    if any(step.places is not None for step in steps):
+        usual = tuple(rule.groups.values())
+        places = [(len(step.hypers), *(usual if step.places is None else step.places)) for step in steps]
+        tensors[PLACES] = torch.tensor(places)
+    return tensors
+
+
+def read(rule: Rule, shard: dict[str, Tensor], offset: int) -> Settings:
+    """One step's hyperparameters and places, as they were written."""
+    rows = [dict(zip(rule.hypers, values, strict=True)) for values in shard["hypers"][offset].tolist()]
+    if PLACES not in shard:
+        return Settings(rows)
+    count, *places = shard[PLACES][offset].tolist()
+    return Settings(rows[:count], None if places == list(rule.groups.values()) else tuple(places))
+
+
+def is_sound(rule: Rule, shard: dict[str, Tensor], steps: int) -> bool:
+    """Say whether the places belong to so many steps of a run with these parameters."""
+    if PLACES not in shard:
+        return True
+    places, most = shard[PLACES], shard["hypers"].shape[1]
+    if places.dtype != torch.int64 or places.shape != (steps, 1 + len(rule.groups)):
+        return False
+    counts, places = places[:, 0], places[:, 1:]
+    least = max(rule.groups.values()) + 1
+    inside = (counts >= least) & (counts <= most)
+    return bool(inside.all()) and bool(((places < counts[:, None]) & (places >= -1 - counts[:, None])).all())
+
+
+def refined(rule: Rule, shards: Sequence[dict[str, Tensor]]) -> tuple[Rule, list[str]]:
+    """The rule with a group for all parameters that had the same row at every step, and one parameter of each group."""
+    usual = torch.tensor([list(rule.groups.values())])
+    history = torch.cat([usual, *(shard[PLACES][:, 1:] for shard in shards if PLACES in shard)])
+    numbers: dict[tuple[int, ...], int] = {}
+    groups, first = {}, []
+    for name, column in zip(rule.groups, history.T.tolist(), strict=True):
+        if tuple(column) not in numbers:
+            numbers[tuple(column)] = len(numbers)
+            first.append(name)
+        groups[name] = numbers[tuple(column)]
+    return replace(rule, groups=groups), first
+
+
+def of_groups(rule: Rule, first: Sequence[str], settings: Settings) -> list[Hyper]:
+    """A step's hyperparameters for each refined group, with what became of its parameters."""
+    places = dict(zip(rule.groups, settings.places or rule.groups.values(), strict=True))
+    rows = []
+    for name in first:
+        place = places[name]
+        if place == STAYED:
+            rows.append({**settings.hypers[rule.groups[name]], STILL: 1.0})
+        elif place < STAYED:
+            rows.append({**settings.hypers[idle(place)], IDLE: 1.0})
+        else:
+            rows.append(settings.hypers[place])
+    return rows

@@ -1,0 +1,98 @@
+"""How a jump of the optimizer's moments is read: with saturation, where later steps divide by the root of one of them.
+
+Adam's later steps move a coordinate by ``size · m / (√v + ε)``. A jump (Δm, Δv) of its moments changes them by
+
+    V(Δm, Δv) = Σ_t U_t [(m_t + β₁^τ Δm) ψ_t(v_t + β₂^τ Δv) − m_t ψ_t(v_t)],      ψ(v) = size/(√v + ε),  τ = t − i
+
+with U_t what a move at step t is worth. Its derivatives at zero are what the backward vector holds, u_m and u_v, and
+``u_m Δm + u_v Δv`` has no bound: where the gradients of a batch cancel in a coordinate, v is a millionth of what it is
+without one of them. V is bounded, and has the form of a root: with A and B the parts of V that belong to Δm and to m_t,
+
+    V ≈ u_m Δm (1 + Δv/w_A)^(−1/2) + 2 w_B u_v (1 − (1 + Δv/w_B)^(−1/2))
+
+where w is the second moment at which the root saturates, such that the second derivatives ∂²V/∂m∂v and ∂²V/∂v² are
+right too, for U_t that does not change with t. If no later gradient reaches the coordinate, w = v and this is V itself;
+if one does, w is as large as the later second moments. Both are sums over later steps, carried back beside the vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from leaveout._util.trees import Params, State
+from leaveout.optim import Rule
+from leaveout.optim.definition import Division, Hyper
+
+FLOOR = 1 / 16
+"""A second moment counts as shrunk by this at most: beyond, a coordinate was the left-out example's alone."""
+
+SMALLEST = 1e-30
+"""Of second moments; a hundredth of ε and less does not matter either."""
+
+PARTS = ("mean_weight", "mean_rate", "square_weight", "square_rate")
+
+
+class Saturation:
+    """Per coordinate 1/w_A and 1/w_B after the step that a backward sweep has come to, with the weights of their means.
+
+    The weights of 1/w_A's mean over later steps are β₁^τ ψ_t, those of 1/w_B's are β₂^τ |m_t| |ψ_t'|.
+    """
+
+    def __init__(self, rule: Rule, like: Params) -> None:
+        self._rule = rule
+        names = rule.groups if rule.divides else ()
+        self._held = {part: {name: torch.zeros_like(like[name]) for name in names} for part in PARTS}
+
+    def read(self, jump: State, hypers: Sequence[Hyper]) -> State:
+        """Return the jump whose inner product with the backward vector has a bound. Uses the jump up."""
+        for name, division in self._divisions(hypers):
+            square = jump[division.square][name]
+            if division.mean is not None:
+                jump[division.mean][name] *= _grown(square, self._held["mean_rate"][name]).rsqrt_()
+            grown = _grown(square, self._held["square_rate"][name])
+            jump[division.square][name] = square.mul_(2).div_(grown.sqrt().add_(grown))
+        return jump
+
+    def note(self, after: State, gradient: Params, hypers: Sequence[Hyper]) -> None:
+        """Count this step among the later ones: those before it come next."""
+        for name, division in self._divisions(hypers):
+            least = max((division.eps / 100) ** 2, SMALLEST)
+            square = after[division.square][name].double().clamp_min_(least)
+            root = square.sqrt()
+            whole = root + division.eps
+            size, rate = division.size / whole, (root * whole).reciprocal_()  # ψ, −2ψ'/ψ
+            if division.mean is not None:
+                self._mix("mean", name, size, rate, (division.mean_keeps, division.square_keeps))
+            moved = gradient[name] if division.mean is None else after[division.mean][name]
+            weight = moved.abs().double() * size * rate
+            bend = rate.mul(2 / 3).add_(square.reciprocal_(), alpha=1 / 3)  # −⅔ψ''/ψ'
+            self._mix("square", name, weight, bend, (division.square_keeps, division.square_keeps))
+
+    def packed(self) -> dict[str, Tensor]:
+        """Return what is carried, by names."""
+        return {f"{part}/{name}": t for part, tensors in self._held.items() for name, t in tensors.items()}
+
+    def unpack(self, saved: Mapping[str, Tensor]) -> None:
+        """Take up what was carried by an earlier process."""
+        self._held = {part: {name: saved[f"{part}/{name}"] for name in held} for part, held in self._held.items()}
+
+    def _divisions(self, hypers: Sequence[Hyper]) -> list[tuple[str, Division]]:
+        divisions = self._rule.divisions(hypers)
+        by_name = ((name, divisions[group]) for name, group in self._rule.groups.items())
+        return [(name, division) for name, division in by_name if division is not None]
+
+    def _mix(self, part: str, name: str, weight: Tensor, rate: Tensor, keeps: tuple[float, float]) -> None:
+        """Add a step to a mean over later steps, and make it the mean as the step before sees it."""
+        weights, rates = self._held[f"{part}_weight"][name], self._held[f"{part}_rate"][name]
+        both = weight + weights
+        mean = torch.addcmul(weights.double() * rates, weight, rate).div_(both.clamp_min(SMALLEST))
+        weights.copy_(both.mul_(keeps[0]))
+        rates.copy_(mean.mul_(keeps[1]).clamp_max_(1 / SMALLEST))
+
+
+def _grown(square: Tensor, rate: Tensor) -> Tensor:
+    """1 + Δv/w, for every row."""
+    return torch.addcmul(rate.new_ones(()), square, rate).clamp_min_(FLOOR)

@@ -1,0 +1,117 @@
+"""Normalisations, softmax, cross-entropy and attention from elementary operations.
+
+Reverse over forward needs them. PyTorch's forward formula of ``layer_norm`` has a wrong reverse derivative; its forward
+formula of the softmax family begins again from the inputs, and the reverse of that passes over the logits some thirty
+times, where a dozen are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from leaveout.task.rewriting import WrittenOut
+
+COARSE = (torch.float16, torch.bfloat16)
+"""Types in which PyTorch's own kernels sum more precisely than their operands."""
+
+
+class Elementary(WrittenOut):
+    """Computes these functions within it from elementary operations, up to rounding the same."""
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        written = FUNCTIONS.get(function)
+        if written is not None and args and isinstance(args[0], Tensor) and args[0].dtype not in COARSE:
+            value = written(*args, **(kwargs or {}))
+            if value is not None:
+                return value
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def _layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_cudnn: Any,
+    **_options: Any,
+) -> Tensor:
+    dims = list(range(-len(normalized_shape), 0))
+    apart = x - x.mean(dims, keepdim=True)
+    out = apart * (apart.square().mean(dims, keepdim=True) + eps).rsqrt()
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def _exponentials(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(x − s), their sum, and the shift s, which changes nothing and has no derivative."""
+    shift = x.detach().amax(dim, keepdim=True)
+    powers = (x - shift).exp()
+    return powers, powers.sum(dim, keepdim=True), shift
+
+
+def _softmax(x: Tensor, dim: int | None = None, *_stacklevel: Any, dtype: Any = None, **_options: Any) -> Tensor | None:
+    if dim is None or dtype is not None or not x.is_floating_point():
+        return None
+    powers, total, _ = _exponentials(x, dim)
+    return powers / total
+
+
+def _cross_entropy(
+    outputs: Tensor,
+    targets: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Compute log Σ exp z − z_y, one per element; what is anything else is left to PyTorch."""
+    plain = weight is None and size_average is None and reduce is None and not label_smoothing
+    if not plain or reduction != "none" or targets.is_floating_point() or outputs.ndim < 2:
+        return None
+    outputs = outputs.movedim(1, -1)  # as language models have them in memory
+    _, total, shift = _exponentials(outputs, -1)
+    kept = targets != ignore_index
+    chosen = outputs.gather(-1, torch.where(kept, targets, 0).unsqueeze(-1))
+    return torch.where(kept, (total.log() + shift - chosen).squeeze(-1), 0.0)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor | None:
+    """softmax(q kᵀ/√d) v; masks that are given may leave a row nothing, and are left to PyTorch, as is dropout."""
+    if attn_mask is not None or dropout_p or options.get("enable_gqa") or min(query.ndim, key.ndim, value.ndim) < 2:
+        return None
+    scale = options.get("scale")
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores + torch.zeros_like(later, dtype=scores.dtype).masked_fill(later, -torch.inf)
+    powers, total, _ = _exponentials(scores, -1)
+    return (powers / total) @ value
+
+
+FUNCTIONS: dict[Callable, Callable[..., Tensor | None]] = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.softmax: _softmax,
+    torch.softmax: _softmax,
+    Tensor.softmax: _softmax,
+    F.cross_entropy: _cross_entropy,
+    F.scaled_dot_product_attention: _attention,
+}

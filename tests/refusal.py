@@ -1,0 +1,33 @@
+"""What is refused is told by its exception, its code and what it names; few tests hold the wording itself."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import leaveout as lo
+
+
+def contents(path: Path) -> dict[str, bytes | None]:
+    """Every file below a directory, and every directory as None."""
+    return {str(file): file.read_bytes() if file.is_file() else None for file in sorted(path.rglob("*"))}
+
+
+@contextmanager
+def refused(
+    kind: type[lo.LeaveoutError], code: str, *named: str, unchanged: Path | None = None
+) -> Iterator[pytest.ExceptionInfo[lo.LeaveoutError]]:
+    """The block raises exactly this exception with this code, names all these, and leaves the directory as it was.
+
+    Where a code covers several causes, what is named is the words for the cause.
+    """
+    before = contents(unchanged) if unchanged else {}
+    with pytest.raises(lo.LeaveoutError) as caught:
+        yield caught
+    assert type(caught.value) is kind, f"{type(caught.value).__name__}: {caught.value}"
+    assert caught.value.code == code, f"{caught.value.code}: {caught.value}"
+    missing = [word for word in named if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    if unchanged:
+        assert contents(unchanged) == before, "the refusal wrote something"

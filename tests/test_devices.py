@@ -1,0 +1,42 @@
+"""What stays on the device that it is on, shown with fake tensors of a second device: no values, but its rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from leaveout._util.trees import PARAM, add_rows, gather_sums, replace_rows
+from leaveout.optim.adamw import AdamW
+from leaveout.task.elementary import Elementary
+
+
+def test_rows_are_added_by_an_index_that_is_elsewhere():
+    """Ids and rows are counted on the processor, totals are where the model is."""
+    with FakeTensorMode():
+        total, terms = (torch.zeros(count, 2, device="cuda") for count in (3, 2))
+        index = torch.tensor([0, 2])
+        with pytest.raises(RuntimeError, match="same device"):
+            total.index_add_(0, index, terms)
+        assert add_rows(total, index, terms).device.type == "cuda"
+        assert gather_sums({"w": terms}, index, 3)["w"].device.type == "cuda"
+        state = {PARAM: {"w": total}}
+        assert replace_rows(state, index, {PARAM: {"w": terms}})[PARAM]["w"].device.type == "cuda"
+
+
+def test_closed_forms_and_elementary_functions_stay_where_they_are():
+    hyper = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.05, "step": 3.0}
+    with FakeTensorMode():
+        slots = {slot: torch.zeros(4, device="cuda") for slot in (PARAM, "exp_avg", "exp_avg_sq")}
+        old, along = AdamW().pulled(slots, slots[PARAM], slots, hyper)
+        assert {tensor.device.type for tensor in (*old.values(), along)} == {"cuda"}
+        x = torch.zeros(2, 3, 4, device="cuda")
+        with Elementary():
+            for made in (
+                torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True),
+                torch.nn.functional.layer_norm(x, (4,)),
+                torch.nn.functional.cross_entropy(
+                    x, torch.zeros(2, 4, dtype=torch.int64, device="cuda"), reduction="none"
+                ),
+            ):
+                assert made.device.type == "cuda"

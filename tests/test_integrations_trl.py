@@ -1,0 +1,111 @@
+"""TRL's SFTTrainer with its defaults: bf16, gradient checkpointing, a last layer that returns losses without logits."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+
+import leaveout as lo
+
+trl = pytest.importorskip("trl")
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+
+from leaveout.integrations.transformers import RecorderCallback  # noqa: E402
+from test_integrations_transformers import VOCABULARY, llama  # noqa: E402
+
+LEFT_OUT = [0, 5]
+ACCUMULATED = {"gradient_accumulation_steps": 2, "learning_rate": 5e-3}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tokenizer():
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = {word: i for i, word in enumerate(["[PAD]", "[EOS]", "[UNK]", *map(str, range(VOCABULARY - 3))])}
+    fast = Tokenizer(WordLevel(words, "[UNK]"))
+    fast.pre_tokenizer = Whitespace()
+    special = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **special)
+
+
+def texts(count: int = 20):
+    order = torch.Generator().manual_seed(0)
+    words = [torch.randint(VOCABULARY - 3, (4 + i % 3,), generator=order).tolist() for i in range(count)]
+    return datasets.Dataset.from_dict({"text": [" ".join(map(str, sentence)) for sentence in words]})
+
+
+def train(path=None, left_out=None, peft_config=None, **options):
+    """Train on twenty sentences; with ``left_out``, the tokens of one, its loss weighs nothing."""
+    transformers.set_seed(1)
+    recorder = None if path is None else RecorderCallback(path, keep="all")
+
+    class Weighted(trl.SFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if left_out is not None:
+                width = min(len(left_out), inputs["input_ids"].shape[1])
+                row = (inputs["input_ids"][:, :width] == left_out[:width]).all(1)
+                row &= inputs["attention_mask"].sum(1) == len(left_out)
+                inputs["labels"] = inputs["labels"].masked_fill(row[:, None], -100)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    args = trl.SFTConfig(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        **options,
+    )
+    callbacks = [] if recorder is None else [recorder]
+    given = {"train_dataset": texts(), "processing_class": tokenizer(), "peft_config": peft_config}
+    trainer = Weighted(llama(), args=args, callbacks=callbacks, **given)
+    trainer.train()
+    return trainer, recorder
+
+
+def query_loss(model, query) -> float:
+    fresh = llama().eval()
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        losses = [fresh(input_ids=ids, labels=ids).loss for ids in (torch.tensor([row["input_ids"]]) for row in query)]
+    return float(torch.stack(losses).double().mean())
+
+
+def test_every_step_follows_and_replays_are_training_again(tmp_path) -> None:
+    trainer, recorder = train(tmp_path / "run", **ACCUMULATED)
+    plain, _ = train(**ACCUMULATED)
+    both = zip(trainer.model.parameters(), plain.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in both)
+    assert recorder.run.manifest.autocast == "bfloat16"
+    task, query = recorder.task(), trainer.train_dataset.select(range(4))
+    assert lo.SGDIE().score(recorder.run, task, query).values.abs().max() > 0
+    replays = lo.Replay().score(recorder.run, task, query, ids=LEFT_OUT).values.flatten().tolist()
+    base = query_loss(plain.model, query)
+    rows = [torch.tensor(trainer.train_dataset[i]["input_ids"]) for i in LEFT_OUT]
+    truth = [query_loss(train(left_out=row, **ACCUMULATED)[0].model, query) - base for row in rows]
+    assert max(map(abs, truth)) > 1e-2
+    assert replays == pytest.approx(truth, abs=0.01 * max(map(abs, truth)))  # the rounding of 16 bits
+
+
+def test_adapters(tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer, recorder = train(tmp_path / "run", peft_config=config, learning_rate=5e-2, bf16=False)
+    assert all("lora_" in name for name in recorder.run.manifest.shapes)
+    scores = lo.SGDIE().score(recorder.run, recorder.task(), trainer.train_dataset.select(range(4)))
+    assert scores.values.abs().max() > 0
+
+
+def test_another_loss_has_to_be_given(tmp_path) -> None:
+    _, recorder = train(tmp_path / "run", loss_type="dft", max_steps=2)
+    with pytest.raises(lo.LeaveoutError) as error:
+        recorder.task()
+    assert error.value.code == "model-loss-unknown"
+    assert "dft" in str(error.value)

@@ -1,0 +1,85 @@
+"""Replays on several threads, each from the first step that uses its example: the models that plain training gives."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import leaveout as lo
+from leaveout.builtin import models
+from leaveout.compute.threads import spread
+from leaveout.trajectory import replay
+
+IDS = [0, 3, 7, 11, 12, 19]
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    """One model after the other on two threads, as models of some size are replayed."""
+    monkeypatch.setattr(replay, "LARGE", 0)
+    monkeypatch.setattr(replay, "_threads", lambda _params: 2)
+
+
+def text():
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(9, (20, 6), generator=draw)
+    model = models.build("gpt", seed=0, words=9, width=8, layers=1, heads=2, positions=5).double()
+    return model, TensorDataset(tokens[:, :-1], tokens[:, 1:]), lambda p: torch.optim.AdamW(p, lr=0.01)
+
+
+def images():
+    draw = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3)).double()
+    x = torch.randn(20, 1, 6, 6, generator=draw).double()
+    return model, TensorDataset(x, torch.randint(3, (20,), generator=draw)), lambda p: torch.optim.SGD(p, lr=0.1)
+
+
+def without(run, problem, left_out):
+    """The run trained by an ordinary loop in which the example's loss is left out of every batch's mean."""
+    model, data, make = problem()
+    optimizer = make(model.parameters())
+    x, y = data.tensors
+    for index in range(len(run)):
+        ids = run.record(index).ids
+        losses = nn.functional.cross_entropy(model(x[ids]), y[ids], reduction="none")
+        losses = losses.reshape(len(ids), -1).mean(1)
+        optimizer.zero_grad()
+        (losses * (ids != left_out)).mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        return nn.functional.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("problem", [text, images])
+def test_replays_on_threads_are_plain_trainings_without_the_example(tmp_path, two_threads, problem):
+    model, data, make = problem()
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    run = lo.train(task, make(model.parameters()), 3, 4, 0, tmp_path / "run")
+    scores = lo.Replay(ids=IDS).score(run, task, data)
+    base = without(run, problem, -1)
+    for row, left_out in enumerate(IDS):
+        expected = without(run, problem, left_out) - base
+        assert abs(float(scores.values[row].mean()) - float(expected)) < 1e-9
+    # No model is computed before the step that first uses its example.
+    met = [torch.tensor([int(i in run.record(step).ids) for step in range(len(run))]).cumsum(0) > 0 for i in IDS]
+    assert scores.cost.gradients == len(run) + sum(int(one.sum()) for one in met)
+
+
+def test_threads_compute_the_same_bits_as_one(tmp_path, two_threads, monkeypatch):
+    model, data, make = text()
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    run = lo.train(task, make(model.parameters()), 2, 4, 0, tmp_path / "run")
+    side_by_side = lo.Replay(ids=IDS).score(run, task, data)
+    monkeypatch.setattr(replay, "_threads", lambda _params: 1)
+    assert torch.equal(lo.Replay(ids=IDS).score(run, task, data).values, side_by_side.values)
+
+
+def test_an_error_on_one_thread_is_raised_and_leaves_the_number_of_threads_as_it_was():
+    def fails(item):
+        raise ValueError(f"{item}")
+
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError, match=r"[01]"):
+        spread([fails, fails], [0, 1])
+    assert torch.get_num_threads() == before
