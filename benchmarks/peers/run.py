@@ -94,10 +94,29 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def summary(results: pd.DataFrame) -> str:
+    """A row per tool: the mean tau of what it gives first, and of the best of all that was tried with it."""
+    subjects = [subject for subject in SUBJECTS if subject in set(results.subject)]
+    rows = []
+    for tool in TOOLS:
+        cells_of = []
+        for subject in subjects:
+            part = results[(results.tool == tool) & (results.subject == subject)]
+            taus = part.groupby(["method", "setting"], sort=False).tau.mean()
+            if taus.notna().any():
+                cells_of.append(
+                    f"{taus.iloc[0]:.2f}; {taus.max():.2f}" if taus.notna().iloc[0] else f"{taus.max():.2f}"
+                )
+            else:
+                cells_of.append("-")
+        rows.append([tool, *cells_of])
+    return markdown.table(["first setting; best", *subjects], rows)
+
+
 def tables(frame: pd.DataFrame) -> str:
-    """A table per subject, best tau first."""
-    pieces = []
+    """A summary, then a table per subject, best tau first."""
     results = compared(frame)
+    pieces = [summary(results)]
     for subject in SUBJECTS:
         part = results[results.subject == subject]
         if not len(part):
@@ -111,7 +130,7 @@ def tables(frame: pd.DataFrame) -> str:
         head = ["tool", "method", "setting", "tau", "J@10", "RMSE / sd", "seconds"]
         examples = len(replay["values"].iloc[0])
         pieces.append(
-            f"## {subject}\n\n{part.seed.nunique()} seeds, {examples} examples; replaying these took "
+            f"## {subject}\n\nSeeds: {part.seed.nunique()}; examples: {examples}; replaying these took "
             f"{replay.took.mean():.1f} s.\n\n" + markdown.table(head, [row for _, row in rows])
         )
     return "\n\n".join(pieces)

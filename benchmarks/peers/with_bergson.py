@@ -11,6 +11,7 @@ from bergson.magic import BackwardState, Trainer
 from estimate import Estimate, timed
 from subjects import DECAY, Subject
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Weighted(nn.Module):
@@ -49,8 +50,12 @@ class Recorded:
 
 
 def estimates(subject: Subject) -> Iterator[Estimate]:
-    """Train the recorded batches again with bergson's trainer, and go back through them."""
-    yield timed("MAGIC", "default", lambda: _metagradient(subject))
+    """Train the recorded batches again with bergson's trainer, and go back through them.
+
+    Attention takes its plain form, as in bergson's own command: the fused kernel has no second derivative.
+    """
+    with sdpa_kernel(SDPBackend.MATH):
+        yield timed("MAGIC", "default", lambda: _metagradient(subject))
 
 
 def _metagradient(subject: Subject) -> Tensor:
