@@ -40,7 +40,12 @@ class Recorded:
     def __getitem__(self, step: int) -> dict[str, Tensor]:
         ids = torch.as_tensor(self.subject.run.record(step).ids)
         x, y = self.subject.train[ids]
-        return {"input_ids": x, "target": y, "example_weight": self.weights[ids]}
+        return {
+            "input_ids": x,
+            "target": y,
+            "example_weight": self.weights[ids],
+            "shift_loss_mask": torch.ones(len(ids)),  # what bergson divides micro-batches by
+        }
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return (self[step] for step in range(len(self)))
