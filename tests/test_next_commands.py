@@ -25,14 +25,14 @@ def trained(shell) -> Shell:
 
 
 def test_train_says_how_accurate_the_model_is(shell):
-    told = shell("train", *SMALL, "--epochs", "20", "--out", "runs/x", "--json").told
+    told = shell("train", *SMALL, "--epochs", "60", "--out", "runs/x", "--json").told
     task, query = (subject := config.prepare(config.read("runs/x/config.toml"))).task, subject.query
     params = lo.open_run("runs/x").final()["param"]
     for name, data in (("training", task.train_set), ("validation", query)):
         guess = torch.func.functional_call(task.model, params, (data.x,)).argmax(1)
         assert told[f"{name}_accuracy"] == pytest.approx(float((guess == data.y).double().mean()))
     assert told["warning"] == ""
-    words = shell("train", *SMALL, "--epochs", "20", "--out", "runs/x").words
+    words = shell("train", *SMALL, "--epochs", "60", "--out", "runs/x").words
     assert f"{told['training_accuracy']:.1%} of the training labels as given" in words
 
 

@@ -63,9 +63,9 @@ def test_counted_work_is_what_is_really_done(tmp_path, monkeypatch, made, method
     model, x = made()
     y = torch.randint(3, (24,))
     task = lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(x, y))
-    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), 4, 6, 0, tmp_path / "run")
+    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), 8, 6, 0, tmp_path / "run")
     shape = Described(made()[0].to("meta"), x[:1].to("meta"), y[:1].to("meta"), nn.functional.cross_entropy)
-    planned = needs(size_of(shape), Planned(24, 4, 6), rate=1e9, memory=10**9)
+    planned = needs(size_of(shape), Planned(24, 8, 6), rate=1e9, memory=10**9)
     for method in methods:
         fresh = lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(x, y))  # without traces, which are counted as well
         query = TensorDataset(x[:1], y[:1])

@@ -158,7 +158,7 @@ def test_a_step_that_only_the_query_does_not_see_is_found(tmp_path: Path) -> Non
         lambda p: nn.functional.mse_loss(torch.func.functional_call(task.model, p, batch[0]), batch[1])
     )
     slope = -0.1 * float(grad(step.params)["0.weight"][0, 0])
-    check = StepCheck(run.rule, task)
+    check = StepCheck(run.rule)
     check.along(step, vector, carried, slope)  # what it cannot see, the whole check sees
     with refused(lo.MismatchError, "step-does-not-follow", "Step 19"):
         check.step(step, run.rule.step(step.before, grad(step.params), step.record.hypers))

@@ -94,7 +94,7 @@ def check(task):
             for _ in range(tracing.WARM_UP + 1):
                 traced[name] = batches.leaves(call())
             for a, b in zip(eager[name], traced[name], strict=True):
-                assert torch.equal(a, b), (name, seed)
+                assert (a is None and b is None) or torch.equal(a, b), (name, seed)
     assert len(task.tracer._traces) == len(traced)
     return [trace is not None for trace in task.tracer._traces.values()]
 

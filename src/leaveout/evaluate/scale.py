@@ -104,11 +104,10 @@ def size_of(description: Described) -> Size:
             code="layers-match-nothing",
         )
 
-    def value(params: Params, weight: Tensor | float = 1.0) -> Tensor:
+    def value(params: Params) -> Tensor:
         outputs = functional_call(model, {**trained, **params}, (description.inputs,))
-        return weight * loss(outputs, description.targets)
+        return loss(outputs, description.targets)
 
-    one = next(iter(scored.values())).new_ones(())
     _, pull = pullback(lambda p: grad(value)(p), scored)
     return Size(
         description.slots,
@@ -116,7 +115,7 @@ def size_of(description: Described) -> Size:
         description.slots * _bytes(trained),
         _activation_bytes(model, lambda: loss(model(description.inputs), description.targets)),
         _counted(lambda: grad(value)(trained)),
-        _counted(lambda: pullback(lambda w: grad(value)(scored, w), one)[1](scored)),
+        _counted(lambda: jvp(value, (scored,), (scored,))),
         _counted(lambda: grad(lambda p: jvp(value, (p,), (scored,))[1])(scored)),
         _counted(lambda: pull(scored)),
         _counted(lambda: jvp(grad(value), (scored,), (scored,))),

@@ -27,11 +27,16 @@ class Elementary(WrittenOut):
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         written = FUNCTIONS.get(function)
-        if written is not None and args and isinstance(args[0], Tensor) and args[0].dtype not in COARSE:
+        if written is not None and args and isinstance(args[0], Tensor) and _precise(args[0]):
             value = written(*args, **(kwargs or {}))
             if value is not None:
                 return value
         return super().__torch_function__(function, types, args, kwargs)
+
+
+def _precise(x: Tensor) -> bool:
+    """Whether operations of ``x`` are computed in its own type, and that type is not a coarse one."""
+    return x.dtype not in COARSE and not torch.is_autocast_enabled(x.device.type)
 
 
 def _layer_norm(

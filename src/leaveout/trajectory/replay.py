@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeAlias
 
@@ -264,6 +265,7 @@ def _by_threads(tasks: Sequence[Task], stack: Params, weights: Tensor, batch: Ba
     def gradient_by(task: Task, row: int) -> Params:
         return task.gradient({name: tensor[row] for name, tensor in stack.items()}, weights[row], batch)
 
-    with sdpa_kernel(SDPBackend.MATH):  # a setting of the whole process: no thread may put it back under another
+    # A setting of the whole process: no thread may put it back under another. Within casts, training's kernel rounds.
+    with sdpa_kernel(SDPBackend.MATH) if tasks[0].autocast is None else nullcontext():
         rows = spread([partial(gradient_by, task) for task in tasks], range(len(weights)))
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
