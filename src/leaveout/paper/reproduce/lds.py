@@ -28,30 +28,27 @@ from leaveout.trajectory.left_out import leave_out
 
 SHARES = (0.01, 0.05, 0.2)
 RUN: dict[str, Any] = {**GPT, "lr": 1e-3, "meaning": "run", "subsets": 40}
-SMALL_RUN: dict[str, Any] = {
+DIGITS: dict[str, Any] = {
     "data": "digits",
     "n": 300,
     "queries": 50,
     "hidden": [32],
     "activation": "gelu",
     "dtype": "float32",
+    "batch": 30,
+}
+SMALL_RUN: dict[str, Any] = {
+    **DIGITS,
     "optimizer": "adamw",
     "lr": 0.003,
-    "batch": 30,
     "epochs": 5,
     "meaning": "run",
     "subsets": 100,
 }
 ALGORITHM: dict[str, Any] = {
-    "data": "digits",
-    "n": 300,
-    "queries": 50,
-    "hidden": [32],
-    "activation": "gelu",
-    "dtype": "float32",
+    **DIGITS,
     "optimizer": "sgd",
     "lr": 0.1,
-    "batch": 30,
     "epochs": 10,
     "meaning": "algorithm",
     "subsets": 40,
