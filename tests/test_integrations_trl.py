@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,28 +16,16 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
 from leaveout.integrations.transformers import RecorderCallback  # noqa: E402
-from test_integrations_transformers import VOCABULARY, llama  # noqa: E402
+from test_integrations_transformers import VOCABULARY, llama, tokenizer  # noqa: E402
 
 LEFT_OUT = [0, 5]
 ACCUMULATED = {"gradient_accumulation_steps": 2, "learning_rate": 5e-3}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def tokenizer():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    words = {word: i for i, word in enumerate(["[PAD]", "[EOS]", "[UNK]", *map(str, range(VOCABULARY - 3))])}
-    fast = Tokenizer(WordLevel(words, "[UNK]"))
-    fast.pre_tokenizer = Whitespace()
-    special = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **special)
-
-
 def texts(count: int = 20):
     order = torch.Generator().manual_seed(0)
-    words = [torch.randint(VOCABULARY - 3, (4 + i % 3,), generator=order).tolist() for i in range(count)]
+    words = [torch.randint(VOCABULARY - 4, (4 + i % 3,), generator=order).tolist() for i in range(count)]
     return datasets.Dataset.from_dict({"text": [" ".join(map(str, sentence)) for sentence in words]})
 
 
@@ -109,3 +99,9 @@ def test_another_loss_has_to_be_given(tmp_path) -> None:
         recorder.task()
     assert error.value.code == "model-loss-unknown"
     assert "dft" in str(error.value)
+
+
+@pytest.mark.full
+def test_the_example(tmp_path) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[1] / "examples/trl_sft.py"))["main"]
+    assert len(set(main(tmp_path)) & {3, 11, 27, 42}) >= 2

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM
 from leaveout.errors import UnsupportedError
-from leaveout.optim.definition import Definition, Group, Hyper, counter, listed
+from leaveout.optim.definition import FUSED, Definition, Group, Hyper, counter, listed
 from leaveout.optim.registry import optimizers
-from leaveout.optim.rule import DTYPES, TYPE, Rule, allowed_extras
+from leaveout.optim.rule import DTYPES, TYPE, Rule, allowed_extras, has_kernel
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -163,7 +163,7 @@ def _extras(definition: Definition, group: Group, params: list[Tensor]) -> Hyper
     """The further columns that a group needs: options that are on, types of hyperparameters that are tensors."""
     extras = {name: 1.0 for name in definition.options if group.get(name)}
     if group.get("fused"):  # its kernel takes the value and computes in its own precision
-        return extras
+        return {**extras, FUSED: 1.0} if has_kernel(definition) else extras
     for name, value in definition.settings(group, params).items():
         if isinstance(value, Tensor) and value.dtype in DTYPES[1:]:
             extras[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))

@@ -79,7 +79,7 @@ class NoWriter:
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Leave that to the first process, as all else."""
 
-    def append(self, record: Record, state: State | Used | None, held: int = 0) -> None:
+    def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
         """See ``begin``."""
 
     def settle(self, final: Callable[[], State | None]) -> bool:  # noqa: ARG002

@@ -20,15 +20,15 @@ from torch.utils.data import DataLoader
 
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
-from leaveout.errors import InputError, LeaveoutWarning, RunError, is_whole
+from leaveout.errors import InputError, LeaveoutWarning, is_whole
 from leaveout.optim import AVERAGE, Hyper, Settings, hypers_of, rule_of, unwrapped
 from leaveout.run import failures, uneven
-from leaveout.run.following import Choice, Used, size_of, used
+from leaveout.run.following import Choice, Used, used
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
 from leaveout.run.live_average import LiveAverage, check_resumed
-from leaveout.run.live_model import check_gradients, check_modules, check_trained, state_of
+from leaveout.run.live_model import Frozen, check_gradients, check_modules, state_of
 from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.run.overwrite import clear
@@ -95,10 +95,7 @@ class Recorder:
             raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.", code="on-full-unknown")
         optimizer = unwrapped(optimizer)
         if optimizer in _RECORDED:
-            raise RunError(
-                "This optimizer is being recorded already: call finish() on its recorder first.",
-                code="already-recording",
-            )
+            raise failures.already_recording()
         called, model = model, bare(model)
         rule = rule_of(optimizer, model).averaging(on=average is not None)
         self._average = None if average is None else LiveAverage(average, model)
@@ -113,6 +110,7 @@ class Recorder:
         self._model = model
         self._optimizer = optimizer
         self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
+        self._frozen = Frozen(model, self._params)
         self._stop_when_full = on_full == "stop"
         if overwrite and writes:
             clear(path)
@@ -291,9 +289,7 @@ class Recorder:
         message = failures.disk_full(self._writer.path, error, self._steps)
         if self._stop_when_full:
             self._cut = True
-            raise RunError(
-                f"{message}, or train on without recording by on_full='continue'.", code="disk-full"
-            ) from error
+            raise failures.stopped(message) from error
         warnings.warn(f"{message}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
 
     def _release(self) -> None:
@@ -314,7 +310,9 @@ class Recorder:
         if not self._pending:
             raise failures.batch_missing(where)
         closure = any(callable(argument) for argument in (*args, *kwargs.values()))
-        check_trained(where, self._model, self._params, gradients=not closure)
+        self._frozen.check(where)
+        if not closure:
+            check_gradients(where, self._params)
         if self._last.changed():
             raise failures.parameters_changed(where, self._steps - 1)
         self._moving.check(where)
@@ -366,7 +364,9 @@ class Recorder:
         if self._keep.wants(self._steps):
             given = partial(used, self._params, self._moving.now, alike=self._settings.places is None)
             kept = self._choice.kept(self._steps, given, self._settings.hypers, self._state)
-            self._keep.note(self._steps, size_of(kept))
+            size = self._choice.size(kept)
+            self._keep.note(self._steps, size)
+            held += size
         self._last.note(total, None if isinstance(kept, Used) else kept)
         try:
             self._writer.append(record, kept, held)

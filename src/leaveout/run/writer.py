@@ -83,24 +83,17 @@ class Writer:
     @property
     def unfinished(self) -> bool:
         """Say whether a run was begun and is not at its end."""
-        return self._manifest is not None and not self._manifest.finished
+        return self._writing is not None or (self._manifest is not None and not self._manifest.finished)
 
     def begin(self, manifest: Manifest, initial: State) -> None:
-        """Write the state before the first step."""
-        write_tensors(self.path / INITIAL, kept_states.flatten(initial))
-        config = self.path / CONFIG
-        self._manifest = replace(
-            manifest,
-            initial_crc32=checksum(self.path / INITIAL),
-            config_crc32=checksum(config) if config.exists() else None,
-        )
-        write_manifest(self.path, self._manifest)
+        """Write the state before the first step, whose tensors must not change afterwards, while training goes on."""
+        self._writing = self._thread.submit(_write_start, self.path, manifest, initial)
 
-    def append(self, record: Record, state: State | Used | None, held: int = 0) -> None:
+    def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
         """Take one step, and the state after it if it is to be kept; its tensors must not change afterwards.
 
         In place of the state there may be what the step was given, where the state before it is kept. ``held`` are the
-        bytes of batches that are kept with it.
+        bytes of both, and of batches that are kept with them, where they have been counted.
 
         The newest step is never written before the next one comes: ``finish`` may still give it its state.
         """
@@ -110,10 +103,9 @@ class Writer:
         if self._records and (self._held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late):
             self._flush()
         self._records.append(record)
-        self._held += held
         if state is not None:
             self._states[record.index + 1] = state
-            self._held += size_of(state)
+        self._held += (0 if state is None else size_of(state)) if held is None else held
 
     @property
     def newest(self) -> Used | None:
@@ -161,18 +153,23 @@ class Writer:
         """
         try:
             self._wait()
+            new = self.before is None
+            if new and self._manifest is not None:
+                _tidy(self.path, self._manifest)  # before it is finished: nobody tidies a finished run
             if self._records:
                 assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
                 if final is not None:
                     self.replace_newest(final)
                 self.settle(lambda: None)
                 # Not in the thread: none starts any more while the interpreter ends.
-                self._manifest = _write_shard(self.path, self._number, self._records, self._states, self._manifest)
+                self._manifest = _write_shard(
+                    self.path, self._number, self._records, self._states, self._manifest, last=complete and new
+                )
             if self._manifest is not None:
-                if self.before is not None:
+                if not new:
                     write_manifest(self.path, self._manifest)  # which may name less than the one on disk
-                _tidy(self.path, self._manifest)  # before it is finished: nobody tidies a finished run
-                if complete:
+                    _tidy(self.path, self._manifest)
+                if complete and not (new and self._manifest.finished):
                     self._manifest = replace(self._manifest, finished=True)
                     write_manifest(self.path, self._manifest)
         finally:
@@ -286,10 +283,26 @@ def _ours(file: Path, names: re.Pattern[str]) -> bool:
     return bool(ASIDE.fullmatch(file.name) or (names.fullmatch(file.name) and file.is_file()))
 
 
+def _write_start(path: Path, manifest: Manifest, initial: State) -> Manifest:
+    """Write the state before the first step, then the manifest that names it."""
+    write_tensors(path / INITIAL, kept_states.flatten(initial))
+    config = path / CONFIG
+    sums = {"initial_crc32": checksum(path / INITIAL), "config_crc32": checksum(config) if config.exists() else None}
+    manifest = replace(manifest, **sums)
+    write_manifest(path, manifest)
+    return manifest
+
+
 def _write_shard(
-    path: Path, number: int, records: Sequence[Record], states: dict[int, State | Used], manifest: Manifest
+    path: Path,
+    number: int,
+    records: Sequence[Record],
+    states: dict[int, State | Used],
+    manifest: Manifest,
+    *,
+    last: bool = False,
 ) -> Manifest:
-    """Write a shard, then the manifest that names it."""
+    """Write a shard, then the manifest that names it, which says that the run is finished if it is the last one."""
     leaves = max(len(record.fingerprint) for record in records)
     prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
     tensors: dict[str, Tensor | Rows] = {
@@ -325,6 +338,7 @@ def _write_shard(
         modes=tuple(modes),
         autocast=_autocast(records, manifest),
         uneven=manifest.uneven or uneven.PLACES in tensors,
+        finished=manifest.finished or last,
     )
     write_manifest(path, manifest)
     return manifest
