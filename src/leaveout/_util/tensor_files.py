@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import RawIOBase
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,6 +17,9 @@ from leaveout._util.files import write_whole
 
 Rows: TypeAlias = Sequence[Tensor]
 """Tensors of one type and shape, which are written as one with a further first dimension, without being joined."""
+
+PIECE = 1 << 20
+"""How many bytes of small tensors are joined before they are written."""
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -50,9 +54,8 @@ def write_tensors_checked(file: Path, tensors: Mapping[str, Tensor | Rows]) -> i
             for block in (len(words).to_bytes(8, "little"), words):
                 opened.write(block)
                 crc = zlib.crc32(block, crc)
-            for _, value in ordered:
-                for row in [value] if isinstance(value, Tensor) else value:
-                    crc = _written(opened, row, crc)
+            for joined in _joined([value for _, value in ordered]):
+                crc = _written(opened, joined, crc)
 
     write_whole(file, write)
     return crc
@@ -60,6 +63,26 @@ def write_tensors_checked(file: Path, tensors: Mapping[str, Tensor | Rows]) -> i
 
 def _first(value: Tensor | Rows) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
+
+
+def _joined(values: Sequence[Tensor | Rows]) -> Iterator[Tensor]:
+    """Yield tensors in their order, small ones in one piece: each piece costs calls, and the training thread waits."""
+    waiting: list[Tensor] = []
+    size = 0
+    for row in chain.from_iterable([value] if isinstance(value, Tensor) else value for value in values):
+        more = row.numel() * row.element_size()
+        alike = waiting and row.dtype == waiting[0].dtype and row.device == waiting[0].device
+        if waiting and not (alike and size + more <= PIECE):
+            yield _whole(waiting)
+            waiting, size = [], 0
+        waiting.append(row)
+        size += more
+    if waiting:
+        yield _whole(waiting)
+
+
+def _whole(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat([row.detach().reshape(-1) for row in rows])
 
 
 def _written(opened: RawIOBase, tensor: Tensor, crc: int) -> int:

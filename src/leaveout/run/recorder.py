@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import warnings
 import weakref
@@ -346,7 +347,7 @@ class Recorder:
         if not self._hooks:
             return
         total = self._last.total()  # one question per step: a sum is finite only if all its terms are
-        if not torch.isfinite(total):
+        if not math.isfinite(total.item()):
             self._stop_at_nan()
         if self._steps == 0 and self._start is not None:
             self._begin(self._start)
@@ -364,9 +365,8 @@ class Recorder:
         if self._keep.wants(self._steps):
             given = partial(used, self._params, self._moving.now, alike=self._settings.places is None)
             kept = self._choice.kept(self._steps, given, self._settings.hypers, self._state)
-            size = self._choice.size(kept)
+            held += (size := self._choice.size(kept))
             self._keep.note(self._steps, size)
-            held += size
         self._last.note(total, None if isinstance(kept, Used) else kept)
         try:
             self._writer.append(record, kept, held)

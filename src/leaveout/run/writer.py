@@ -34,7 +34,7 @@ from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Run
 from leaveout.run.record import Record
 
-SHARD_BYTES = 64_000_000
+SHARD_BYTES = 16_000_000
 SHARD_STEPS = 4096
 SHARD_SECONDS = 10.0
 SHARDS = r"shard-\d+\.safetensors"
