@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -306,7 +307,7 @@ def _write_shard(
     leaves = max(len(record.fingerprint) for record in records)
     prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
     tensors: dict[str, Tensor | Rows] = {
-        "ids": torch.cat([record.ids for record in records]),
+        "ids": torch.from_numpy(np.concatenate([record.ids.numpy() for record in records])),
         "lengths": torch.tensor([len(record.ids) for record in records]),
         "epochs": torch.tensor([record.epoch for record in records]),
         "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
@@ -323,7 +324,7 @@ def _write_shard(
     after = {record.index + 1: record.after for record in records}
     random = [state for index in states if (state := after.get(index)) is not None]
     if random and len(random) == len(states):
-        tensors |= {f"{micro.AFTER}{device}": torch.stack([one[device] for one in random]) for device in random[0]}
+        tensors |= {f"{micro.AFTER}{device}": [one[device] for one in random] for device in random[0]}
     for record in records:
         for part, batch in enumerate(record.batches):
             tensors |= kept_batches.packed(batch, kept_batches.key(record.index, part))
