@@ -93,6 +93,8 @@ def _joined(blocks: list[np.ndarray]) -> memoryview:
 def _bytes(tensor: Tensor) -> np.ndarray:
     if not tensor.numel():
         return np.zeros(0, np.uint8)
+    if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16 and tensor.is_contiguous():
+        return tensor.detach().numpy().reshape(-1).view(np.uint8)
     data = tensor.detach().cpu().contiguous().flatten()
     if data.stride(0) != 1:  # a single value of a larger tensor counts as contiguous
         data = data.clone(memory_format=torch.contiguous_format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 
@@ -26,6 +27,10 @@ def check_modules(model: nn.Module) -> None:
     if problems := module_problems(model):
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise UnsupportedError(f"This model cannot be recorded exactly:\n{listed}", code="model-not-supported")
+
+
+FEW = 1 << 15
+"""Up to how many numbers on average tensors count as small."""
 
 
 class Frozen:
@@ -88,8 +93,21 @@ def check_gradients(where: str, params: dict[str, Tensor]) -> None:
 
 def state_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor]) -> State:
     """Return a copy of parameters and optimizer state: the optimizer changes its tensors in place."""
+    held = [(slot, name, t) for name, p in params.items() for slot, t in _held(optimizer, rule, p).items()]
     state: State = {slot: {} for slot in rule.own_slots}
-    for name, param in params.items():
-        for slot, tensor in {PARAM: param, **buffers(optimizer, rule, param)}.items():
-            state[slot][name] = tensor.detach().to("cpu", copy=True).contiguous()
+    for (slot, name, _), tensor in zip(held, _copied([tensor for *_, tensor in held]), strict=True):
+        state[slot][name] = tensor
     return state
+
+
+def _held(optimizer: torch.optim.Optimizer, rule: Rule, param: Tensor) -> dict[str, Tensor]:
+    return {PARAM: param.detach(), **buffers(optimizer, rule, param)}
+
+
+def _copied(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Copy tensors, many small ones at once into one piece of memory."""
+    first = tensors[0]
+    alike = all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in tensors)
+    if alike and first.device.type == "cpu" and sum(tensor.numel() for tensor in tensors) <= FEW * len(tensors):
+        return torch._utils._unflatten_dense_tensors(torch._utils._flatten_dense_tensors(tensors), tensors)
+    return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]

@@ -19,7 +19,7 @@ from leaveout.optim.averaging import Update
 from leaveout.run.following import Used
 from leaveout.run.manifest import Manifest
 from leaveout.run.pending import Taken
-from leaveout.run.record import Record
+from leaveout.run.record import Record, prints
 
 NEVER = 2**62
 """Every so many steps a state is kept in processes that do not write."""
@@ -44,6 +44,7 @@ class Processes:
 
     def gathered(self, taken: Taken) -> Taken:
         """All processes' parts of a step, in their order, for the first process; the others keep their own."""
+        taken = taken._replace(fingerprint=prints(taken), unhashed=())
         parts: list[Any] | None = [None] * distributed.get_world_size() if self.first else None
         distributed.gather_object(taken, parts, dst=0, group=self._group)
         if parts is None:

@@ -33,7 +33,7 @@ from leaveout.run.kept_states import KEPT
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Run
-from leaveout.run.record import Record
+from leaveout.run.record import Record, prints
 
 SHARD_BYTES = 16_000_000
 SHARD_STEPS = 4096
@@ -304,13 +304,14 @@ def _write_shard(
     last: bool = False,
 ) -> Manifest:
     """Write a shard, then the manifest that names it, which says that the run is finished if it is the last one."""
-    leaves = max(len(record.fingerprint) for record in records)
-    prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
+    marks = [prints(record) for record in records]
+    leaves = max(map(len, marks))
+    marks = [[*own, *[(-1, -1)] * (leaves - len(own))] for own in marks]
     tensors: dict[str, Tensor | Rows] = {
         "ids": torch.from_numpy(np.concatenate([record.ids.numpy() for record in records])),
         "lengths": torch.tensor([len(record.ids) for record in records]),
         "epochs": torch.tensor([record.epoch for record in records]),
-        "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
+        "fingerprints": torch.tensor(marks, dtype=torch.int64).reshape(len(records), leaves, 2),
     }
     tensors |= micro.written([record.parts for record in records])
     tensors |= averages.written([record.average for record in records])
