@@ -27,6 +27,34 @@ def made() -> list[tuple[str, str | None]]:
     return sites
 
 
+TOLD_BY_WORDS = """
+accumulation-unknown activation-unknown address-not-reachable autocast-changed batch-not-keepable
+betas-not-two-numbers check-in-the-way check-of-another-run clip-out-of-range cluster-lost cluster-not-found
+config-invalid config-not-toml config-of-another-run config-too-large config-unreadable curve-of-another-run disk-full
+draw-from-private-generator draw-into-out draw-into-shared-tensor draw-not-declared draw-not-known draw-not-replayed
+draw-shape-not-by-example draws-not-by-example draws-of-other-kind draws-of-other-path draws-too-few-taken
+draws-too-many-asked example-draws-differ examples-not-separable feature-without-name fraction-out-of-range
+generator-state-missing gradient-not-a-derivative group-not-shown groups-file-unreadable labels-missing
+labels-of-other-question layers-with-clipping lengths-differ link-not-followed loader-expected loss-parts-wrong
+memory-too-small method-option-unknown method-option-wrong-kind method-unknown method-unreadable micro-batches-differ
+model-outputs-not-classes model-rejects-data model-too-deep most-not-a-count not-a-minimum not-one-score-per-example
+nothing-to-export nothing-to-refine optimizer-option-unknown optimizer-rejects-options optimizer-unknown
+paper-extra-missing query-count-differs query-has-no-loss query-loss-not-finite query-without-task rank-not-a-count
+ray-not-installed refined-in-the-way run-expected run-not-fetched score-not-finite scores-in-the-way scores-missing
+scores-not-of-examples scores-not-verified scores-of-other-examples seeds-not-a-count sigma-out-of-range
+sketch-not-usable state-not-kept statistics-unknown step-recomputed-nan subset-not-scored subsets-not-drawable
+task-function-failed task-missing values-not-finite
+"""
+"""Codes whose tests still ask for the sentence, or that arise in commands, which print it. None may be added."""
+
+
+def named() -> set[str]:
+    """Every string that stands alone somewhere in the other tests."""
+    files = [file for file in Path(__file__).parent.glob("*.py") if file != Path(__file__)]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
 def listed() -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
 
@@ -39,6 +67,10 @@ def test_every_error_has_a_code():
 
 def test_the_table_lists_every_code_once_and_no_other():
     assert listed() == sorted({code for _, code in made() if code})
+
+
+def test_every_code_is_asked_for_by_a_test():
+    assert {code for _, code in made() if code} - named() <= set(TOLD_BY_WORDS.split())
 
 
 @pytest.mark.parametrize("kind", KINDS)
