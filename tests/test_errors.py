@@ -73,6 +73,22 @@ def test_every_code_is_asked_for_by_a_test():
     assert {code for _, code in made() if code} - named() <= set(TOLD_BY_WORDS.split())
 
 
+def refusals() -> list[list[str]]:
+    """The codes of each row of the refusals in the guarantees."""
+    page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    part = page.split("## Refused, with the remedy")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in part.splitlines() if line.startswith("| ")]
+    return [re.findall("`([^`]+)`", row[1]) for row in rows if row[0] not in ("| what", "| ---")]
+
+
+def test_every_refusal_of_the_guarantees_has_a_code_that_a_test_asks_for():
+    rows, asked = refusals(), named()
+    assert len(rows) > 20
+    assert [row for row in rows if not row] == []
+    assert {code for row in rows for code in row} - asked == set()
+    assert {code for row in rows for code in row} <= {code for _, code in made()}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_survive_pickling_and_copying(kind):
     error = kind("It is so: do this.", code="some-code")

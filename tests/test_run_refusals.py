@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
 from leaveout.run import kept_batches
+from leaveout.task.training_batch import TrainingBatch, take
 from refusal import refused
 
 
@@ -69,7 +70,7 @@ def test_steps_with_casts_and_steps_without(tmp_path) -> None:
         optimizer.step()
         if number == 1:
             break
-    with refused(lo.UnsupportedError, "autocast-changed", "bfloat16"):
+    with refused(lo.UnsupportedError, "autocast-changed", "two runs"):
         recorder.finish()
 
 
@@ -83,7 +84,7 @@ def test_layers_of_a_clipped_training(tmp_path) -> None:
     run = recorded(tmp_path / "run", model)
     task = lo.Task(model, nn.CrossEntropyLoss(), data(), clip_norm=1e9)
     with refused(lo.UnsupportedError, "layers-with-clipping", "clip_norm"):
-        lo.SGDIE().score(run, task, data(), layers="0.*")
+        lo.SGDIE(layers="0.*").score(run, task, data())
 
 
 def test_a_state_that_was_not_kept(tmp_path) -> None:
@@ -99,13 +100,16 @@ class Noisy(nn.Module):
         return x + 0.1 * torch.randn_like(x)[torch.randperm(len(x))] if self.training else x
 
 
-def test_single_examples_where_draws_belong_to_none(tmp_path) -> None:
+def test_draws_that_belong_to_no_example_in_a_method_that_looks_at_single_ones(tmp_path) -> None:
     model = net(Noisy())
     run = recorded(tmp_path / "run", model)
     task = lo.Task(model, nn.CrossEntropyLoss(), data())
     lo.SGDIE().score(run, task, data())
-    with refused(lo.UnsupportedError, "examples-not-separable", "SGDIE()"):
+    with refused(lo.UnsupportedError, "derivative-not-available", "told apart by example"):
         lo.DVEmb().score(run, task, data())
+    shared = TrainingBatch([torch.ones(3, 4)], whole={"0 randn": torch.ones(3)})
+    with refused(lo.UnsupportedError, "examples-not-separable", "SGDIE()"):
+        take(shared, torch.tensor([0]))
 
 
 def padded(pairs):

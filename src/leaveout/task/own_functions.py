@@ -94,11 +94,11 @@ def _enter(change: int) -> None:
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    if kwargs or not torch._C._are_functorch_transforms_active() or not (_is_old(cls) or _writes(cls)):
-        return APPLY.__func__(cls, *args, **kwargs)
-    if cls is checkpoint.CheckpointFunction:
+    if cls is checkpoint.CheckpointFunction:  # which has no torch.autograd.grad either
         function, _, *inputs = args
         return function(*inputs)
+    if kwargs or not torch._C._are_functorch_transforms_active() or not (_is_old(cls) or _writes(cls)):
+        return APPLY.__func__(cls, *args, **kwargs)
     note = Note()
     outputs = list(_converted(cls).apply(note, *args))[: note.count]
     for place, i in note.written.items():
