@@ -78,6 +78,21 @@ class NewlyWritten(torch.autograd.Function):
         return None, ctx.factor * grad * (1 - y * y)
 
 
+class Inner(torch.autograd.Function):
+    """Keeps a graph of its own for its backward pass, as implicit layers do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            ctx.own = x.detach().requires_grad_()
+            ctx.out = ctx.own.square()
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.autograd.grad(ctx.out, ctx.own, grad)[0]
+
+
 def noted(ctx, x):
     ctx.mark_dirty(x)
 
@@ -194,9 +209,18 @@ def test_the_last_of_several_threads_puts_pytorchs_own_back() -> None:
     assert torch.autograd.Function.apply == before
 
 
-def test_what_cannot_be_transformed_is_refused_before_anything_is_recorded(tmp_path) -> None:
-    with refused(lo.UnsupportedError, "model-not-supported", "Hidden", "setup_context", unchanged=tmp_path):
-        study(tmp_path / "run", lambda x: Hidden.apply(x * 1))
+@pytest.mark.parametrize("function", [Inner, Hidden])
+def test_what_cannot_be_transformed_is_refused_before_anything_is_recorded(function, tmp_path) -> None:
+    model = Net(lambda x: function.apply(x * 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    (x, _), *_ = recorder.watch(torch.utils.data.DataLoader(data(), 4))
+    with refused(lo.UnsupportedError, "model-not-supported", function.__name__, "setup_context", unchanged=tmp_path):
+        model(x)
+    with refused(lo.RunError, "nothing-recorded"):
+        recorder.finish()
+    with refused(lo.RunError, "run-not-found"):
+        lo.open_run(tmp_path / "run")
 
 
 class Counting(Net):
