@@ -146,8 +146,8 @@ def test_the_page_carries_the_scores(pictured):
     replayed = {order.index(i) for i in report.check.table.index}
     issues = set(said["issues"]["place"][:10])
     assert {int(place) for place in said["shown"]} == {*range(10), *range(150, 160), *driving, *replayed, *issues}
-    worst = report.harmful(1)[0]
-    assert f"The most harmful is {worst} (labelled" in first["sentence"]
+    worst = report.check.table["truth"].idxmin()
+    assert f"Of the 16 that were replayed exactly, the most harmful is {worst} (labelled" in first["sentence"]
     assert (
         "trained on 160 examples for 4 epochs: 32 steps of SGD with learning rate 0.5 and batches of 20"
         in (said["summary"][0])
@@ -214,22 +214,23 @@ def said_of_the_worst(page: Path, truth: pd.Series) -> str:
     return method["sentence"]
 
 
-@pytest.mark.parametrize("factor", [90, 1e-4])  # far too large, and far too small beside what was replayed
-def test_a_replayed_value_stands_in_place_of_its_estimate_in_every_sentence(rowed, tmp_path, factor):
-    wrong = replace(rowed.scores, values=rowed.scores.values * factor)
+@pytest.mark.parametrize("lower", [0.0, 1.0])  # by so much every estimate is too low: all examples seem to do harm
+def test_a_replayed_value_stands_in_place_of_its_estimate_in_every_sentence(rowed, tmp_path, lower):
+    wrong = replace(rowed.scores, values=rowed.scores.values * 90 - lower)
     check = lo.verify(wrong, rowed.run, rowed.task, rowed.query, replays=16)
     page = lo.report(tmp_path / "page.html", rowed.run, wrong, check, task=rowed.task)
     truth = check.table["truth"]
     sentence = said_of_the_worst(page, truth)
     assert f"ost harmful is {truth.idxmin()}" in sentence, "an estimate is not named beside exact values"
     assert f"falls by {-truth.min():.3g}, replayed exactly" in sentence
-    assert ("Of the 16 that were replayed exactly" in sentence) == (factor == 90)
+    assert ("Of the 16 that were replayed exactly" in sentence) == bool(lower)
 
 
 def test_where_no_replay_found_harm_the_sentence_says_so(rowed, tmp_path):
-    check = lo.verify(rowed.scores, rowed.run, rowed.task, rowed.query, replays=16)
+    wrong = replace(rowed.scores, values=rowed.scores.values - 1.0)
+    check = lo.verify(wrong, rowed.run, rowed.task, rowed.query, replays=16)
     kind = replace(check, table=check.table.assign(truth=check.table["truth"].abs() + 1e-3))
-    page = lo.report(tmp_path / "page.html", rowed.run, rowed.scores, kind, task=rowed.task)
+    page = lo.report(tmp_path / "page.html", rowed.run, wrong, kind, task=rowed.task)
     assert "but none of the 16 that were replayed exactly" in said_of_the_worst(page, kind.table["truth"])
 
 
@@ -241,7 +242,7 @@ def test_the_headline_about_adult_is_that_of_its_replays(tmp_path):
     scores = lo.ACC("free").score(run, task, adult.val)
     check = lo.verify(scores, run, task, adult.val, replays=16)
     truth, worst = check.table["truth"], scores.harmful(1)[0]
-    assert float(scores.mean()[worst]) < 10 * truth[worst], "the estimate is not what happens"
+    assert abs(float(scores.mean()[worst]) - truth[worst]) > 0.1 * abs(truth[worst]), "the estimate is not the truth"
     page = lo.report(tmp_path / "page.html", run, scores, check, task=task, query=adult.val, show=built_in(adult))
     sentence = said_of_the_worst(page, truth)
     assert f"ost harmful is {truth.idxmin()} (labelled" in sentence
