@@ -39,8 +39,6 @@ def in_options(message: str, options: Iterable[str]) -> str:
         name = option[2:].replace("-", "_")
         name = BEHIND.get(name, name)
         message = re.sub(rf"(?<![\w(-]){re.escape(name)}=(?=\S)", f"{option} ", message)
-        if "_" in name:
-            message = re.sub(rf"(?<![\w(-]){re.escape(name)}(?![\w=])", option, message)
     return message
 
 
