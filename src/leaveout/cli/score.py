@@ -182,7 +182,7 @@ def _read_groups(file: Path) -> Groups:
     except (ValueError, RecursionError) as error:
         raise InputError(
             f'{file} does not hold groups ({error}): write JSON like {{"ann": [0, 3], "bob": [1, 2]}}.',
-            code="groups-file-unreadable",
+            code="groups-file-not-groups",
         ) from None
 
 
