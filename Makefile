@@ -26,7 +26,7 @@ TYPED = --jaxtyping-packages=leaveout,typed.check
 CHECKED = tests/test_optimizers.py tests/test_ids.py tests/test_timeline.py tests/test_jump.py tests/test_curvature.py tests/test_engine.py tests/test_cleanse.py
 
 test-rest: $(TOOLS)  ## what test-all adds to test
-	$(PYTEST) -m full $(TYPED)
+	$(PYTEST) -m full
 	$(PYTEST) -m 'hypothesis and not full' --hypothesis-profile=full
 	$(PYTEST) -m 'not full and not hypothesis' $(TYPED) $(CHECKED)
 
