@@ -59,6 +59,32 @@ def test_train_twice_answers_from_disk(trained):
     assert before == {file: file.stat().st_mtime_ns for file in Path("runs/x").iterdir()}
 
 
+def test_the_same_commands_again_read_no_data(trained, monkeypatch):
+    commands = [
+        ["train", *SMALL, "--flip", "0.1", "--out", "runs/x"],
+        ["score", "runs/x"],
+        ["score", "runs/x", "--method", "sgd-ie", "--method", "acc", "--queries", "each"],
+        ["labels", "runs/x"],
+        ["verify", "runs/x", "--method", "sgd-ie-each", "--replays", "8"],
+        ["cleanse", "runs/x", "--labels", "--random", "1"],
+        ["report", "runs/x"],
+        ["export", "runs/x"],
+    ]
+    first = [trained(*command) for command in commands]
+    assert [done.code for done in first] == [0] * len(commands), [done.err for done in first]
+    monkeypatch.setattr(config, "prepare", lambda _: pytest.fail("the data were read again"))
+    for command, before in zip(commands, first, strict=True):
+        again = trained(*command)
+        assert again.code == 0, again.err
+        new = ["Hessian-vector products", "exact replay"]
+        words = [line for line in before.out.splitlines() if not any(word in line for word in new)]
+        assert all(line in again.out for line in words if command[0] != "score" or line.startswith("  ")), again.out
+    facts = json.loads(Path("runs/x/training.json").read_text())
+    Path("runs/x/training.json").write_text(json.dumps({**facts, "flipped": []}))
+    with pytest.raises(pytest.fail.Exception, match="read again"):
+        trained("score", "runs/x")  # a file that was changed does not count
+
+
 def test_ctrl_c_before_the_first_step_does_not_say_that_steps_were_kept(shell, monkeypatch):
     monkeypatch.setattr(config, "train", interrupted)
     done = shell("train", *SMALL, "--out", "runs/x")

@@ -388,6 +388,42 @@ def test_no_sideways_scrolling(visit, name, width):
     assert page.eval_on_selector_all(".card, .card .seen", cut) == []
 
 
+REACHED = """(selector) => {
+    for (const details of document.querySelectorAll("details")) details.open = true;
+    return new Promise((ready) => requestAnimationFrame(() => requestAnimationFrame(() => {
+        const clipped = [], range = document.createRange();
+        let count = 0;
+        for (const node of document.querySelectorAll(selector)) {
+            if (!node.textContent.trim() || !node.getClientRects().length) continue;
+            count++;
+            node.scrollIntoView({ block: "center", inline: "nearest", behavior: "instant" });
+            range.selectNodeContents(node);
+            for (const box of range.getClientRects()) {  // both ends of each line of text
+                for (const x of [box.left + 1, box.right - 1]) {
+                    const top = document.elementFromPoint(x, box.top + box.height / 2);
+                    const seen = top !== null && (node.contains(top) || top.contains(node));
+                    if (!seen) clipped.push([node.textContent, x]);
+                }
+            }
+        }
+        return ready([count, clipped]);
+    })));
+}"""
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_text_of_a_table_or_card_is_cut_off_on_a_phone(visit, name):
+    page = visit(name, width=390, height=844)
+    for selector in ("main table:not(.seen table) th, main table:not(.seen table) td", ".card .says, .card .label"):
+        count, clipped = page.evaluate(REACHED, selector)
+        assert clipped == []
+        assert count or (name == "groups" and "card" in selector), "there is something to read"
+    if name in ("pictures", "methods"):
+        shown = page.locator("#cards .says.differs")
+        assert shown.count()
+        assert all(re.search(r"label probability (<1|\d+)%", words) for words in shown.all_inner_texts())
+
+
 CONTRAST = """() => {
     const luminance = (rgb) => rgb.map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
         .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);

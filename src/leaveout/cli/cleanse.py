@@ -22,7 +22,8 @@ from leaveout.cli.app import (
     working,
 )
 from leaveout.cli.commands import app
-from leaveout.cli.subject import TaskOption, subject_of
+from leaveout.cli.facts import kept
+from leaveout.cli.subject import TaskOption, later
 from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
 from leaveout.evaluate.cleanse import cleanse as lo_cleanse
@@ -78,15 +79,17 @@ def cleanse(
         scores = _rankings(scores, run)
     if labels:
         scores.insert(0, _labels(paths, recorded))
-    subject = subject_of(run, task)
-    amounts = remove or sorted({max(1, round(share * subject.task.size)) for share in SHARES})
+    facts, subject = kept(recorded, task), later(run, task)
+    size = subject().task.size if facts is None else facts.train_size
+    amounts = remove or sorted({max(1, round(share * size)) for share in SHARES})
     options = {"random": random, "shuffles": shuffles, "seed": seed}
     question = ("cleanse", files, labels, amounts, random, shuffles, seed)
     curve = _answering(out, recorded, scores, amounts, options) if out.exists() and not again else None
     if curve is None:
         with working(recorded, question, [out], memory, processes, ray) as resources:
             _check_free(out, again)  # another command may have ended just now
-            curve = lo_cleanse(scores, recorded, subject.task, _test(subject), amounts, **options, resources=resources)
+            trained, test = subject().task, _test(subject())
+            curve = lo_cleanse(scores, recorded, trained, test, amounts, **options, resources=resources)
             curve.save(out, overwrite=again)
     if as_json:
         print_json({"run": str(run), "file": str(out), "curve": json.loads(out.read_text())})

@@ -90,6 +90,13 @@ def load(name: str) -> Any:
     return get_group(app).commands[name]
 
 
+def options(name: str) -> list[str]:
+    """List the long options of a command."""
+    if name not in COMMANDS:
+        return []
+    return [option for param in load(name).params for option in param.opts if option.startswith("--")]
+
+
 app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, working
 from leaveout.cli.commands import app
+from leaveout.cli.facts import kept
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
@@ -65,7 +66,8 @@ def labels(
     if out.exists() and not again:
         answer = _answering(out, recorded, question)
         if task is None:
-            flipped = subject_of(run, task).flipped
+            facts = kept(recorded)
+            flipped = subject_of(run, task).flipped if facts is None else facts.flipped
     else:
         subject = subject_of(run, task)
         flipped = subject.flipped

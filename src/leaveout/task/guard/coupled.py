@@ -17,7 +17,7 @@ import torch
 from leaveout._util.trees import Params, each
 from leaveout.errors import LeaveoutError
 from leaveout.task import batches
-from leaveout.task.derivatives import directional, gradient, hessian_products, stacked_gradients, weighted_changes
+from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
 from leaveout.task.forms import COUPLED, Abilities, Form
 from leaveout.task.guard.differences import Difference, difference, like, norm
@@ -108,7 +108,7 @@ def _differs(
     if measured is None:
         return None
     stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.own(at)}
-    _, curved, _ = hessian_products(task, at, batch, stack)
+    _, curved, _ = batch_products(task, at, batch, stack)
     for which in (0, 1):
         if not measured.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
             return "pull-back"
