@@ -28,22 +28,16 @@ def made() -> list[tuple[str, str | None]]:
 
 
 TOLD_BY_WORDS = """
-accumulation-unknown activation-unknown address-not-reachable autocast-changed batch-not-keepable
-betas-not-two-numbers check-in-the-way check-of-another-run clip-out-of-range cluster-lost cluster-not-found
-config-invalid config-not-toml config-of-another-run config-too-large config-unreadable curve-of-another-run disk-full
-draw-from-private-generator draw-into-out draw-into-shared-tensor draw-not-declared draw-not-known draw-not-replayed
-draw-shape-not-by-example draws-not-by-example draws-of-other-kind draws-of-other-path draws-too-few-taken
-draws-too-many-asked example-draws-differ examples-not-separable feature-without-name fraction-out-of-range
-generator-state-missing gradient-not-a-derivative group-not-shown groups-file-unreadable labels-missing
-labels-of-other-question layers-with-clipping lengths-differ link-not-followed loader-expected loss-parts-wrong
-memory-too-small method-option-unknown method-option-wrong-kind method-unknown method-unreadable micro-batches-differ
-model-outputs-not-classes model-rejects-data model-too-deep most-not-a-count not-a-minimum not-one-score-per-example
-nothing-to-export nothing-to-refine optimizer-option-unknown optimizer-rejects-options optimizer-unknown
-paper-extra-missing query-count-differs query-has-no-loss query-loss-not-finite query-without-task rank-not-a-count
-ray-not-installed refined-in-the-way run-expected run-not-fetched score-not-finite scores-in-the-way scores-missing
-scores-not-of-examples scores-not-verified scores-of-other-examples seeds-not-a-count sigma-out-of-range
-sketch-not-usable state-not-kept statistics-unknown step-recomputed-nan subset-not-scored subsets-not-drawable
-task-function-failed task-missing values-not-finite
+activation-unknown address-not-reachable betas-not-two-numbers check-in-the-way check-of-another-run cluster-lost
+cluster-not-found config-invalid config-not-toml config-of-another-run config-too-large config-unreadable
+curve-of-another-run disk-full feature-without-name generator-state-missing group-not-shown groups-file-not-groups
+groups-file-unreadable labels-missing labels-of-other-question link-not-followed loader-expected memory-too-small
+model-outputs-not-classes model-rejects-data model-too-deep most-not-a-count not-a-minimum nothing-to-export
+nothing-to-refine optimizer-option-unknown optimizer-rejects-options optimizer-unknown paper-extra-missing
+query-count-differs query-has-no-loss query-loss-not-finite query-without-task rank-not-a-count ray-not-installed
+refined-in-the-way run-expected run-not-fetched score-not-finite scores-in-the-way scores-missing
+scores-not-of-examples scores-not-verified scores-of-other-examples seeds-not-a-count sketch-not-usable
+step-recomputed-nan subset-not-scored subsets-not-drawable task-function-failed task-missing
 """
 """Codes whose tests still ask for the sentence, or that arise in commands, which print it. None may be added."""
 
