@@ -14,6 +14,7 @@ from torch import Tensor
 from leaveout._util.trees import Params, each, height, rows
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch
+from leaveout.task.calls import no_form
 from leaveout.task.curvature_maps import FISHER, GAUSS_NEWTON, HESSIAN, CurvatureMap
 from leaveout.task.derivatives import (
     batch_products,
@@ -27,6 +28,7 @@ from leaveout.task.derivatives import (
     weight_products,
     weighted_changes,
 )
+from leaveout.task.forms import COUPLED
 from leaveout.task.task import Task
 from leaveout.task.training_batch import Window, has_shared_draws, take
 
@@ -196,6 +198,8 @@ class Flat(Curvature):
 def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
     """Refuse stop-gradients where a product with J = ∂ḡ/∂θ would have to serve for one with its transpose."""
     if issubclass(kind, Hessian) and not task.abilities.symmetric:
+        if task.abilities.reason == COUPLED:
+            raise no_form(COUPLED)
         raise UnsupportedError(
             f"{task.abilities.reason}, so that the derivative of the gradient is not a symmetric matrix, which this "
             "method takes it for: use SGDIE(), ACC(transport='exact') or Replay().",

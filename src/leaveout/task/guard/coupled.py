@@ -19,14 +19,12 @@ from leaveout.errors import LeaveoutError
 from leaveout.task import batches
 from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
-from leaveout.task.forms import Abilities, Form
+from leaveout.task.forms import COUPLED, Abilities, Form
 from leaveout.task.guard.differences import Difference, difference, like, norm
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
-
-REASON = "BatchNorm in training mode ties the examples of a batch together"
 
 
 def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
@@ -42,7 +40,7 @@ def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
         symmetric=not task.coupled,
         stops=base.stops,
         slope=base.slope,
-        reason=REASON if task.coupled else "random draws of the forward pass cannot be told apart by example",
+        reason=COUPLED if task.coupled else "random draws of the forward pass cannot be told apart by example",
     )
 
 
