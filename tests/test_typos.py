@@ -32,7 +32,7 @@ TYPOS = {
     "score runs/x --groups nofile": ["--groups: "],
     "score runs/x --method tracin --task foo": ["--task", "package.module:function"],
     "verify runs/x --replays 3": ["'--replays'"],
-    "verify runs/x --method sgd": ["--method: ", "did you mean sgd-ie?"],
+    "verify runs/x --method sqd-ie": ["--method: ", "did you mean sgd-ie?"],
     "verify runs/x --replays 8 --moves -1": ["--moves -1"],
     "refine runs/x --top 0": ["--top 0"],
     "labels runs/x --folds x": ["--folds 'x'"],

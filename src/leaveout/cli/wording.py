@@ -57,7 +57,7 @@ def naming(message: str, words: list[str]) -> str:
     >>> naming("there is no data set 'digts'.", ["train", "--data", "digts", "--epochs", "3"])
     "--data: there is no data set 'digts'."
     """
-    reason = message.rpartition(": ")[2]
+    reason = message.partition("}: ")[2]  # of what PyTorch says
     for option, value in _typed(words):
         name = option[2:].replace("-", "_")
         quoted = repr(value) in message or message.startswith(f"{value} ") or re.search(rf"\b{name}\b", reason)
