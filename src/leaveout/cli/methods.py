@@ -80,7 +80,7 @@ def _made(kind: Callable[..., Any], call: ast.Call, text: str) -> Any:
             f"{text!r}: an option has a value of the wrong kind ({error}).", code="method-option-wrong-kind"
         ) from None
     except InputError as error:
-        raise InputError(f"{text!r}: {error}", code="method-option-wrong-kind") from None
+        raise InputError(f"{text!r}: {error}", code=error.code) from None
 
 
 def _value(node: ast.expr, text: str) -> Any:

@@ -58,7 +58,7 @@ def naming(message: str, words: list[str]) -> str:
     "--data: there is no data set 'digts'."
     """
     reason = message.partition("}: ")[2]  # of what PyTorch says
-    for option, value in _typed(words):
+    for option, value in typed(words):
         name = option[2:].replace("-", "_")
         quoted = repr(value) in message or message.startswith(f"{value} ") or re.search(rf"\b{name}\b", reason)
         if quoted and option not in message:
@@ -66,7 +66,7 @@ def naming(message: str, words: list[str]) -> str:
     return message
 
 
-def _typed(words: list[str]) -> Iterator[tuple[str, str]]:
+def typed(words: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the options that were typed, with what came after them."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         option, equals, value = word.partition("=")
