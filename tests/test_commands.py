@@ -723,4 +723,4 @@ def test_names_are_never_taken_for_markup(run, shell):
     assert done.code == 0, done.err
     assert all(words in done.words for words in ("[bold]", "[/red]method"))
     done = shell("data", "fetch", "[/x]")
-    assert (done.code, "no data set '[/x]'" in done.words) == (1, True)
+    assert (done.code, "no data set '[/x]'" in done.refusal) == (2, True)

@@ -117,7 +117,7 @@ def test_show_says_how_many_examples_were_trained_on(shell, monkeypatch):
     monkeypatch.syspath_prepend(str(shell.folder))
     task, _ = __import__("mine").make_task()
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
-    lo.train(task, optimizer, 1, 10, 0, "runs/own")
+    lo.train(task, optimizer, 2, 10, 0, "runs/own")
     assert shell("show", "runs/own", "--json").told["train_size"] == 30
 
 
@@ -195,6 +195,14 @@ def test_cleanse_twice_answers_from_disk(trained):
     for other in (["--remove", "4"], ["--random", "2"], ["--shuffles", "1"]):
         refused = trained(*asked, *other)
         assert (refused.code, "give --again to replace it" in refused.refusal) == (1, True), other
+
+
+def test_labels_lead_to_what_removing_them_brings(trained):
+    assert "Next: leaveout cleanse --labels runs/x" in trained("labels", "runs/x").words
+    done = trained("cleanse", "--labels", "runs/x", "--remove", "3", "--random", "0")
+    assert done.code == 0, done.err
+    assert lo.Curve.load("runs/x/cleanse.json").choices == ["labels"]
+    assert "Next: leaveout score runs/x" in done.words
 
 
 def test_cleanse_removes_labels_that_look_wrong(trained):

@@ -6,7 +6,7 @@ import sys
 
 from leaveout.cli.app import complaints
 from leaveout.cli.commands import app, options
-from leaveout.cli.wording import USAGE, in_options, naming
+from leaveout.cli.wording import USAGE, in_options, naming, typed
 from leaveout.errors import LeaveoutError
 
 __all__ = ["app", "entry"]
@@ -22,7 +22,8 @@ def entry() -> None:
     except LeaveoutError as error:
         words, said = sys.argv[1:], str(error).replace("overwrite=True", "--again")
         message = said if "--config" in words else in_options(said, options(words[0] if words else ""))
-        usage = message != said or error.code in USAGE
+        about = any(said.startswith(repr(value)) for _, value in typed(words))
+        usage = about or message != said or error.code in USAGE
         if usage:
             message = naming(message, words)
         complaints.print(message, style="red", markup=False, highlight=False, soft_wrap=not complaints.is_terminal)

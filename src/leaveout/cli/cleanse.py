@@ -19,6 +19,7 @@ from leaveout.cli.app import (
     console,
     opened,
     print_json,
+    print_next,
     working,
 )
 from leaveout.cli.commands import app
@@ -46,7 +47,7 @@ def cleanse(
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only by these scores; may be repeated.")] = None,
     labels: Annotated[
-        bool, typer.Option("--labels", help="Also remove the labels that look wrong, by leaveout labels.")
+        bool, typer.Option("--labels", help="Also, or without scores only, remove labels that look wrong.")
     ] = False,
     task: TaskOption = None,
     random: Annotated[int, typer.Option(help="Random choices to compare with, for each number.")] = 5,
@@ -73,9 +74,10 @@ def cleanse(
     """
     recorded, paths = opened(run), RunPaths(run, results)
     out = paths.cleanse
-    files = chosen(recorded, paths, method)
+    alone = labels and method is None and not paths.scored()
+    files = [] if alone else chosen(recorded, paths, method)
     scores = [Scores.load(file) for file in files]
-    if method is None:
+    if method is None and not alone:
         scores = _rankings(scores, run)
     if labels:
         scores.insert(0, _labels(paths, recorded))
@@ -96,6 +98,7 @@ def cleanse(
     else:
         console.print(str(curve), highlight=False, markup=False)
         console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
+        print_next("score" if alone else "report", run, task, results)
 
 
 def _labels(paths: RunPaths, run: Run) -> Scores:

@@ -27,6 +27,7 @@ from leaveout.cli.auto import is_of_the_choice
 from leaveout.cli.commands import app
 from leaveout.cli.methods import parse
 from leaveout.cli.subject import TaskOption, later
+from leaveout.cli.wording import in_commands
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.estimators.replay import JITTER
 from leaveout.evaluate.ceiling import REPRODUCIBLE
@@ -44,7 +45,7 @@ def verify(
     run: Annotated[Path, typer.Argument(help="A recorded run that was scored.")],
     method: Annotated[list[str] | None, typer.Option(help="Only these scores; may be repeated.")] = None,
     task: TaskOption = None,
-    replays: Annotated[int, typer.Option(help="How many examples to leave out exactly.")] = 64,
+    replays: Annotated[int, typer.Option(min=2 * MINIMUM, help="How many examples to leave out exactly.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the random half of them, and of the moves.")] = 0,
     moves: Annotated[
         int | None,
@@ -99,7 +100,7 @@ def verify(
         console.print(_table([check for check, _ in checks]))
         for check, _ in checks:
             if check.diagnosis:
-                console.print(f"{check.method}: {check.diagnosis}", highlight=False, markup=False)
+                console.print(f"{check.method}: {in_commands(check.diagnosis)}", highlight=False, markup=False)
         for one in entries:
             console.print(f"  {one['file']}", highlight=False, markup=False, soft_wrap=True)
     for one in few:

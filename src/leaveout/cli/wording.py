@@ -42,19 +42,31 @@ def in_options(message: str, options: Iterable[str]) -> str:
     return message
 
 
+def in_commands(sentence: str) -> str:
+    """Name commands in place of the functions that do the same.
+
+    >>> in_commands("take another method (lo.choose), or refine (lo.refine)")
+    'take another method (leaveout score), or refine (leaveout refine)'
+    """
+    return sentence.replace("lo.choose", "leaveout score").replace("lo.", "leaveout ")
+
+
 def naming(message: str, words: list[str]) -> str:
     """Put the option in front whose value the message quotes, where the message does not name it.
 
     >>> naming("there is no data set 'digts'.", ["train", "--data", "digts", "--epochs", "3"])
     "--data: there is no data set 'digts'."
     """
-    for option, value in _typed(words):
-        if (repr(value) in message or message.startswith(f"{value} ")) and option not in message:
+    reason = message.partition("}: ")[2]  # of what PyTorch says
+    for option, value in typed(words):
+        name = option[2:].replace("-", "_")
+        quoted = repr(value) in message or message.startswith(f"{value} ") or re.search(rf"\b{name}\b", reason)
+        if quoted and option not in message:
             return f"{option}: {message}"
     return message
 
 
-def _typed(words: list[str]) -> Iterator[tuple[str, str]]:
+def typed(words: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the options that were typed, with what came after them."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         option, equals, value = word.partition("=")

@@ -52,7 +52,7 @@ function card(row, score, line, issue = ISSUE.get(row)) {
     issue === undefined ? target(label) : change(label, nameOf(DATA.issues.suggested[issue])),
     issue === undefined ? null : el("p", { class: "why" }, DATA.issues.why[issue]),
     opinion(label, nameOf(TABLE.says[row]), TABLE.p[row]),
-    line && exactOf(row) && score === scoreOf(row) ? el("span", { class: "badge" }, "exact replay") : null,
+    exactOf(row) && score === scoreOf(row) ? el("span", { class: "badge" }, "exact replay") : null,
     line && DATA.lines[row] ? spark(DATA.lines[row]) : null,
     DATA.groups ? null : marker(row, issue));
   return el("li", { class: "card", "data-id": TABLE.id[row] }, seen(DATA.shown[row], described(row)), body);

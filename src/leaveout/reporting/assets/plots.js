@@ -138,7 +138,7 @@ function scatter() {
     ...(METHOD().unit ? [] : [{ name: "estimate = truth", mark: svg("line", { x1: 0, y1: 6, x2: 18, y2: 6, class: "ideal" }) }]),
   ]);
   const rows = points.map((point) => [point.id, signed(point.score), signed(point.truth), point.sample]);
-  chart("scatter", draw, key, asTable("Estimate against truth", ["Example", "Estimate", "Truth", "Sample"], rows, true));
+  chart("scatter", draw, key, asTable("Estimate against truth", [DATA.groups ? "Group" : "Example", "Estimate", "Truth", "Sample"], rows, true));
 }
 
 // A bar for each part of training: when an example's influence arose.
