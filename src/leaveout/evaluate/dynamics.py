@@ -85,7 +85,7 @@ class Dynamics(Comparable):
 
     @cached_property
     def confidence(self) -> Float[Tensor, " n"]:
-        """exp(Σ_t w_t log σ(margin_t)): the given label's share against the best other, a geometric mean over states."""
+        """exp(Σ_t w_t log σ(margin_t)): the given label's share against the best other, averaged over states."""
         return (self.weights @ logsigmoid(self.margins)).exp()
 
     @cached_property
