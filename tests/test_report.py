@@ -418,6 +418,10 @@ def test_no_text_of_a_table_or_card_is_cut_off_on_a_phone(visit, name):
         count, clipped = page.evaluate(REACHED, selector)
         assert clipped == []
         assert count or (name == "groups" and "card" in selector), "there is something to read"
+    wide = "tables => tables.filter(t => t.scrollWidth > t.closest('.scroll').clientWidth).map(t => t.id)"
+    assert page.eval_on_selector_all("#verdicts, #measures table", wide) == [], "nothing is to be scrolled sideways"
+    rows = page.eval_on_selector_all(".marker", "m => m.map(x => new Set([...x.children].map(b => b.offsetTop)).size)")
+    assert set(rows) <= {1}, "keep, relabel and remove stand side by side"
     if name in ("pictures", "methods"):
         shown = page.locator("#cards .says.differs")
         assert shown.count()
