@@ -103,7 +103,7 @@ Scales = list[float | None]
 
 
 def scaled(
-    model, watch=lambda loader, _: loader, out=-1, as_recorded: Scales | None = None
+    model, watch=lambda loader, _: loader, out=-1, as_recorded: Scales | None = None, weight: float = 0.0
 ) -> tuple[nn.Module, Scales]:
     """Train in float16 with a gradient scaler whose first steps overflow, and are skipped; or with these scales."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
@@ -118,7 +118,7 @@ def scaled(
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.float16):
                 losses = F.cross_entropy(model(x), y, reduction="none")
-            loss = (torch.where(ids == out, 0.0, 1.0) * losses).mean()
+            loss = (torch.where(ids == out, weight, 1.0) * losses).mean()
             if as_recorded is not None:
                 scales.append(as_recorded[len(scales)])
                 fixed_step(model, optimizer, loss, scales[-1])
@@ -174,6 +174,12 @@ def test_scaled_gradients_and_skipped_steps_are_followed(tmp_path) -> None:
         assert close == (own == scales), k  # the scale that was adapted anew is all that makes a difference
         alike += close
     assert alike == 18
+    # With this weight the recorded scale overflows; any that does not gives the same numbers.
+    heavy = lo.Replay(weight=20.0).score(run, task, rows, ids=IDS).values.flatten()
+    lower = [scale and 2.0**12 for scale in scales]
+    truth = torch.tensor([loss(scaled(net(), out=k, as_recorded=lower, weight=20.0)[0]) - base for k in IDS])
+    assert not torch.isfinite(torch.tensor(loss(scaled(net(), out=IDS[0], as_recorded=scales, weight=20.0)[0])))
+    assert torch.allclose(heavy, truth, atol=1e-6, rtol=1e-3)
     lo.SGDIE().score(run, task, rows)
 
 
