@@ -10,8 +10,8 @@ TOOLS = $(VENV)/.tools
 demo: $(READY)  ## the main job, offline, in seconds once it is set up
 	$(BIN)/leaveout demo
 
-# Files are handed out whole, the longest first (tests/conftest.py has the order).
-PYTEST = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Files are handed out whole, the longest first (tests/conftest.py has the order); a third process works while tests wait.
+PYTEST = $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(TOOLS)  ## lint, types, doctests and tests, side by side
 	$(MAKE) -j 2 lint pytest
