@@ -124,9 +124,8 @@ def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
 def trusted(scores: Scores, check: Check | None) -> Trust:
     """Say how far the scores can be trusted."""
     if scores.all_exact:
-        return Trust(
-            "exact", "Exact", "Every score comes from retraining exactly without the example: nothing is estimated."
-        )
+        words = "Each comes from retraining exactly without the example: nothing is estimated."
+        return Trust("exact", "Every score is exact", words)
     if check is None:
         return Trust(
             "unchecked",
@@ -134,7 +133,21 @@ def trusted(scores: Scores, check: Check | None) -> Trust:
             "These scores have not been compared with exact replays, so it is not known how far they can be trusted. "
             "Run lo.verify(scores, run, task, query), or leaveout verify, to find out.",
         )
-    return Trust(check.verdict.level, _title(check), check.sentence)
+    return Trust(check.verdict.level, _title(check), check.sentence, _brief(check))
+
+
+def _brief(check: Check) -> str:
+    """Say what the verdict rests on, and where it is a bad one what to do, in two sentences."""
+    extreme, random = check.extreme.kendall.value, check.random.kendall.value
+    words = (
+        f"{check.method}, compared with {len(check.table)} exact replays: rank correlation (tau) {extreme:.2f} among "
+        f"the most extreme, {random:.2f} among those drawn at random."
+    )
+    if check.verdict in (Verdict.GOOD, Verdict.COARSE):
+        return words
+    if check.ceiling is not None and check.ceiling.extreme.value < REPRODUCIBLE:
+        return f"{words} Look at labels, or at groups, instead."
+    return f"{words} Go by those that are marked exact, and make more of them so: refine."
 
 
 def _title(check: Check) -> str:

@@ -41,14 +41,14 @@ function change(given, suggested) {
   return el("p", { class: "label" }, el("span", { class: "was" }, given), " → ", el("b", {}, suggested));
 }
 
-// `score` is the one shown: that of the mean loss, or that of one query.
-function card(row, score, line, issue = ISSUE.get(row)) {
+// `score` is the one shown: that of the mean loss, or that of one query. In the list of labels it says what it is.
+function card(row, score, line, issue = ISSUE.get(row), what = "") {
   const kind = score < 0 ? "harm" : "help";
   const label = nameOf(TABLE.label[row]);
   const body = el("div", { class: "body" },
     el("div", { class: "top" },
       el("h3", { class: DATA.groups ? "name" : "number" }, titleOf(row)),
-      el("span", { class: `score ${kind}`, title: score < 0 ? "did harm" : "helped" }, signed(score))),
+      el("span", { class: `score ${kind}`, title: score < 0 ? "did harm" : "helped" }, what ? el("span", { class: "what" }, what) : null, signed(score))),
     issue === undefined ? target(label) : change(label, nameOf(DATA.issues.suggested[issue])),
     issue === undefined ? null : el("p", { class: "why" }, DATA.issues.why[issue]),
     opinion(label, nameOf(TABLE.says[row]), TABLE.p[row]),
