@@ -52,8 +52,9 @@ class Frozen:
         for name, param in self._frozen:
             if param.requires_grad:
                 raise UnsupportedError(
-                    f"{where}, {name!r} was unfrozen, which was frozen when the recording began: make the Recorder "
-                    "before anything is frozen, and freeze afterwards what is to be trained later.",
+                    f"{where}, {name!r} was unfrozen, which was frozen when the recording began and is a constant of "
+                    "this run: make the Recorder before anything is frozen, and freeze afterwards what is to be "
+                    "trained later; or finish() here and record what follows as another run.",
                     code="unfrozen-late",
                 )
 
