@@ -140,6 +140,10 @@ class Pending:
         self._batches = []
         self._forwards.clear()
 
+    def look_no_more(self) -> None:
+        """Do not look at the first forward pass."""
+        self._first_pass.release()
+
     def release(self) -> None:
         """Let go of the model."""
         self._forwards.release()

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -201,6 +200,10 @@ class Recorder:
         self._past.resume_draws()
         self._pending.tell(numbers, batch, denominator, autocast)
 
+    def called_otherwise(self) -> None:
+        """Say that the task will call the model in another way: what autograd functions it has now does not matter."""
+        self._pending.look_no_more()
+
     def flush(self) -> None:
         """Write what is recorded so far; call it with each checkpoint, from which ``resume=steps`` can go on then."""
         if not self._hooks or self._steps == 0:
@@ -231,9 +234,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, *_: Any) -> None:
         if not self._hooks:
             return
         self._release()
