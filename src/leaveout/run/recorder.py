@@ -157,7 +157,6 @@ class Recorder:
 
     def _watched_epoch(self, indexed: IndexedLoader) -> Iterator[Any]:
         self._epoch += 1
-        finished = False
         try:
             for number, (ids, batch) in enumerate(indexed, 1):
                 if self._past.left_early(self._epoch):
@@ -172,10 +171,9 @@ class Recorder:
                     self._past.resume_draws()
                     self._pending.watch(ids, batch)
                 yield batch
-            finished = True
-        finally:
-            if not finished:  # the loop was left early: the batch in hand will not be stepped on
-                self._pending.clear()
+        except BaseException:  # the loop was left early: the batch in hand will not be stepped on
+            self._pending.clear()
+            raise
 
     def step(
         self,
