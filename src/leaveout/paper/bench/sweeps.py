@@ -73,7 +73,7 @@ def resnet_sweep() -> list[Row]:
 
 def resnet_jump() -> list[Row]:
     """Compare the jump with training under BatchNorm: it takes the gradient of each batch without each example."""
-    steps, size = 2, 16
+    steps, size = 8, 16
     problem = slim_resnet(steps, size=size)
     score = _scored(problem, ACC(), "mean")
     training, jump = quickest(2, problem.train, score)
