@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import leaveout as lo
 from leaveout.builtin import config, models
-from leaveout.builtin.config import OptimizerPart
+from leaveout.builtin.config import ModelPart, OptimizerPart
 from leaveout.compute import engines
 from leaveout.evaluate.metrics.linear_datamodel import random_subsets
 from leaveout.paper.reproduce import SPECS, runner
@@ -54,6 +54,14 @@ def test_what_means_nothing(code: str) -> None:
     call, named = CALLS[code]
     with refused(lo.InputError, code, named):
         call()
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [("model-rejects-data", "mnist-cnn"), ("model-outputs-not-classes", "logistic")]
+)
+def test_models_that_do_not_fit_the_data(code: str, name: str) -> None:
+    with refused(lo.InputError, code, f"The model {name}", "digits"):
+        config._model(ModelPart(name=name), lo.data.load("digits", n_train=4, n_val=2))
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,7 @@ def made() -> list[tuple[str, str | None]]:
 
 
 TOLD_BY_WORDS = """
-cluster-lost cluster-not-found curve-of-another-run group-not-shown model-outputs-not-classes model-rejects-data
-run-not-fetched step-recomputed-nan subset-not-scored
+cluster-lost cluster-not-found run-not-fetched step-recomputed-nan subset-not-scored
 """
 """Codes whose tests still ask for the sentence, or that arise in commands, which print it. None may be added."""
 
