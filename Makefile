@@ -5,25 +5,28 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 TOOLS = $(VENV)/.tools
 
-.PHONY: demo test test-all test-rest lint format docs bench screenshots clean
+.PHONY: demo test pytest test-all test-rest lint format docs bench screenshots clean
 
 demo: $(READY)  ## the main job, offline, in seconds once it is set up
 	$(BIN)/leaveout demo
 
-# Files are handed out whole, the longest first (tests/conftest.py has the order).
-PYTEST = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Files are handed out whole, the longest first (tests/conftest.py has the order); a third process works while tests wait.
+PYTEST = $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: $(TOOLS) lint  ## lint, types, doctests and tests
+test: $(TOOLS)  ## lint, types, doctests and tests, side by side
+	$(MAKE) -j 2 lint pytest
+
+pytest: $(TOOLS)
 	$(PYTEST)
 
 test-all: test test-rest  ## the same and everything that is long by nature
 
 # Arrays and types are checked at run time here, which takes longer than the ordinary run has.
-TYPED = --jaxtyping-packages=leaveout,beartype.beartype
+TYPED = --jaxtyping-packages=leaveout,typed.check
 CHECKED = tests/test_optimizers.py tests/test_ids.py tests/test_timeline.py tests/test_jump.py tests/test_curvature.py tests/test_engine.py tests/test_cleanse.py
 
 test-rest: $(TOOLS)  ## what test-all adds to test
-	$(PYTEST) -m full $(TYPED)
+	$(PYTEST) -m full
 	$(PYTEST) -m 'hypothesis and not full' --hypothesis-profile=full
 	$(PYTEST) -m 'not full and not hypothesis' $(TYPED) $(CHECKED)
 

@@ -4,6 +4,7 @@ Is a message about the first topic or the second? Words are packed (pack_padded_
 differ. Examples of several lengths cannot be computed side by side then, but one after the other, which is slower.
 
     python examples/lstm_packed.py [directory]    # messages made up here; 20News where LEAVEOUT_DATA has it
+    python examples/lstm_packed.py --linearity    # is the effect of a message linear in its weight, and if not, why?
 """
 
 from __future__ import annotations
@@ -74,29 +75,37 @@ def numbered(messages: list[str], labels: list[int], known: int) -> tuple[list[P
     return [(row, torch.tensor(label)) for row, label in zip(rows, labels, strict=True)], 1 + len(number)
 
 
+def trained(
+    folder: Path, pairs: list[Pair], words: int, epochs: int, eps: float = 1e-6, clip: float = 0.5
+) -> nn.Module:
+    """Train as always, with a recorder, in PyTorch's default type."""
+    torch.manual_seed(0)
+    model, loss_fn = Reader(words), nn.CrossEntropyLoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, eps=eps)
+    loader = DataLoader(pairs, batch_size=16, shuffle=True, collate_fn=collate)
+    with lo.Recorder(folder, model, optimizer, overwrite=True) as recorder:
+        for _ in range(epochs):
+            for tokens, lengths, y in recorder.watch(loader):
+                optimizer.zero_grad()
+                loss_fn(model(tokens, lengths), y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+    return model
+
+
 def main(folder: Path, examples: int = 160, epochs: int = 5, replays: int = 16) -> dict[str, float]:
     messages, labels = texts(examples, 60)
     pairs, words = numbered(messages, labels, examples)
     train_set, val_set = pairs[:examples], pairs[examples:]
 
     # 1. Train as always, with a recorder.
-    torch.manual_seed(0)
-    model, loss_fn = Reader(words), nn.CrossEntropyLoss()
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, eps=1e-6)
-    loader = DataLoader(train_set, batch_size=16, shuffle=True, collate_fn=collate)
-    with lo.Recorder(folder / "run", model, optimizer, overwrite=True) as recorder:
-        for _ in range(epochs):
-            for tokens, lengths, y in recorder.watch(loader):
-                optimizer.zero_grad()
-                loss_fn(model(tokens, lengths), y).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
+    model = trained(folder / "run", train_set, words, epochs)
     run = lo.open_run(folder / "run")
     source = "20News" if "LEAVEOUT_DATA" in os.environ else "made up"
     print(f"LSTM, {examples} messages ({source}), {len(run)} steps")
 
     # 2. Score every message, and compare a sample of the scores with exact replays.
-    task = lo.Task(model, loss_fn, train_set, collate=collate, clip_norm=0.5)
+    task = lo.Task(model, nn.CrossEntropyLoss(), train_set, collate=collate, clip_norm=0.5)
     scores = lo.ACC().score(run, task, val_set)
     print(f"{scores.method}: {scores.cost.hvps} Hessian-vector products, {scores.cost.gradients} gradients")
     for i in scores.helpful(3) + scores.harmful(3):
@@ -110,5 +119,39 @@ def main(folder: Path, examples: int = 160, epochs: int = 5, replays: int = 16) 
     return {"tau": check.extreme.kendall.value, "steps": len(run)}
 
 
+def linearity(folder: Path, examples: int = 160, shortest: tuple[int, ...] = (1, 5, 10)) -> dict[str, float]:
+    """Compare the effect of messages with the derivative in their weight, for several eps and with clipping or without.
+
+    In float64, for eight messages of the first batch. "small" changes their weight by 1e-4, "whole" leaves them out.
+    """
+    torch.set_default_dtype(torch.float64)
+    messages, labels = texts(examples, 60)
+    pairs, words = numbered(messages, labels, examples)
+    off: dict[str, float] = {}
+    print("steps     eps  clipping  SGD-IE, small  SGD-IE, whole  jump, whole")
+    for eps, clip in ((1e-6, 0.5), (1e-6, 1e9), (1e-3, 0.5), (1e-3, 1e9), (1e-1, 0.5), (1e-1, 1e9)):
+        model = trained(folder / f"{eps}-{clip}", pairs[:examples], words, -(-16 * shortest[-1] // examples), eps, clip)
+        task = lo.Task(model, nn.CrossEntropyLoss(), pairs[:examples], collate=collate, clip_norm=clip)
+        run = lo.open_run(folder / f"{eps}-{clip}")
+        ids = run.record(0).ids.tolist()[:8]
+        for steps in shortest:
+            asked = (run.head(steps), task, pairs[examples:])
+            names = {"small": lo.Replay(weight=1 - 1e-4), "whole": lo.Replay(), "sgdie": lo.SGDIE(), "jump": lo.ACC()}
+            found = {name: method.score(*asked, ids=ids).values.flatten() for name, method in names.items()}
+            found["small"] *= 1e4
+            errors = [
+                float((found[a] - found[b]).norm() / found[b].norm())
+                for a, b in (("sgdie", "small"), ("sgdie", "whole"), ("jump", "whole"))
+            ]
+            off[f"{eps} {clip} {steps}"] = errors[1]
+            said = "by norm" if clip < 1e9 else "none"
+            print(f"{steps:5} {eps:7.0e}  {said:8}  {errors[0]:13.2%}  {errors[1]:13.0%}  {errors[2]:11.1%}")
+    torch.set_default_dtype(torch.float32)
+    return off
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="leaveout-")))
+    place = Path(
+        sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] != "--linearity" else tempfile.mkdtemp(prefix="leaveout-")
+    )
+    (linearity if "--linearity" in sys.argv else main)(place)

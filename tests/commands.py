@@ -93,6 +93,17 @@ class Shell:
             code = 0
         return Done(code, *self._capture.readouterr())
 
+    @staticmethod
+    def quietly(args: list[str]) -> int:
+        """Run a command and return its exit code alone; what it prints goes wherever output goes."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["leaveout", *args])
+            try:
+                entry()
+            except SystemExit as end:
+                return int(end.code or 0)
+        return 0
+
 
 def started(*args: str, cwd: Path, shard_steps: int | None = None) -> subprocess.Popen[str]:
     """A command in a process of its own; with ``shard_steps`` the recorder writes to disk this often."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import leaveout as lo
+from refusal import refused
 
 IDS = [0, 3, 11]
 ORDER = [torch.randperm(20, generator=torch.Generator().manual_seed(seed)).split(4) for seed in (1, 2)]
@@ -175,9 +176,74 @@ def test_everything_else_works_for_the_average(tmp_path) -> None:
     study.report(tmp_path / "page.html")
 
 
-def test_what_is_no_average_is_refused(tmp_path) -> None:
+def averaging(path, average=None, **options):
+    """A recorder of a fresh model, and a function that takes one step of its training."""
     model = net(False)
+    averaged = None if average is None else average(model)
+    optimizer = sgd(model.parameters())
+    recorder = lo.Recorder(path, model, optimizer, average=averaged, **options)
+    x, y = data()
+
+    def step(number: int) -> None:
+        ids = STEPS[number]
+        recorder.step(ids, [x[ids], y[ids]])
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[ids]), y[ids]).backward()
+        optimizer.step()
+        if averaged is not None:
+            averaged.update_parameters(model)
+
+    return recorder, step, averaged, model
+
+
+def test_what_is_no_average_is_refused(tmp_path) -> None:
     for wrong in (1.0, -0.1, net(False)):
-        with pytest.raises(lo.InputError) as error:
-            lo.Recorder(tmp_path / "run", model, sgd(model.parameters()), average=wrong)
-        assert error.value.code == "average-unknown"
+        with refused(lo.InputError, "average-unknown", unchanged=tmp_path):
+            averaging(tmp_path / "run", lambda _, wrong=wrong: wrong)
+
+
+def test_an_average_that_is_no_weighted_mean_is_refused_before_anything_is_recorded(tmp_path) -> None:
+    def largest(averaged, new, _):
+        return torch.maximum(averaged, new)
+
+    with refused(lo.UnsupportedError, "average-not-linear", "get_ema_multi_avg_fn", unchanged=tmp_path):
+        averaging(tmp_path / "run", lambda model: AveragedModel(model, avg_fn=largest))
+
+
+def test_an_average_that_is_begun_anew_is_refused(tmp_path) -> None:
+    _, step, averaged, _ = averaging(tmp_path / "run", AveragedModel)
+    step(0)
+    step(1)
+    averaged.n_averaged.zero_()
+    with refused(lo.UnsupportedError, "average-begun-anew", "another run"):
+        step(2)
+
+
+def test_an_average_that_is_updated_after_its_step_was_written_is_refused(tmp_path) -> None:
+    recorder, step, averaged, model = averaging(tmp_path / "run", AveragedModel)
+    step(0)
+    recorder.flush()
+    averaged.update_parameters(model)
+    with refused(lo.UnsupportedError, "average-updated-late", "step 0", "flush()"):
+        step(1)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_goes_on_with_its_average_or_without_as_it_was_begun(begun: bool, tmp_path) -> None:
+    recorder, step, _, _ = averaging(tmp_path / "run", AveragedModel if begun else None)
+    step(0)
+    recorder.__exit__(KeyboardInterrupt, None, None)
+    other = None if begun else AveragedModel
+    with refused(lo.MismatchError, "average-differs", "with average=" if begun else "without average="):
+        averaging(tmp_path / "run", other, resume=True)
+
+
+def test_there_is_no_average_of_a_run_that_was_recorded_without(tmp_path) -> None:
+    recorder, step, _, model = averaging(tmp_path / "run")
+    step(0)
+    run = recorder.finish()
+    with refused(lo.InputError, "average-not-recorded", "Recorder(average="):
+        run.average()
+    task = lo.Task(model, nn.CrossEntropyLoss(), torch.utils.data.TensorDataset(*data()))
+    with refused(lo.InputError, "average-not-recorded"):
+        lo.TracIn().score(run, task, query(), at="average")

@@ -138,21 +138,20 @@ def test_a_data_directory_that_does_not_exist_is_refused(nowhere: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "content"),
+    ("name", "file", "content", "code"),
     [
-        ("adult", "adult/adult.data", b"39, State-gov\n"),
-        ("mnist", "mnist/train-images-idx3-ubyte.gz", gzip.compress(b"\0" * 800)),
-        ("mnist", "mnist/train-images-idx3-ubyte.gz", gzip.compress(b"\0" * 800)[:-9]),
-        ("20news", "20news/20news-bydate.tar.gz", b"no archive"),
-        ("cifar10", "cifar10/cifar-10-binary.tar.gz", b"no archive"),
+        ("adult", "adult/adult.data", b"39, State-gov\n", "data-changed"),
+        ("mnist", "mnist/train-images-idx3-ubyte.gz", gzip.compress(b"\0" * 800), "data-changed"),
+        ("mnist", "mnist/train-images-idx3-ubyte.gz", gzip.compress(b"\0" * 800)[:-9], "data-unreadable"),
+        ("20news", "20news/20news-bydate.tar.gz", b"no archive", "data-unreadable"),
+        ("cifar10", "cifar10/cifar-10-binary.tar.gz", b"no archive", "data-unreadable"),
     ],
     ids=["changed", "changed-gz", "cut-gz", "no-tar", "no-tar-either"],
 )
-def test_changed_and_damaged_files_are_refused(nowhere: Path, name: str, file: str, content: bytes) -> None:
+def test_changed_and_damaged_files_are_refused(nowhere: Path, name: str, file: str, content: bytes, code: str) -> None:
     path = put(nowhere / "data" / file, content)
-    with pytest.raises(InputError, match="replace it with the original, or delete it") as caught:
+    with refused(InputError, code, str(path), "replace it with the original, or delete it"):
         data.load(name)
-    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("wrap", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])
@@ -259,7 +258,9 @@ def test_no_noise_touches_nothing(clean: data.Examples, damage) -> None:
 @pytest.mark.parametrize("damage", [data.gaussian, data.ones, data.flip])
 @pytest.mark.parametrize("amount", [-0.1, float("nan"), float("inf")])
 def test_impossible_amounts_of_noise_are_refused(clean: data.Examples, damage, amount: float) -> None:
-    with pytest.raises(InputError, match=r"=(-0.1|nan|inf) must"):
+    with refused(
+        InputError, "sigma-out-of-range" if damage is data.gaussian else "fraction-out-of-range", f"={amount} must"
+    ):
         damage(clean, amount)
 
 
@@ -489,20 +490,16 @@ def test_only_training_labels_of_cifar10n_are_wrong(name: str, share: float) -> 
 
 def test_cifar10n_that_is_missing_or_not_the_original_is_refused(nowhere: Path) -> None:
     assert not data.is_here("cifar10n")
-    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+    with refused(InputError, "data-not-found", "cifar-10n.npz"):
         cifar10._human("aggregate")
-    assert refused.value.code == "data-not-found"
     path = put(nowhere / "data/cifar10/cifar-10n.npz", b"no archive")
-    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+    with refused(InputError, "data-unreadable", "cifar-10n.npz"):
         cifar10._human("aggregate")
-    assert refused.value.code == "data-unreadable"
     np.savez(path, aggregate=np.zeros(50_000, np.uint8))
-    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+    with refused(InputError, "data-changed", "cifar-10n.npz"):
         cifar10._human("aggregate")
-    assert refused.value.code == "data-changed"
-    with pytest.raises(InputError, match=r"cifar-10n\.npz") as refused:
+    with refused(InputError, "data-unreadable", "cifar-10n.npz"):
         cifar10._human("worst")
-    assert refused.value.code == "data-unreadable"
 
 
 def test_flipped_labels_come_with_the_true_ones() -> None:

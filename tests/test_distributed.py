@@ -48,6 +48,14 @@ def test_recording_changes_no_bit(trained) -> None:
         assert all(torch.equal(one["recorded"][key], value) for key, value in weights[0]["-1"].items())
 
 
+def test_what_the_other_processes_know_alone_is_refused_in_each_of_them(trained) -> None:
+    _, weights = trained
+    for one in weights:
+        code, words = one["refused"]["BatchNorm"]
+        assert (code, "'1.running_mean'" in words) == ("distributed-buffers", True)
+        assert one["refused"]["resume"][0] == "distributed-not-resumed"
+
+
 def test_the_batches_of_both_processes_are_one_step(trained) -> None:
     run, _ = trained
     assert [len(run.record(i).parts) for i in range(len(run))] == [2] * 8

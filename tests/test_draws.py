@@ -16,6 +16,7 @@ from leaveout.task.draws import has_randomness, note, random_state, replay, set_
 from leaveout.task.example_draws import by_example, example_axes
 from leaveout.task.trace import tracer as tracing
 from leaveout.task.trace.tracer import Tracer
+from refusal import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
@@ -375,35 +376,36 @@ def test_packed_sequences_by_plain_autograd():
 
 
 @pytest.mark.parametrize(
-    ("forward", "message"),
+    ("forward", "code", "named"),
     [
-        (lambda: torch.rand(3), r"0 random draws instead of 2|rand of shape \[3\] where random draw 0 randn"),
-        (lambda: torch.randn(3), "1 random draws instead of 2"),
-        (lambda: torch.randn(4), r"randn of shape \[4\] where random draw 0 randn of shape \[3\]"),
+        (lambda: torch.rand(3), "draws-of-other-kind", "rand of shape [3] where random draw 0 randn"),
+        (lambda: torch.randn(3), "draws-too-few-taken", "1 random draws instead of 2"),
+        (lambda: torch.randn(4), "draws-of-other-kind", "randn of shape [4] where random draw 0 randn of shape [3]"),
+        (lambda: [torch.randn(3) for _ in range(3)], "draws-too-many-asked", "all of its 2 random draws"),
         (
-            lambda: [torch.randn(3) for _ in range(3)],
-            r"after all of its 2 random draws it asks for randn of shape \[3\]",
+            lambda: (torch.randn(3), torch.randn(3), torch._standard_gamma(torch.ones(2))),
+            "draw-not-replayed",
+            "went past",
         ),
-        (lambda: (torch.randn(3), torch.randn(3), torch._standard_gamma(torch.ones(2))), "went past"),
     ],
 )
-def test_another_path_is_an_error(forward, message):
+def test_another_path_is_an_error(forward, code, named):
     draws = note(lambda: (torch.randn(3), torch.randn(3)))
-    with pytest.raises(lo.MismatchError, match=message), replay(draws):
+    with refused(lo.MismatchError, code, named), replay(draws):
         forward()
 
 
 @pytest.mark.parametrize(
-    ("forward", "message"),
+    ("forward", "code", "named"),
     [
-        (lambda: torch._standard_gamma(torch.ones(2)), "inside _standard_gamma.*evaluation mode"),
-        (lambda: torch.rand(2, generator=torch.Generator()), "generator of its own"),
-        (lambda: torch.default_generator.manual_seed(3), "does not say so"),
+        (lambda: torch._standard_gamma(torch.ones(2)), "draw-not-known", "inside _standard_gamma"),
+        (lambda: torch.rand(2, generator=torch.Generator()), "draw-from-private-generator", "of its own"),
+        (lambda: torch.default_generator.manual_seed(3), "draw-not-declared", "does not say so"),
     ],
 )
-def test_draws_that_cannot_be_noted_are_refused(forward, message):
+def test_draws_that_cannot_be_noted_are_refused(forward, code, named):
     before = random_state()
-    with pytest.raises(lo.UnsupportedError, match=message):
+    with refused(lo.UnsupportedError, code, named):
         note(lambda: (torch.rand(1), forward(), torch.rand(1)))
     assert torch.equal(random_state()["cpu"], before["cpu"])
 
@@ -431,19 +433,42 @@ def by_time(x):
 
 
 @pytest.mark.parametrize(
-    ("forward", "message"),
+    ("forward", "code", "named"),
     [
-        (mixed, "0 randperm.*told apart"),
-        (one_by_one, "take 5 random draws, and one alone takes 1"),
-        (pairs, "0 rand has shape .*told apart"),
-        (shuffled, "order that is not known"),
+        (mixed, "draw-shape-not-by-example", "0 randperm"),
+        (one_by_one, "draws-not-by-example", "take 5 random draws, and one alone takes 1"),
+        (pairs, "draw-shape-not-by-example", "0 rand has shape"),
+        (shuffled, "example-draws-differ", "order that is not known"),
     ],
 )
-def test_draws_that_belong_to_no_example_are_refused(forward, message):
+def test_draws_that_belong_to_no_example_are_refused(forward, code, named):
     torch.manual_seed(0)
     x = torch.randn(COUNT, TIME, WIDTH)
-    with pytest.raises(lo.UnsupportedError, match=message):
+    with refused(lo.UnsupportedError, code, named):
         example_axes(forward, x, note(lambda: forward(x)))
+
+
+def test_draws_of_another_path_than_was_looked_at_are_refused():
+    with refused(lo.MismatchError, "draws-of-other-path", "0 rand instead of 0 randn"):
+        by_example(note(lambda: torch.rand(3)), {"0 randn": None}, 3)
+
+
+def test_a_draw_into_a_given_tensor_is_refused():
+    draws = note(lambda: torch.rand(3))
+    with refused(lo.UnsupportedError, "draw-into-out", "out="), replay(draws):
+        torch.rand(3, out=torch.empty(3))
+
+
+def test_a_draw_into_a_tensor_that_examples_share_is_refused():
+    shared = torch.empty(())
+    draws = {name: value.expand(3) for name, value in note(lambda: shared.uniform_()).items()}
+
+    def drawn(own):
+        with replay(own):
+            return shared.uniform_() * 2
+
+    with refused(lo.UnsupportedError, "draw-into-shared-tensor", "uniform_", "torch.empty"):
+        vmap(drawn)(draws)
 
 
 def test_examples_inside_a_merged_dimension_are_recognised():

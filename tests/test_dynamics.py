@@ -48,6 +48,9 @@ def test_every_number_is_that_of_a_plain_loop(tmp_path, model):
     for key, name in columns.items():
         expected = torch.tensor([[row[key] for row in rows] for rows in loops])
         torch.testing.assert_close(getattr(seen, name).double(), expected.double(), rtol=1e-5, atol=1e-6)
+    hits = [sum(row["predicted"] == int(y) for row, (_, y) in zip(rows, problem.train, strict=True)) for rows in loops]
+    weights = [count**8 / sum(other**8 for other in hits) for count in hits]
+    assert len(set(hits)) > 1  # weights that matter
     for k in range(problem.n):
         label = int(problem.train[k][1])
         own = [rows[k]["probability"] for rows in loops]
@@ -58,7 +61,8 @@ def test_every_number_is_that_of_a_plain_loop(tmp_path, model):
         assert float(seen.probability[k]) == pytest.approx(mean, abs=1e-6)
         assert float(seen.variability[k]) == pytest.approx(math.sqrt(sum((p - mean) ** 2 for p in own) / 8), abs=1e-6)
         shares = [1 / (1 + math.exp(-rows[k]["margin"])) for rows in loops]
-        assert float(seen.confidence[k]) == pytest.approx(math.prod(shares) ** (1 / 8), abs=1e-6)
+        confidence = math.prod(share**weight for share, weight in zip(shares, weights, strict=True))
+        assert float(seen.confidence[k]) == pytest.approx(confidence, abs=1e-6)
         assert int(seen.forgotten[k]) == sum(a and not b for a, b in pairwise(fitted))
         assert int(seen.learned[k]) == next(t for t in range(9) if all(fitted[t:]))
         opinion = [sum(rows[k]["distribution"][c] for rows in loops) / 8 for c in range(seen.opinions.shape[1])]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import every_kind
 import leaveout as lo
 from leaveout.paper.reproduce import runner
 from leaveout.paper.reproduce.spec import Spec
@@ -103,6 +104,21 @@ def test_verify_and_cleanse_take_the_engine_along(tmp_path, engine):
         for where in ("local", engine)
     )
     assert here.table.equals(there.table)
+
+
+@pytest.mark.parametrize("name", mostly_full(every_kind.KINDS, "together"))
+@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+def test_runs_that_have_everything_are_scored_elsewhere(name, engine, tmp_path):
+    """BatchNorm, dropout, kept batches, clipping, windows, freezing, averages, closures, casts: to the last bit."""
+    kind = every_kind.KINDS[name]
+    run = kind(tmp_path / "run").train().recorder.finish()
+    run = run if kind.at is None else run.average()
+    for method in (lo.Replay(), lo.SGDIE(direction="forward")):
+        here, there = (
+            method.score(run, kind.task(), kind.query(), resources=lo.Resources(shard=9, engine=where))
+            for where in ("local", engine)
+        )
+        assert same(there, here, 0), method
 
 
 def test_a_shortened_run_stays_short_elsewhere(tmp_path, engine):
@@ -204,7 +220,7 @@ def test_a_dead_raylet_is_told():
     """In a process of its own, with a cluster of its own."""
     pytest.importorskip("ray", reason="the extra leaveout[ray] is not installed")
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, "-c", RAYLET], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([sys.executable, "-c", RAYLET], capture_output=True, text=True, timeout=400, env=environment)
     assert "refused: The Ray cluster was lost" in done.stdout, done.stderr[-2000:]
 
 

@@ -104,7 +104,7 @@ def test_examples_mixed_at_the_last_state_only(tmp_path):
 )
 def test_embeddings_that_depend_on_the_batch(model, words):
     tokens = torch.randint(9, (6, 1))
-    with pytest.raises(UnsupportedError, match=words):
+    with refused(UnsupportedError, "task-not-supported", words):
         lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(tokens, tokens[:, 0] % 2))
 
 
@@ -120,10 +120,10 @@ class With(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "words"), [(torch.complex128, "is complex"), (torch.float32, "of several types.*float32, float64")]
+    ("dtype", "words"), [(torch.complex128, ["is complex"]), (torch.float32, ["of several types", "float32, float64"])]
 )
 def test_parameters_of_other_types(dtype, words):
-    with pytest.raises(UnsupportedError, match=words):
+    with refused(UnsupportedError, "task-not-supported", *words):
         lo.Task(With(torch.ones(2, dtype=dtype)), nn.CrossEntropyLoss(), data())
 
 

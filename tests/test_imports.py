@@ -39,6 +39,12 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(code):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_an_answer_from_disk_loads_no_more_than_it_reads_with():
+    check = "import sys, leaveout.cli.score; print([m for m in ('sklearn', 'scipy.stats') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_screen_has_each_command_s_own_first_line(name):
     own = (load(name).help or "").strip().split("\n\n")[0]

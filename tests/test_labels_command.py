@@ -53,7 +53,11 @@ def test_for_machines_and_for_spreadsheets(shell, run):
         rows = list(csv.DictReader(file))
     assert len(rows) == 200
     assert {int(row["train"]) for row in rows if row["is_label_issue"] == "True"} == set(found["ids"])
-    assert "exists already" in shell("labels", "runs/x", "--csv", "labels.csv", "--results", "elsewhere").refusal
+    again = ("labels", "runs/x", "--csv", "labels.csv", "--results", "elsewhere")
+    assert shell(*again).code == 0, "the same again is the same"
+    (shell.folder / "labels.csv").write_text("mine")
+    assert "exists already" in shell(*again).refusal
+    assert (shell.folder / "labels.csv").read_text() == "mine"
 
 
 def test_influence_must_have_been_verified(shell, run):

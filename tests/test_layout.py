@@ -99,7 +99,7 @@ def test_products_of_networks(network, dtype, relaid):
         "shared": lambda: products.example_products(task, params, batch, vector),
         "own": lambda: products.example_products(task, params, batch, stack),
         "gradients": lambda: products.example_gradients(task, params, batch),
-        "hessian": lambda: products.hessian_products(task, params, batch, stack),
+        "hessian": lambda: products.batch_products(task, params, batch, stack),
         "changes": lambda: products.weighted_changes(task, params, batch, (stack, *weights)),
     }
     for name, call in calls.items():

@@ -98,26 +98,50 @@ def test_another_precision_than_the_recorded_one_is_noticed(tmp_path) -> None:
     assert error.value.code == "step-does-not-follow"
 
 
-def scaled(model, watch=lambda loader, _: loader, out=-1):
-    """Train in float16 with a gradient scaler whose first steps overflow, and are skipped."""
+Scales = list[float | None]
+"""The scale of each step's loss; None where the step was skipped."""
+
+
+def scaled(
+    model, watch=lambda loader, _: loader, out=-1, as_recorded: Scales | None = None, weight: float = 0.0
+) -> tuple[nn.Module, Scales]:
+    """Train in float16 with a gradient scaler whose first steps overflow, and are skipped; or with these scales."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
     rows = torch.utils.data.TensorDataset(*data().tensors, torch.arange(24))
     order = torch.Generator().manual_seed(2)
     source = watch(torch.utils.data.DataLoader(rows, 6, shuffle=True, generator=order), optimizer)
     torch.manual_seed(4)
+    scales: Scales = []
     for _ in range(4):
         for x, y, ids in source:
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.float16):
                 losses = F.cross_entropy(model(x), y, reduction="none")
-            scaler.scale((torch.where(ids == out, 0.0, 1.0) * losses).mean()).backward()
+            loss = (torch.where(ids == out, weight, 1.0) * losses).mean()
+            if as_recorded is not None:
+                scales.append(as_recorded[len(scales)])
+                fixed_step(model, optimizer, loss, scales[-1])
+                continue
+            scales.append(scaler.get_scale())
+            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-    return model
+            if scaler.get_scale() < scales[-1]:  # it overflowed
+                scales[-1] = None
+    return model, scales
+
+
+def fixed_step(model, optimizer, loss, scale: float | None) -> None:
+    if scale is not None:
+        (loss * scale).backward()
+        for param in model.parameters():
+            param.grad.div_(scale)
+        optimizer.step()
 
 
 def test_scaled_gradients_and_skipped_steps_are_followed(tmp_path) -> None:
+    """Replays are real float16 trainings with the recorded scales; a scaler of its own may skip other steps."""
     recorders = []
 
     def watch(loader, optimizer):
@@ -125,15 +149,37 @@ def test_scaled_gradients_and_skipped_steps_are_followed(tmp_path) -> None:
         return recorders[0].watch(loader)
 
     model = net()
-    scaled(model, watch)
+    _, scales = scaled(model, watch)
     run = recorders[0].finish()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), scaled(net()).parameters(), strict=True))
-    assert len(run) < 16  # some were skipped
+    plain, _ = scaled(net())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert len(run) == sum(scale is not None for scale in scales) < 16  # some were skipped
     assert all(len(run.record(i).ids) == 6 for i in range(len(run)))
     assert {run.record(i).scale for i in range(len(run))} == {2.0**17}  # twice that overflows each time
     rows = torch.utils.data.TensorDataset(*data().tensors, torch.arange(24))
     task = lo.Task(model, nn.CrossEntropyLoss(), rows, forward=lambda m, batch: (m(batch[0]), batch[1]))
-    lo.Replay().score(run, task, rows, ids=IDS)  # whose model with every example must follow the recorded run
+    replays = lo.Replay().score(run, task, rows).values.flatten()
+
+    def loss(trained: nn.Module) -> float:
+        with torch.no_grad():
+            return float(F.cross_entropy(trained.eval()(data().tensors[0]), data().tensors[1]))
+
+    base = loss(plain)
+    truth = torch.tensor([loss(scaled(net(), out=k, as_recorded=scales)[0]) - base for k in range(24)])
+    assert torch.allclose(replays, truth, atol=1e-6, rtol=1e-3)
+    alike = 0
+    for k in range(24):
+        again, own = scaled(net(), out=k)
+        close = abs(loss(again) - base - float(replays[k])) < 1e-6
+        assert close == (own == scales), k  # the scale that was adapted anew is all that makes a difference
+        alike += close
+    assert alike == 18
+    # With this weight the recorded scale overflows; any that does not gives the same numbers.
+    heavy = lo.Replay(weight=20.0).score(run, task, rows, ids=IDS).values.flatten()
+    lower = [scale and 2.0**12 for scale in scales]
+    truth = torch.tensor([loss(scaled(net(), out=k, as_recorded=lower, weight=20.0)[0]) - base for k in IDS])
+    assert not torch.isfinite(torch.tensor(loss(scaled(net(), out=IDS[0], as_recorded=scales, weight=20.0)[0])))
+    assert torch.allclose(heavy, truth, atol=1e-6, rtol=1e-3)
     lo.SGDIE().score(run, task, rows)
 
 

@@ -93,7 +93,7 @@ def test_unknown_names_and_options_are_refused() -> None:
         models.build("logistic")
     with refused(InputError, "model-option-unknown", "unexpected", "'features'"):
         models.build("mnist-cnn", features=784)
-    with refused(InputError, "layer-empty", "[5, 8, 0, 1]"):
+    with refused(InputError, "layer-empty", "hidden=[8, 0]"):
         models.build("mlp", features=5, hidden=(8, 0))
     for width in (10**15, 10**30):
         with refused(InputError, "model-too-large", "'hidden'"):

@@ -59,6 +59,32 @@ def test_train_twice_answers_from_disk(trained):
     assert before == {file: file.stat().st_mtime_ns for file in Path("runs/x").iterdir()}
 
 
+def test_the_same_commands_again_read_no_data(trained, monkeypatch):
+    commands = [
+        ["train", *SMALL, "--flip", "0.1", "--out", "runs/x"],
+        ["score", "runs/x"],
+        ["score", "runs/x", "--method", "sgd-ie", "--method", "acc", "--queries", "each"],
+        ["labels", "runs/x"],
+        ["verify", "runs/x", "--method", "sgd-ie-each", "--replays", "8"],
+        ["cleanse", "runs/x", "--labels", "--random", "1"],
+        ["report", "runs/x"],
+        ["export", "runs/x"],
+    ]
+    first = [trained(*command) for command in commands]
+    assert [done.code for done in first] == [0] * len(commands), [done.err for done in first]
+    monkeypatch.setattr(config, "prepare", lambda _: pytest.fail("the data were read again"))
+    for command, before in zip(commands, first, strict=True):
+        again = trained(*command)
+        assert again.code == 0, again.err
+        new = ["Hessian-vector products", "exact replay"]
+        words = [line for line in before.out.splitlines() if not any(word in line for word in new)]
+        assert all(line in again.out for line in words if command[0] != "score" or line.startswith("  ")), again.out
+    facts = json.loads(Path("runs/x/training.json").read_text())
+    Path("runs/x/training.json").write_text(json.dumps({**facts, "flipped": []}))
+    with pytest.raises(pytest.fail.Exception, match="read again"):
+        trained("score", "runs/x")  # a file that was changed does not count
+
+
 def test_ctrl_c_before_the_first_step_does_not_say_that_steps_were_kept(shell, monkeypatch):
     monkeypatch.setattr(config, "train", interrupted)
     done = shell("train", *SMALL, "--out", "runs/x")
@@ -91,7 +117,7 @@ def test_show_says_how_many_examples_were_trained_on(shell, monkeypatch):
     monkeypatch.syspath_prepend(str(shell.folder))
     task, _ = __import__("mine").make_task()
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
-    lo.train(task, optimizer, 1, 10, 0, "runs/own")
+    lo.train(task, optimizer, 2, 10, 0, "runs/own")
     assert shell("show", "runs/own", "--json").told["train_size"] == 30
 
 
@@ -169,6 +195,14 @@ def test_cleanse_twice_answers_from_disk(trained):
     for other in (["--remove", "4"], ["--random", "2"], ["--shuffles", "1"]):
         refused = trained(*asked, *other)
         assert (refused.code, "give --again to replace it" in refused.refusal) == (1, True), other
+
+
+def test_labels_lead_to_what_removing_them_brings(trained):
+    assert "Next: leaveout cleanse --labels runs/x" in trained("labels", "runs/x").words
+    done = trained("cleanse", "--labels", "runs/x", "--remove", "3", "--random", "0")
+    assert done.code == 0, done.err
+    assert lo.Curve.load("runs/x/cleanse.json").choices == ["labels"]
+    assert "Next: leaveout score runs/x" in done.words
 
 
 def test_cleanse_removes_labels_that_look_wrong(trained):

@@ -1,6 +1,7 @@
 """What notebooks show, plots, progress in a cell, and cells that run twice."""
 
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -79,6 +80,24 @@ def test_a_page_shows_itself(study, tmp_path):
     assert source.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&#x27;", "'").replace(
         "&amp;", "&"
     ) == page.read_text(encoding="utf-8")
+
+
+def test_links_of_a_page_stay_within_their_frame(study, tmp_path):
+    browsers = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no browser: install chromium to test the page in a frame")
+    page = study.report(tmp_path / "page.html")
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><title>notebook</title>{page._repr_html_()}")
+    with browsers.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1000, "height": 800}, reduced_motion="reduce")
+        tab.goto((tmp_path / "notebook.html").as_uri())
+        frame = tab.frames[1]
+        frame.get_by_role("link", name="Trust", exact=True).click()
+        frame.wait_for_function("document.getElementById('trust').getBoundingClientRect().top < 300")
+        assert frame.title().startswith("Training data influence"), "the notebook was opened in its own frame"
+        browser.close()
 
 
 def test_plots(study):

@@ -766,6 +766,26 @@ def test_a_group_added_while_training(tmp_path: Path) -> None:
     backward(model, optimizer, next(batches))
     with refused(lo.UnsupportedError, "unfrozen-late", "step 1", "'2.weight'", unchanged=tmp_path):
         optimizer.step()
+    assert len(recorder.finish()) == 1, "the step before is lost"
+
+
+def test_a_frozen_parameter_that_moves_by_a_gradient_from_before(tmp_path: Path) -> None:
+    model = network()
+    optimizer = sgd(model)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    batches = iter(recorder.watch(DataLoader(examples(), batch_size=6)))
+    for freezing in (False, True):
+        x, y = next(batches)
+        if freezing:
+            model[2].requires_grad_(False)  # after the gradients of the step before, which are still there
+        else:
+            optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if freezing:
+            with refused(lo.UnsupportedError, "gradient-left-over", "step 1", "'2.weight'", "zero_grad()"):
+                optimizer.step()
+        else:
+            optimizer.step()
 
 
 # Optimizers

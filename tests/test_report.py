@@ -46,7 +46,7 @@ def reports(tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield chromium
         chromium.close()
 
@@ -386,6 +386,47 @@ def test_no_sideways_scrolling(visit, name, width):
     assert outside == []
     cut = "cards => cards.filter(c => c.scrollWidth > c.clientWidth).map(c => c.outerHTML.slice(0, 200))"
     assert page.eval_on_selector_all(".card, .card .seen", cut) == []
+
+
+REACHED = """(selector) => {
+    for (const details of document.querySelectorAll("details")) details.open = true;
+    return new Promise((ready) => requestAnimationFrame(() => requestAnimationFrame(() => {
+        const clipped = [], range = document.createRange();
+        let count = 0;
+        for (const node of document.querySelectorAll(selector)) {
+            if (!node.textContent.trim() || !node.getClientRects().length) continue;
+            count++;
+            node.scrollIntoView({ block: "center", inline: "nearest", behavior: "instant" });
+            range.selectNodeContents(node);
+            for (const box of range.getClientRects()) {  // both ends of each line of text
+                for (const x of [box.left + 1, box.right - 1]) {
+                    const top = document.elementFromPoint(x, box.top + box.height / 2);
+                    const seen = top !== null && (node.contains(top) || top.contains(node));
+                    if (!seen) clipped.push([node.textContent, x]);
+                }
+            }
+        }
+        return ready([count, clipped]);
+    })));
+}"""
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_text_of_a_table_or_card_is_cut_off_on_a_phone(visit, name):
+    page = visit(name, width=390, height=844)
+    cells = "main table:not(.seen table) :is(th, td):not(#verdicts thead th)"  # whose heads are repeated in each row
+    for selector in (cells, ".card .says, .card .label"):
+        count, clipped = page.evaluate(REACHED, selector)
+        assert clipped == []
+        assert count or (name == "groups" and "card" in selector), "there is something to read"
+    wide = "tables => tables.filter(t => t.scrollWidth > t.closest('.scroll').clientWidth).map(t => t.id)"
+    assert page.eval_on_selector_all("#verdicts, #measures table", wide) == [], "nothing is to be scrolled sideways"
+    rows = page.eval_on_selector_all(".marker", "m => m.map(x => new Set([...x.children].map(b => b.offsetTop)).size)")
+    assert set(rows) <= {1}, "keep, relabel and remove stand side by side"
+    if name in ("pictures", "methods"):
+        shown = page.locator("#cards .says.differs")
+        assert shown.count()
+        assert all(re.search(r"label probability (<1|\d+)%", words) for words in shown.all_inner_texts())
 
 
 CONTRAST = """() => {

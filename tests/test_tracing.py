@@ -72,7 +72,7 @@ def calls(task, seed):
     found = {
         "gradient": lambda: products.gradient(task, params, batch),
         "stacked": lambda: products.stacked_gradients(task, stack, weights, batch),
-        "hessian": lambda: products.hessian_products(task, params, batch, stack),
+        "hessian": lambda: products.batch_products(task, params, batch, stack),
         "changes": lambda: products.weighted_changes(task, params, batch, (stack, weights, added)),
         "weights": lambda: products.weight_products(task, params, batch, stack),
         "gradients": lambda: products.example_gradients(task, params, batch),

@@ -51,12 +51,35 @@ def train(rank: int, out: int, path: str | None) -> nn.Module:
     return model.module
 
 
+def refusals(folder: str) -> dict[str, tuple[str, str]]:
+    """What is refused in several processes: BatchNorm in training mode, and going on with a run."""
+    import leaveout as lo
+
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y, _ = data()[:3]
+
+    def refused(resume: bool) -> tuple[str, str]:
+        try:
+            with lo.Recorder(f"{folder}/refused", model, optimizer, resume=resume) as recorder:
+                recorder.step([0, 1, 2])
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        except lo.UnsupportedError as error:
+            return error.code, str(error)
+        return "nothing", ""
+
+    return {"resume": refused(True), "BatchNorm": refused(False)}
+
+
 def main(rank: int, folder: str) -> None:
-    """Train once recorded, then plainly, with each of the examples left out."""
+    """Train once recorded, then plainly, with each of the examples left out; try what is refused."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.set_num_threads(1)
     trained = {"recorded": train(rank, -1, f"{folder}/run").state_dict()}
+    trained["refused"] = refusals(folder)
     trained |= {str(out): train(rank, out, None).state_dict() for out in LEFT_OUT}
     torch.save(trained, f"{folder}/trained-{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -54,10 +54,12 @@ def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1, activat
     if len(hidden) > MOST_LAYERS:
         raise InputError(f"hidden has {len(hidden):,} layers: give at most {MOST_LAYERS}.", code="model-too-deep")
     if min(sizes) < 1:
-        raise InputError(f"every layer needs at least one unit, but the sizes are {sizes}.", code="layer-empty")
+        raise InputError(f"hidden={list(hidden)} must be widths of at least 1.", code="layer-empty")
     if activation not in ACTIVATIONS:
         raise InputError(
-            f"there is no activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}.", code="activation-unknown"
+            f"there is no activation {activation!r}{closest(activation, ACTIVATIONS)}; "
+            f"choose one of {', '.join(ACTIVATIONS)}.",
+            code="activation-unknown",
         )
     layers: list[nn.Module] = []
     for inputs, units in pairwise(sizes):

@@ -5,18 +5,26 @@ from __future__ import annotations
 import sys
 
 from leaveout.cli.app import complaints
-from leaveout.cli.commands import app
-from leaveout.cli.wording import USAGE, in_options
+from leaveout.cli.commands import app, options
+from leaveout.cli.wording import USAGE, in_options, naming, typed
 from leaveout.errors import LeaveoutError
 
 __all__ = ["app", "entry"]
 
 
 def entry() -> None:
-    """Run the command line; what leaveout refuses ends in its one sentence, not in a traceback."""
+    """Run the command line; what leaveout refuses ends in its one sentence, not in a traceback.
+
+    A refusal of something that was typed is one of usage, exit code 2; any other has exit code 1.
+    """
     try:
         app()
     except LeaveoutError as error:
-        message = in_options(str(error), sys.argv[1:])
+        words, said = sys.argv[1:], str(error).replace("overwrite=True", "--again")
+        message = said if "--config" in words else in_options(said, options(words[0] if words else ""))
+        about = any(said.startswith(repr(value)) for _, value in typed(words))
+        usage = about or message != said or error.code in USAGE
+        if usage:
+            message = naming(message, words)
         complaints.print(message, style="red", markup=False, highlight=False, soft_wrap=not complaints.is_terminal)
-        raise SystemExit(2 if error.code in USAGE else 1) from None
+        raise SystemExit(2 if usage else 1) from None

@@ -30,7 +30,9 @@ complaints = Console(stderr=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a machine to read, and nothing else.")]
 
 MemoryOption = Annotated[str, typer.Option("--memory", help="Budget, like 2GB; auto: half of what is free.")]
-ProcessesOption = Annotated[int, typer.Option("--processes", help="Processes on this machine that share the work.")]
+ProcessesOption = Annotated[
+    int, typer.Option("--processes", min=1, help="Processes on this machine that share the work.")
+]
 ResultsOption = Annotated[
     Path | None,
     typer.Option("--results", help="Directory for scores, checks, curve and page, instead of the run's own."),

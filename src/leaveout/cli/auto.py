@@ -9,9 +9,6 @@ import pandas as pd
 from rich.table import Table
 
 from leaveout.cli.app import console
-from leaveout.errors import InputError
-from leaveout.estimators import Replay
-from leaveout.estimators.base import Request
 from leaveout.estimators.question import Question
 from leaveout.evaluate.choose import Chosen, choose
 from leaveout.evaluate.verify import Check
@@ -22,22 +19,8 @@ AUTO = "auto"
 """The word for no method in particular, and the name of its files."""
 
 
-def targets(paths: RunPaths, variant: str) -> list[Path]:
-    """The files that are written: scores, and their check where they are not exact."""
-    file = paths.scores(AUTO, variant)
-    return [file, paths.check(file)]
-
-
-def automatic(
-    question: Question, budget: float, paths: RunPaths, variant: str, *, again: bool
-) -> tuple[Scores, Path, Chosen | None]:
-    """Give the scores, where they are kept, and how they were chosen; None if they were there already."""
-    file = paths.scores(AUTO, variant)
-    if file.exists() and not again:
-        scores = Scores.load(file)
-        if other := difference(scores, scores.method, Replay().request(question)):
-            raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
-        return scores, file, None
+def automatic(question: Question, budget: float, file: Path, paths: RunPaths, *, again: bool) -> Chosen:
+    """Score with the method that measurement chooses; keep the scores, and the check that comes with them."""
     chosen = choose(
         *(question.run, question.task, question.query),
         budget=budget,
@@ -50,7 +33,7 @@ def automatic(
         chosen.check.save(paths.check(file), overwrite=again)
     elif again:
         paths.check(file).unlink(missing_ok=True)
-    return chosen.scores, file, chosen
+    return chosen
 
 
 def show(chosen: Chosen) -> None:
@@ -75,20 +58,6 @@ def facts(chosen: Chosen | None) -> dict[str, Any]:
         return {}
     rows = chosen.table.astype(object).where(chosen.table.notna(), None).reset_index().to_dict("records")
     return {"chosen": {"sentence": chosen.sentence, "exact": chosen.exact, "methods": rows}}
-
-
-def difference(scores: Scores, method: str, request: Request) -> str | None:
-    """Say what tells scores from those that are asked for; what an older file does not say is not counted."""
-    run, query, groups = request.trajectory.run, request.query, request.left_out.named()
-    if scores.run_fingerprint not in (None, run.fingerprint):
-        return "another run"
-    if scores.method != method:
-        return f"another method, {scores.method}"
-    if (scores.train_ids, scores.query_ids) != (request.left_out.names, query.ids):
-        return "other examples or queries"
-    if scores.query_fingerprint not in (None, query.fingerprint()):
-        return "other examples or queries"
-    return "groups with other members" if scores.groups not in (None, groups) else None
 
 
 def is_of_the_choice(check: Check, scores: Scores) -> bool:

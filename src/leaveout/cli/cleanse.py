@@ -19,10 +19,12 @@ from leaveout.cli.app import (
     console,
     opened,
     print_json,
+    print_next,
     working,
 )
 from leaveout.cli.commands import app
-from leaveout.cli.subject import TaskOption, subject_of
+from leaveout.cli.facts import kept
+from leaveout.cli.subject import TaskOption, later
 from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
 from leaveout.evaluate.cleanse import cleanse as lo_cleanse
@@ -45,7 +47,7 @@ def cleanse(
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only by these scores; may be repeated.")] = None,
     labels: Annotated[
-        bool, typer.Option("--labels", help="Also remove the labels that look wrong, by leaveout labels.")
+        bool, typer.Option("--labels", help="Also, or without scores only, remove labels that look wrong.")
     ] = False,
     task: TaskOption = None,
     random: Annotated[int, typer.Option(help="Random choices to compare with, for each number.")] = 5,
@@ -72,27 +74,31 @@ def cleanse(
     """
     recorded, paths = opened(run), RunPaths(run, results)
     out = paths.cleanse
-    files = chosen(recorded, paths, method)
+    alone = labels and method is None and not paths.scored()
+    files = [] if alone else chosen(recorded, paths, method)
     scores = [Scores.load(file) for file in files]
-    if method is None:
+    if method is None and not alone:
         scores = _rankings(scores, run)
     if labels:
         scores.insert(0, _labels(paths, recorded))
-    subject = subject_of(run, task)
-    amounts = remove or sorted({max(1, round(share * subject.task.size)) for share in SHARES})
+    facts, subject = kept(recorded, task), later(run, task)
+    size = subject().task.size if facts is None else facts.train_size
+    amounts = remove or sorted({max(1, round(share * size)) for share in SHARES})
     options = {"random": random, "shuffles": shuffles, "seed": seed}
     question = ("cleanse", files, labels, amounts, random, shuffles, seed)
     curve = _answering(out, recorded, scores, amounts, options) if out.exists() and not again else None
     if curve is None:
         with working(recorded, question, [out], memory, processes, ray) as resources:
             _check_free(out, again)  # another command may have ended just now
-            curve = lo_cleanse(scores, recorded, subject.task, _test(subject), amounts, **options, resources=resources)
+            trained, test = subject().task, _test(subject())
+            curve = lo_cleanse(scores, recorded, trained, test, amounts, **options, resources=resources)
             curve.save(out, overwrite=again)
     if as_json:
         print_json({"run": str(run), "file": str(out), "curve": json.loads(out.read_text())})
     else:
         console.print(str(curve), highlight=False, markup=False)
         console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
+        print_next("score" if alone else "report", run, task, results)
 
 
 def _labels(paths: RunPaths, run: Run) -> Scores:

@@ -13,6 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
+from leaveout.errors import closest
+
 DAILY, DATA, PROJECT = "From a run to an answer", "Data", "Measurements of the project itself"
 
 
@@ -79,7 +81,9 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, help=summary, rich_help_panel=panel, hidden=panel == PROJECT)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Load the command that the arguments name."""
+        """Load the command that the arguments name; a mistyped one is answered by those that are like it."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"No such command {args[0]!r}{closest(args[0], COMMANDS)}.")
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load(str(name)), rest
 
@@ -88,6 +92,13 @@ def load(name: str) -> Any:
     """Import a command's file and return the command itself."""
     import_module(f"leaveout.cli.{COMMANDS[name].file or name}")
     return get_group(app).commands[name]
+
+
+def options(name: str) -> list[str]:
+    """List the long options of a command."""
+    if name not in COMMANDS:
+        return []
+    return [option for param in load(name).params for option in param.opts if option.startswith("--")]
 
 
 app = typer.Typer(

@@ -9,8 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, working
+from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, print_next, working
 from leaveout.cli.commands import app
+from leaveout.cli.facts import kept
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
@@ -39,7 +40,7 @@ def labels(
     ] = None,
     states: Annotated[int, typer.Option(help="How many recorded states to look at.")] = STATES,
     seed: Annotated[int, typer.Option(help="Of the division into folds.")] = 0,
-    top: Annotated[int, typer.Option(help="How many to show.")] = 20,
+    top: Annotated[int, typer.Option(min=0, help="How many to show.")] = 20,
     csv: Annotated[Path | None, typer.Option(help="Write a row for every example to this file.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Replace what is there already.")] = False,
     memory: MemoryOption = "auto",
@@ -65,7 +66,8 @@ def labels(
     if out.exists() and not again:
         answer = _answering(out, recorded, question)
         if task is None:
-            flipped = subject_of(run, task).flipped
+            facts = kept(recorded)
+            flipped = subject_of(run, task).flipped if facts is None else facts.flipped
     else:
         subject = subject_of(run, task)
         flipped = subject.flipped
@@ -82,12 +84,14 @@ def labels(
                 resources=resources,
             )
             answer.save(out, overwrite=again)
-    if csv is not None:
+    if csv is not None and not (csv.exists() and csv.read_text(encoding="utf-8") == answer.table.to_csv()):
         answer.to_csv(csv, overwrite=again)
     if as_json:
         print_json(_content(answer, run, out, top))
     else:
-        _print(answer, flipped, out, top)
+        _print(answer, flipped, [out, *([csv] if csv else [])], top)
+        if len(answer) and task is None:  # tasks of one's own may have no test set
+            print_next("cleanse --labels", run, task, results)
 
 
 def _folds(words: str) -> int | str | None:
@@ -139,7 +143,7 @@ def _content(answer: Labels, run: Path, out: Path, top: int) -> dict[str, Any]:
     }
 
 
-def _print(answer: Labels, flipped: tuple[int, ...], out: Path, top: int) -> None:
+def _print(answer: Labels, flipped: tuple[int, ...], files: list[Path], top: int) -> None:
     console.print(str(answer), highlight=False, markup=False)
     issues = answer.issues[:top]
     if len(issues):
@@ -157,4 +161,5 @@ def _print(answer: Labels, flipped: tuple[int, ...], out: Path, top: int) -> Non
         count = len(flipped)
         hits = len(set(flipped) & set(answer.ranked(count).index))
         console.print(f"  {hits} of the {count} flipped labels are among the first {count}", highlight=False)
-    console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
+    for file in files:
+        console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)

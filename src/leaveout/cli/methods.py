@@ -79,6 +79,8 @@ def _made(kind: Callable[..., Any], call: ast.Call, text: str) -> Any:
         raise InputError(
             f"{text!r}: an option has a value of the wrong kind ({error}).", code="method-option-wrong-kind"
         ) from None
+    except InputError as error:
+        raise InputError(f"{text!r}: {error}", code=error.code) from None
 
 
 def _value(node: ast.expr, text: str) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from leaveout._util.trees import PARAM
 from leaveout.builtin.config import Subject
+from leaveout.cli.facts import Outcome
 from leaveout.compute.resources import Resources
 from leaveout.reporting.opinions import Opinions, opinions
 from leaveout.run.reader import Run
@@ -16,15 +16,6 @@ GUESSED = 0.02
 """How much better than the most frequent class a model must be on the training labels to have learned something."""
 LITTLE = 0.6
 """The share of its training labels that a model should be right for before its mistakes are looked into."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The numbers by name, in a sentence, and what is wrong with them, if anything."""
-
-    numbers: dict[str, float]
-    sentence: str
-    warning: str
 
 
 def measured(run: Run, subject: Subject) -> Outcome:
@@ -41,7 +32,7 @@ def measured(run: Run, subject: Subject) -> Outcome:
             f" Accuracy: {numbers['training_accuracy']:.1%} of the training labels as given, "
             f"{numbers['validation_accuracy']:.1%} in validation."
         )
-    return Outcome(numbers, words, _warning(train, numbers))
+    return Outcome({**numbers}, words, _warning(train, numbers))
 
 
 def _warning(train: Opinions, numbers: dict[str, float]) -> str:

@@ -68,8 +68,9 @@ def report(
         raise InputError(
             f"{target} exists already: give --again to replace it, or another name with --out.", code="file-exists"
         )
-    subject = subject_of(run, task) if task or paths.config.exists() else None
+    known = bool(task) or paths.config.exists()
     if not there:
+        subject = subject_of(run, task) if known else None
         shown = show_of(named(show, "--show")) if show else Show()
         if not show and subject and subject.data:
             shown = built_in(subject.data)
@@ -97,7 +98,7 @@ def report(
         )
         return
     console.print(f"{scores.method}: {target} (open it in a browser)", highlight=False, markup=False)
-    if subject is None:
+    if not known:
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
     if scores.method not in checks and not scores.all_exact:
         console.print(f"These scores are not verified: leaveout verify {run} does that.", highlight=False, markup=False)

@@ -11,6 +11,7 @@ import typer
 from leaveout.cli.app import ProcessesOption, RayOption, console, engine_of
 from leaveout.cli.commands import app
 from leaveout.compute.resources import Resources
+from leaveout.errors import closest
 
 
 @app.command()
@@ -39,7 +40,9 @@ def reproduce(
             console.print(f"[bold]{spec.name}[/bold]: {spec.title} ({spec.seeds} seeds)")
         return
     if what != "all" and what not in SPECS:
-        raise typer.BadParameter(f"no experiment {what!r}; there are {', '.join(SPECS)} and 'all'")
+        raise typer.BadParameter(
+            f"no experiment {what!r}{closest(what, SPECS)}; there are {', '.join(SPECS)} and 'all'"
+        )
     shared = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
     if not shared:
         raise typer.BadParameter(f"--part {part!r} is not like 1/2")

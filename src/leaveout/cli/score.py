@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
 
-from leaveout.builtin.config import Subject
 from leaveout.cli import auto
 from leaveout.cli.app import (
     AsJson,
@@ -24,21 +23,25 @@ from leaveout.cli.app import (
     print_next,
     working,
 )
+from leaveout.cli.asked import Asked
 from leaveout.cli.auto import AUTO
 from leaveout.cli.commands import app
+from leaveout.cli.facts import kept, read_off
 from leaveout.cli.methods import METHODS, parse
 from leaveout.cli.subject import TaskOption, subject_of
-from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators import Estimator
 from leaveout.estimators.question import Question
 from leaveout.estimators.several import one_by_one
+from leaveout.evaluate.choose import Chosen
 from leaveout.evaluate.verify import MINIMUM
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 
 Groups = dict[str, Any]
+Files = dict[Estimator | None, Path]
+QUERIES = ("mean", "each")
 
 
 @app.command()
@@ -79,34 +82,81 @@ def score(
     Positive: the loss would rise without the example, so it helped. For a run that cannot be written, give --results.
     """
     names = method or [AUTO]
-    estimators = [parse(text) for text in names if text != AUTO]
+    if queries not in QUERIES:
+        raise typer.BadParameter(f"{queries!r} is neither {' nor '.join(QUERIES)}.", param_hint="--queries")
+    estimators = [None if text == AUTO else parse(text) for text in names]
     by = None if groups is None else _read_groups(groups)
-    recorded = opened(run)
-    subject = subject_of(run, task)
+    recorded, paths = opened(run), RunPaths(run, results)
     variant = ("each" if queries == "each" else "") + (f" by {groups.stem}" if groups else "")
-    entries, answers, paths = [], [], RunPaths(run, results)
-    targets = [paths.scores(estimator.resolved(recorded).name, variant) for estimator in estimators]
-    if AUTO in names:
-        targets += auto.targets(paths, variant)
-    with working(recorded, ("score", names, budget, queries, by), targets, memory, processes, ray) as resources:
-        if AUTO in names:
+    files = {one: paths.scores(_name(one, recorded) or AUTO, variant) for one in dict.fromkeys(estimators)}
+    entries, answers = [], []
+
+    def tell(answer: Answer, flipped: tuple[int, ...]) -> None:
+        answers.append(answer.scores)
+        entries.append({**_facts(answer.scores, answer.file, top, answer.new), **auto.facts(answer.choice)})
+        if not as_json:
+            _show(answer.scores, answer.file, top, answer.new, flipped)
+            if answer.choice is not None:
+                auto.show(answer.choice)
+
+    facts = kept(recorded, task)
+    there = {} if again or facts is None else _there(files, Asked(facts, queries, by), recorded)
+    if facts is not None and len(there) == len(files):
+        for answer in there.values():
+            tell(answer, facts.flipped)
+    else:
+        subject, targets = subject_of(run, task), [*files.values(), *(paths.check(file) for file in files.values())]
+        with working(recorded, ("score", names, budget, queries, by), targets, memory, processes, ray) as resources:
+            there = {} if again else _there(files, Asked(read_off(recorded, subject), queries, by), recorded)
             question = Question(recorded, subject.task, subject.query, queries, groups=by, resources=resources)
-            scores, file, choice = auto.automatic(question, budget, paths, variant, again=again)
-            entries.append({**_facts(scores, file, top, choice is not None), **auto.facts(choice)})
-            if not as_json:
-                _show(scores, file, top, choice is not None, subject.flipped)
-                if choice is not None:
-                    auto.show(choice)
-        for scores, file, new in _scored(recorded, paths, subject, estimators, queries, by, variant, resources, again):
-            entries.append(_facts(scores, file, top, new))
-            answers.append(scores)
-            if not as_json:
-                _show(scores, file, top, new, subject.flipped)
+            for answer in _answers(question, files, there, budget, paths, again=again):
+                tell(answer, subject.flipped)
     if as_json:
         print_json({"run": str(run), "scores": entries})
     else:
-        step = ("report", run) if not estimators else _next(answers, run, groups)
+        step = ("report", run) if set(names) == {AUTO} else _next(answers, run, groups)
         print_next(*step, task, results)
+
+
+class Answer(NamedTuple):
+    """Scores, the file that they are in, whether they are new, and how their method was chosen, if it was just now."""
+
+    scores: Scores
+    file: Path
+    new: bool = False
+    choice: Chosen | None = None
+
+
+def _name(estimator: Estimator | None, run: Run) -> str | None:
+    return None if estimator is None else estimator.resolved(run).name
+
+
+def _there(files: Files, asked: Asked, run: Run) -> dict[Estimator | None, Answer]:
+    """Read the answers that are on disk; None stands for the method that measurement chooses."""
+    return {
+        one: Answer(asked.answered(file, _name(one, run), getattr(one, "ids", None)), file)
+        for one, file in files.items()
+        if file.exists()
+    }
+
+
+def _answers(
+    question: Question,
+    files: Files,
+    there: dict[Estimator | None, Answer],
+    budget: float,
+    paths: RunPaths,
+    *,
+    again: bool,
+) -> Iterator[Answer]:
+    """Yield the answers: first those that are there, then each as it is done and kept."""
+    yield from there.values()
+    if None in files and None not in there:
+        choice = auto.automatic(question, budget, files[None], paths, again=again)
+        yield Answer(choice.scores, files[None], True, choice)
+    methods = [one for one in files if one is not None]
+    for one, scores in one_by_one(methods, question, [one for one in methods if one in there]):
+        yield Answer(scores, scores.save(files[one], overwrite=again), True)
 
 
 def _next(answers: list[Scores], run: Path, groups: Path | None) -> tuple[str, Path]:
@@ -116,36 +166,6 @@ def _next(answers: list[Scores], run: Path, groups: Path | None) -> tuple[str, P
     if all(len(scores.train_ids) < 2 * MINIMUM for scores in answers):
         return f"score --method replay{f' --groups {groups}' if groups else ''}", run
     return "verify", run
-
-
-def _scored(
-    run: Run,
-    paths: RunPaths,
-    subject: Subject,
-    estimators: list[Estimator],
-    queries: str,
-    groups: Groups | None,
-    variant: str,
-    resources: Resources,
-    again: bool,
-) -> Iterator[tuple[Scores, Path, bool]]:
-    """Yield scores, their files, and whether they are new: first those that are there, then each as it is done."""
-    there = set()
-    question = Question(run, subject.task, subject.query, queries, groups=groups, resources=resources)
-    for estimator in dict.fromkeys(estimators):
-        name = estimator.resolved(run).name
-        file = paths.scores(name, variant)
-        if again or not file.exists():
-            continue
-        scores = Scores.load(file)
-        if other := auto.difference(scores, name, estimator.request(question)):
-            raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
-        there.add(estimator)
-        yield scores, file, False
-    methods = list(dict.fromkeys(estimators))
-    for _, scores in one_by_one(methods, question, there):
-        file = paths.scores(scores.method, variant)
-        yield scores, scores.save(file, overwrite=again), True
 
 
 def _read_groups(file: Path) -> Groups:
@@ -162,7 +182,7 @@ def _read_groups(file: Path) -> Groups:
     except (ValueError, RecursionError) as error:
         raise InputError(
             f'{file} does not hold groups ({error}): write JSON like {{"ann": [0, 3], "bob": [1, 2]}}.',
-            code="groups-file-unreadable",
+            code="groups-file-not-groups",
         ) from None
 
 

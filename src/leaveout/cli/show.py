@@ -76,10 +76,16 @@ def _facts(run: Run) -> dict[str, Any]:
         "steps": len(run),
         "epochs": last.epoch + 1,
         "batch_size": len(first.ids),
-        "train_size": manifest.train_size or len({i for step in range(len(run)) for i in run.record(step).ids}),
+        "train_size": manifest.train_size
+        or len({i for step in range(len(run)) for i in run.record(step).ids.tolist()}),
         "states_kept": len(run.kept),
         "disk": sum(file.stat().st_size for file in files),
     }
+
+
+def _examples(run: Run) -> set[int]:
+    """The examples that some step used."""
+    return {i for step in range(len(run)) for i in run.record(step).ids.tolist()}
 
 
 def _results(paths: RunPaths, run: Run | None) -> dict[str, list[dict[str, Any]]]:

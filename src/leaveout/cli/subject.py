@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +42,11 @@ def subject_of(run: Path, where: str | None) -> Subject:
         )
     check_config(run)
     return config.prepare(config.read(file))
+
+
+def later(run: Path, where: str | None) -> Callable[[], Subject]:
+    """Return a function that gives the same, and reads the data and makes the task only when it is first called."""
+    return cache(partial(subject_of, run, where))
 
 
 def subject(where: str) -> Subject:

@@ -12,9 +12,10 @@ from leaveout._util.files import or_null
 from leaveout.builtin import config as lo_config
 from leaveout.builtin import data as lo_data
 from leaveout.builtin import models
-from leaveout.builtin.config import Config, Subject
+from leaveout.builtin.config import Config
 from leaveout.cli.app import AsJson, complaints, console, print_json, print_next, resumable
 from leaveout.cli.commands import app
+from leaveout.cli.facts import Outcome, keep, kept
 from leaveout.cli.outcome import measured
 from leaveout.run.manifest import MANIFEST, cut_short, read_manifest
 from leaveout.run.paths import RunPaths
@@ -66,8 +67,7 @@ def train(
     plan = _with(lo_config.read(config) if config else Config(), overrides)
     path = out or Path("runs") / f"{plan.data.name}-{plan.model.name}"
     with resumable(lambda: _kept(path)):
-        run, subject = _there(plan, path) or lo_config.run_config(plan, path)
-        outcome = measured(run, subject)
+        run, outcome = _there(plan, path) or _trained(plan, path)
     content = {"run": str(run.path), "steps": len(run), "states_kept": len(run.kept), **_plain(outcome.numbers)}
     if as_json:
         print_json({**content, "config": str(RunPaths(run.path).config), "warning": outcome.warning})
@@ -80,7 +80,7 @@ def train(
     print_next("score", path, None)
 
 
-def _plain(numbers: dict[str, float]) -> dict[str, float | None]:
+def _plain(numbers: dict[str, float | None]) -> dict[str, float | None]:
     return {name: or_null(value) for name, value in numbers.items()}
 
 
@@ -91,12 +91,21 @@ def _kept(path: Path) -> str:
     return "No step was kept yet; the same command begins again."
 
 
-def _there(plan: Config, path: Path) -> tuple[Run, Subject] | None:
-    """Return the run of this very config, if the directory holds it already, finished."""
+def _there(plan: Config, path: Path) -> tuple[Run, Outcome] | None:
+    """Return the run of this very config and its outcome, if the directory holds it already, finished."""
     file = RunPaths(path).config
     if not file.exists() or not (path / MANIFEST).exists() or cut_short(path) or lo_config.read(file) != plan:
         return None
-    return open_run(path), lo_config.prepare(plan)
+    run = open_run(path)
+    facts = kept(run)
+    return run, measured(run, lo_config.prepare(plan)) if facts is None or facts.outcome is None else facts.outcome
+
+
+def _trained(plan: Config, path: Path) -> tuple[Run, Outcome]:
+    run, subject = lo_config.run_config(plan, path)
+    outcome = measured(run, subject)
+    keep(run, subject, outcome)
+    return run, outcome
 
 
 def _with(base: Config, overrides: dict[str, dict[str, Any]]) -> Config:

@@ -26,7 +26,8 @@ from leaveout.cli.app import (
 from leaveout.cli.auto import is_of_the_choice
 from leaveout.cli.commands import app
 from leaveout.cli.methods import parse
-from leaveout.cli.subject import TaskOption, subject_of
+from leaveout.cli.subject import TaskOption, later
+from leaveout.cli.wording import in_commands
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.estimators.replay import JITTER
 from leaveout.evaluate.ceiling import REPRODUCIBLE
@@ -44,7 +45,7 @@ def verify(
     run: Annotated[Path, typer.Argument(help="A recorded run that was scored.")],
     method: Annotated[list[str] | None, typer.Option(help="Only these scores; may be repeated.")] = None,
     task: TaskOption = None,
-    replays: Annotated[int, typer.Option(help="How many examples to leave out exactly.")] = 64,
+    replays: Annotated[int, typer.Option(min=2 * MINIMUM, help="How many examples to leave out exactly.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the random half of them, and of the moves.")] = 0,
     moves: Annotated[
         int | None,
@@ -74,10 +75,10 @@ def verify(
     """
     recorded, paths = opened(run), RunPaths(run, results)
     files = chosen(recorded, paths, method)
-    subject = subject_of(run, task)
     entries, few, checks = [], [], []
     targets = [paths.check(file) for file in files]
     question = ("verify", files, replays, seed, moves, jitter)
+    subject = later(run, task)
     with working(recorded, question, targets, memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), paths.check(file)
@@ -88,7 +89,7 @@ def verify(
                 check = _answering(out, scores, replays, seed, moves)
             else:
                 ask = partial(lo_verify, replays=replays, seed=seed, moves=moves, jitter=jitter, resources=resources)
-                check = ask(scores, recorded, subject.task, subject.query)
+                check = ask(scores, recorded, subject().task, subject().query)
                 check.save(out, overwrite=again)
             entries.append({"file": str(out), **json.loads(out.read_text())})
             checks.append((check, scores))
@@ -99,7 +100,7 @@ def verify(
         console.print(_table([check for check, _ in checks]))
         for check, _ in checks:
             if check.diagnosis:
-                console.print(f"{check.method}: {check.diagnosis}", highlight=False, markup=False)
+                console.print(f"{check.method}: {in_commands(check.diagnosis)}", highlight=False, markup=False)
         for one in entries:
             console.print(f"  {one['file']}", highlight=False, markup=False, soft_wrap=True)
     for one in few:
@@ -188,8 +189,12 @@ def _stem(run: Run, method: str, scored: dict[str, Path]) -> str:
         return slug(method)
     try:
         name = slug(parse(method).resolved(run).name)
-    except LeaveoutError:
-        name = slug(method)
+    except LeaveoutError as error:
+        raise InputError(
+            f"{run.path} has no scores of {method!r}{closest(slug(method), scored)}: there are {', '.join(scored)}. "
+            f"Nor is it a method: {error}",
+            code="method-unknown",
+        ) from None
     if name not in scored:
         raise InputError(
             f"{run.path} has no scores of {method!r}{closest(name, scored)}: there are {', '.join(scored)}; "

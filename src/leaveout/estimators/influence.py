@@ -19,7 +19,7 @@ from leaveout.estimators.solvers import Apply, conjugate_gradients, direct, liss
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import check_symmetric
 from leaveout.sweep.free_transport import Layout
-from leaveout.task.derivatives import example_gradients, hessian_products, weight_products
+from leaveout.task.derivatives import batch_products, example_gradients, weight_products
 from leaveout.trajectory.left_out import LeftOut
 
 HELD = 14
@@ -175,7 +175,7 @@ class _Minimum:
         chunk = self.request.resources.chunk(self.chunk, len(rows))
         batch, vectors = self.task.read(ids), self.layout.unflatten(rows)
         self.request.cost.hvps += len(rows)
-        return self.layout.flatten(hessian_products(self.task, self.params, batch, vectors, chunk)[1])
+        return self.layout.flatten(batch_products(self.task, self.params, batch, vectors, chunk)[1])
 
     def _damped(self, ids: list[int], rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         return self._product(ids, rows) + self.diagonal * rows

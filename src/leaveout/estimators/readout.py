@@ -27,6 +27,15 @@ BLOCK = 512
 BLOCK_BYTES = 200_000_000
 
 
+def query_fingerprint(task: Task, dataset: Dataset) -> int:
+    """Compute a checksum of query examples, in the same blocks whatever the budget."""
+    checksum, size = 0, batches.size(dataset)
+    for start in range(0, size, BLOCK):
+        block = task.read(range(start, min(start + BLOCK, size)), dataset)
+        checksum = zlib.crc32(repr(batches.fingerprint(block)).encode(), checksum)
+    return checksum
+
+
 class Query:
     """The query examples seen from the final parameters; ``single`` asks for a column each, otherwise their mean."""
 
@@ -82,11 +91,7 @@ class Query:
 
     def fingerprint(self) -> int:
         """Compute a checksum of the query examples, so that only scores of the same queries are compared."""
-        checksum = 0
-        for start in range(0, self.size, BLOCK):  # always the same blocks, whatever the budget
-            block = self.task.read(range(start, min(start + BLOCK, self.size)), self.dataset)
-            checksum = zlib.crc32(repr(batches.fingerprint(block)).encode(), checksum)
-        return checksum
+        return query_fingerprint(self.task, self.dataset)
 
     def reduce(self, values: Float[Tensor, "rows examples"]) -> Float[Tensor, "rows queries"]:
         """Reduce per-example values to the columns that were asked for."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+import scipy
 
 from leaveout._util import notebook
 from leaveout._util.equality import Comparable
@@ -211,13 +211,13 @@ class Curve(Comparable):
 
 def normal(value: float, error: float, level: float = 0.95) -> tuple[float, float]:
     """Value ± z·(standard error)."""
-    half = float(stats.norm.ppf((1 + level) / 2)) * error
+    half = float(scipy.stats.norm.ppf((1 + level) / 2)) * error
     return value - half, value + half
 
 
 def student(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     """The mean ± t·s/√k over k values."""
-    half = stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    half = scipy.stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     return float(values.mean() - half), float(values.mean() + half)
 
 
@@ -227,7 +227,7 @@ def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]
     >>> [round(end, 4) for end in wilson(0.0, 20)], [round(end, 4) for end in wilson(0.5, 10)]
     ([0.0, 0.1611], [0.2366, 0.7634])
     """
-    z = float(stats.norm.ppf((1 + level) / 2))
+    z = float(scipy.stats.norm.ppf((1 + level) / 2))
     middle, half = share + z**2 / (2 * count), z * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return float(max(0.0, (middle - half) / (1 + z**2 / count))), float((middle + half) / (1 + z**2 / count))
 

@@ -37,6 +37,8 @@ BLOCK = 256
 """Examples per forward pass; larger blocks of images are slower."""
 EARLY = 2
 """States that are looked at before the first of the evenly spaced ones."""
+SHARPNESS = 8
+"""The power of the share of predicted labels by which a state counts as a judge."""
 PROBES = (4, 16, 64)
 """Steps after which it is asked whether a training keeps to its budget."""
 
@@ -71,9 +73,20 @@ class Dynamics(Comparable):
     folds: int | None = None
 
     @cached_property
+    def weights(self) -> Float[Tensor, " states"]:
+        """How much each state counts as a judge, in all 1: as the eighth power of the share of labels it predicts.
+
+        A state that has learned little says little; states that predict about as many count alike, so that the last
+        ones, which may have memorised labels, do not outweigh the others.
+        """
+        shares = self.fitted.double().mean(1) ** SHARPNESS
+        total = shares.sum()
+        return (shares / total if total > 0 else torch.full_like(shares, 1 / len(shares))).to(self.margins.dtype)
+
+    @cached_property
     def confidence(self) -> Float[Tensor, " n"]:
-        """exp(mean_t log σ(margin_t)): the given label's share against the best other, a geometric mean over states."""
-        return logsigmoid(self.margins).mean(0).exp()
+        """exp(Σ_t w_t log σ(margin_t)): the given label's share against the best other, averaged over states."""
+        return (self.weights @ logsigmoid(self.margins)).exp()
 
     @cached_property
     def margin(self) -> Float[Tensor, " n"]:

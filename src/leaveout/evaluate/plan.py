@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset
 from leaveout._util.trees import PARAM, Params, nbytes
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError
+from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn
 from leaveout.estimators.readout import Linear, Query
 from leaveout.run import following
@@ -101,6 +101,7 @@ def plan(
     A few steps are measured with a few queries and rows, which takes seconds, and scaled to the whole: expect the
     right order of magnitude, not the right second. ``AdamIE`` and ``InfluenceFunction`` do not go along a run: one
     takes every example's gradient once an epoch, the other as many products over all data as conjugate gradients need.
+    Methods that refuse the run are left out.
 
     Args:
         task: what is trained.
@@ -161,9 +162,17 @@ def _table(subject: _Subject, shown: Resources, plans: list[Plan]) -> pd.DataFra
     jobs = [partial(_shared, estimator) for estimator in cheap] + [
         partial(_by_rows, k) for k in ("ACC(exact)", "Replay")
     ]
-    plans += [job(subject) for job in shown.track(jobs, len(jobs), "measuring")]
+    plans += [one for job in shown.track(jobs, len(jobs), "measuring") for one in _tried(job, subject)]
     frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")
     return frame.astype({"memory": "int64", "disk": "int64"})
+
+
+def _tried(job: Callable[[_Subject], Plan], subject: _Subject) -> list[Plan]:
+    """Return a method's plan; nothing where it refuses this run, as some do under BatchNorm or clipping."""
+    try:
+        return [job(subject)]
+    except UnsupportedError:
+        return []
 
 
 def _shared(estimator: Estimator, subject: _Subject) -> Plan:

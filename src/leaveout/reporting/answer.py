@@ -16,7 +16,7 @@ def answers(
     if labels is not None:
         parts.append(_labels(labels))
     parts.append(_removal(curve, method, harmful, total, None if labels is None else len(labels), groups=groups))
-    parts.append(Answer("trust", trust.level, trust.headline, trust.sentence))
+    parts.append(Answer("trust", trust.level, trust.headline, trust.brief or trust.sentence))
     return parts
 
 

@@ -32,11 +32,15 @@ class Shown:
 
 @dataclass(frozen=True)
 class Trust:
-    """How far the scores can be trusted: ``level`` is exact, good, coarse, hint, none or unchecked."""
+    """How far the scores can be trusted: ``level`` is exact, good, coarse, hint, none or unchecked.
+
+    ``brief`` is the sentence as the page's first screen has it, where the whole is too long for that.
+    """
 
     level: str
     headline: str
     sentence: str
+    brief: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import date
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from leaveout.errors import UnsupportedError
@@ -87,18 +86,15 @@ def _method(
     mean, exact = topic.column(scores)
     loss = scores.unit == UNIT
     check = topic.checks.get(scores.method)
-    worst = int(torch.argmin(mean[listed]))
-    score = rounded(mean[listed].tolist())
+    score, sure = rounded(mean[listed].tolist()), exact[listed].tolist()
     harmful = int((mean < 0).sum())
     return content.Method(
         name=scores.method,
         unit="" if loss else scores.unit,
         score=score,
-        exact=exact[listed].tolist(),
+        exact=sure,
         harmful=harmful,
-        sentence=words.outcome(
-            table, worst, score[worst], len(mean), harmful, bool(exact[listed[worst]]), groups=topic.groups, loss=loss
-        ),
+        sentence=words.outcome(table, score, sure, len(mean), harmful, groups=topic.groups, loss=loss),
         trust=words.trusted(scores, check),
         histogram=rows.histogram(mean),
         parts=[_part(name, members, mean, when) for name, members in kinds.items()],

@@ -74,22 +74,33 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
 
 
 def outcome(
-    table: Table, place: int, score: float, total: int, harmful: int, exact: bool, *, groups: bool, loss: bool
+    table: Table, score: Sequence[float], exact: Sequence[bool], total: int, harmful: int, *, groups: bool, loss: bool
 ) -> str:
-    """The outcome, and its most harmful row, which is at this place of the table."""
+    """Say how many did harm, and name the worst by the table's places: of rows that were replayed where there are some.
+
+    An estimate is named only where nothing was replayed: beside exact values it might contradict them.
+    """
     what = "groups" if groups else "examples"
     if not harmful:
         return f"None of the {total:,} {what} did harm: leaving out any of them would raise the loss."
+    begin = f"{harmful:,} of the {total:,} {what} did harm."
+    worst, replayed = min(range(len(score)), key=score.__getitem__), [i for i, sure in enumerate(exact) if sure]
+    which = "The most harmful is"
+    if replayed and not exact[worst]:
+        worst = min(replayed, key=score.__getitem__)
+        if score[worst] >= 0:
+            return f"{begin[:-1]} by their estimates, but none of the {len(replayed):,} that were replayed exactly."
+        which = f"Of the {len(replayed):,} that were replayed exactly, the most harmful is"
     named = ""
-    if table.label and table.label[place] >= 0:
-        named = f" ({'labelled' if table.p else 'target'} {table.names[table.label[place]]}"
-        says = table.says[place]
-        named += f", the model says {table.names[says]})" if says != table.label[place] else ")"
-    brought = f"without it the loss {'falls' if exact else 'would fall'} by {-score:.3g}"
-    brought += ", replayed exactly" if exact else ", by its estimate"
+    if table.label and table.label[worst] >= 0:
+        named = f" ({'labelled' if table.p else 'target'} {table.names[table.label[worst]]}"
+        says = table.says[worst]
+        named += f", the model says {table.names[says]})" if says != table.label[worst] else ")"
+    brought = f"without it the loss {'falls' if exact[worst] else 'would fall'} by {-score[worst]:.3g}"
+    brought += ", replayed exactly" if exact[worst] else ", by its estimate"
     if not loss:
-        brought = f"its score is {score:.3g}, which ranks it but does not say how much the loss would change"
-    return f"{harmful:,} of the {total:,} {what} did harm. The most harmful is {table.id[place]}{named}: {brought}."
+        brought = f"its score is {score[worst]:.3g}, which ranks it but does not say how much the loss would change"
+    return f"{begin} {which} {table.id[worst]}{named}: {brought}."
 
 
 def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
@@ -113,9 +124,8 @@ def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
 def trusted(scores: Scores, check: Check | None) -> Trust:
     """Say how far the scores can be trusted."""
     if scores.all_exact:
-        return Trust(
-            "exact", "Exact", "Every score comes from retraining exactly without the example: nothing is estimated."
-        )
+        words = "Each comes from retraining exactly without the example: nothing is estimated."
+        return Trust("exact", "Every score is exact", words)
     if check is None:
         return Trust(
             "unchecked",
@@ -123,7 +133,21 @@ def trusted(scores: Scores, check: Check | None) -> Trust:
             "These scores have not been compared with exact replays, so it is not known how far they can be trusted. "
             "Run lo.verify(scores, run, task, query), or leaveout verify, to find out.",
         )
-    return Trust(check.verdict.level, _title(check), check.sentence)
+    return Trust(check.verdict.level, _title(check), check.sentence, _brief(check))
+
+
+def _brief(check: Check) -> str:
+    """Say what the verdict rests on, and where it is a bad one what to do, in two sentences."""
+    extreme, random = check.extreme.kendall.value, check.random.kendall.value
+    words = (
+        f"{check.method}, compared with {len(check.table)} exact replays: rank correlation (tau) {extreme:.2f} among "
+        f"the most extreme, {random:.2f} among those drawn at random."
+    )
+    if check.verdict in (Verdict.GOOD, Verdict.COARSE):
+        return words
+    if check.ceiling is not None and check.ceiling.extreme.value < REPRODUCIBLE:
+        return f"{words} Look at labels, or at groups, instead."
+    return f"{words} Go by those that are marked exact, and make more of them so: refine."
 
 
 def _title(check: Check) -> str:

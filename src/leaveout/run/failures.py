@@ -69,8 +69,9 @@ def average_late(step: int) -> UnsupportedError:
 def buffers_apart(name: str) -> UnsupportedError:
     """Each of several processes moves a buffer by its own batches."""
     return UnsupportedError(
-        f"The buffer {name!r} moves in training, in each of several processes by its own batches: put BatchNorm into "
-        "evaluation mode, or train in one process.",
+        f"The buffer {name!r} moves in training, in each of several processes by its own batches: a process has no "
+        "statistics of the others' examples, and evaluates with those of the first. Put BatchNorm into evaluation "
+        "mode, take GroupNorm or LayerNorm, or train in one process.",
         code="distributed-buffers",
     )
 

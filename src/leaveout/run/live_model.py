@@ -30,8 +30,9 @@ def check_trained(where: str, model: nn.Module, params: dict[str, Tensor], *, gr
     for name, param in model.named_parameters():
         if param.requires_grad and name not in params:
             raise UnsupportedError(
-                f"{where}, {name!r} was unfrozen, which was frozen when the recording began: make the Recorder before "
-                "anything is frozen, and freeze afterwards what is to be trained later.",
+                f"{where}, {name!r} was unfrozen, which was frozen when the recording began and is a constant of this "
+                "run: make the Recorder before anything is frozen, and freeze afterwards what is to be trained "
+                "later; or finish() here and record what follows as another run.",
                 code="unfrozen-late",
             )
     if gradients:

@@ -22,8 +22,8 @@ def clear(path: str | Path) -> None:
     lock = Lock(path)  # refuses while somebody is writing
     try:
         paths, shards = RunPaths(path), [path / shard.name for shard in read_manifest(path).shards]
-        results = [*paths.scored(), *paths.checked(), paths.labels, paths.cleanse, paths.report, paths.config]
-        for file in [*results, *shards, path / INITIAL, path / MANIFEST]:
+        results = [*paths.scored(), *paths.checked(), paths.labels, paths.cleanse, paths.report]
+        for file in [*results, paths.training, paths.config, *shards, path / INITIAL, path / MANIFEST]:
             file.unlink(missing_ok=True)
         for folder in ("scores", "checks"):
             with suppress(OSError):  # not there, or not empty

@@ -1,6 +1,7 @@
 """What lies beside a run, in its own directory: the config that made it, scores, checks, the cleansing curve, the page.
 
 ``runs/x/config.toml``                   ``leaveout train --config`` repeats the run from it
+``runs/x/training.json``                 what ``leaveout train`` came to, which labels it flipped
 ``runs/x/scores/<method>.safetensors``   ``Scores``
 ``runs/x/checks/<method>.json``          the ``Check`` of the scores of the same name
 ``runs/x/labels.json``                   the labels to check
@@ -48,6 +49,11 @@ class RunPaths:
     def config(self) -> Path:
         """The config that made the run, if ``leaveout train`` did."""
         return self.run / CONFIG
+
+    @property
+    def training(self) -> Path:
+        """What the training came to, if ``leaveout train`` did it."""
+        return self.run / "training.json"
 
     @property
     def labels(self) -> Path:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from leaveout.run.first_pass import FirstPass
 from leaveout.run.forwards import Forwards, random_of
 from leaveout.run.micro import Micro
 from leaveout.task import batches
@@ -42,11 +43,13 @@ class Pending:
     Args:
         model: what is trained.
         first: called before the first forward pass after a step.
+        fresh: whether a run begins, whose first forward pass is looked at.
     """
 
-    def __init__(self, model: nn.Module, first: Any) -> None:
+    def __init__(self, model: nn.Module, first: Any, *, fresh: bool = True) -> None:
         self._batches: list[Drawn] = []
         self._params = [param for param in model.parameters() if param.requires_grad]
+        self._first_pass = FirstPass(model if fresh else None)
         self._forwards = Forwards(model, lambda: len(self._batches), first, self._dropped)
 
     def __bool__(self) -> bool:
@@ -130,6 +133,7 @@ class Pending:
     def release(self) -> None:
         """Let go of the model."""
         self._forwards.release()
+        self._first_pass.release()
 
     def _guessed(self, one: Drawn) -> RandomState | None:
         """The generators when a batch was drawn, for models not called as a whole; None if they did not move."""

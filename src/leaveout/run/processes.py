@@ -35,7 +35,8 @@ class Processes:
     def __init__(self, *, resume: bool) -> None:
         if resume:
             raise UnsupportedError(
-                "A run of several processes cannot be resumed: record it again, or train in one process.",
+                "A run of several processes cannot be resumed: how each of them would go on (its random generator, its "
+                "place in the data) is not recorded. Record it again from the start, or train in one process.",
                 code="distributed-not-resumed",
             )
         own = distributed.get_backend() == "gloo"

@@ -127,7 +127,7 @@ class Recorder:
         self._past = Past(before if at is None else None)
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
         self._go_on(restored=at is not None)
-        self._pending = Pending(called, self._moving.begin)
+        self._pending = Pending(called, self._moving.begin, fresh=before is None)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
         _RECORDED.add(optimizer)

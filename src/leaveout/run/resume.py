@@ -78,18 +78,23 @@ def _last_used(run: Run) -> dict[int, Hyper]:
     return found
 
 
+SKIPPED = 32
+"""How many steps in a row a gradient scaler may have skipped: it halves its scale at each."""
+
+
 class Past:
     """The steps of a run that are on disk, told from the batches of a loop that is run again from its beginning."""
 
     def __init__(self, run: Run | None) -> None:
         self._run = run
-        self._met = self._part = 0
+        self._met = self._part = self._skipped = 0
+        self._epoch = 0
         self._resumed = run is None
         self.finished = run is not None and run.manifest.finished
 
     def left_early(self, epoch: int) -> bool:
         """Say whether the loop went on to the next epoch at this place."""
-        record = self._next()
+        record, self._epoch = self._next(), epoch
         return record is not None and record.epoch > epoch
 
     def covers(self, ids: Tensor, batch: Any) -> bool:
@@ -103,15 +108,23 @@ class Past:
         own = record.ids[starts[self._part] : starts[self._part + 1]]
         drawn_anew = self._run is not None and self._run.manifest.structure is not None
         if (marks and not drawn_anew and batches.fingerprint(batch) != marks) or not torch.equal(ids, own):
+            if self._was_skipped(record):
+                return True
             raise MismatchError(
                 f"The loader gives another batch for step {self._met} than the run that is resumed: seed it as before, "
                 "and give the same data in the same order.",
                 code="batches-differ",
             )
-        self._part += 1
+        self._part, self._skipped = self._part + 1, 0
         if self._part == len(record.parts):
             self._met, self._part = self._met + 1, 0
         return True
+
+    def _was_skipped(self, record: Record) -> bool:
+        """Say whether a batch that is not the next step's may be one whose step a gradient scaler skipped."""
+        scaled = self._run is not None and self._run.manifest.autocast == "float16"
+        self._skipped += 1
+        return scaled and self._part == 0 and self._skipped <= SKIPPED and record.epoch >= self._epoch
 
     def resume_draws(self) -> None:
         """Put the random generators back, before the first batch that is new, to where the last step left them."""

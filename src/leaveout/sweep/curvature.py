@@ -5,7 +5,6 @@ Each kind gives the batch's products, and those of single examples, which are wh
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from functools import cached_property
 
 import torch
@@ -15,31 +14,34 @@ from torch import Tensor
 from leaveout._util.trees import Params, each, height, rows
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch
+from leaveout.task.calls import no_form
+from leaveout.task.curvature_maps import FISHER, GAUSS_NEWTON, HESSIAN, CurvatureMap
 from leaveout.task.derivatives import (
+    batch_products,
     directional,
     example_gradients,
-    example_outer_products,
     example_products,
     gradient,
     gradients_with,
-    hessian_products,
     is_single,
     kink_widths,
-    outer_changes,
-    outer_products,
     weight_products,
     weighted_changes,
 )
+from leaveout.task.forms import COUPLED
 from leaveout.task.joint import directional_by_example
 from leaveout.task.task import Task
 from leaveout.task.training_batch import Window, has_shared_draws, size_of, take
 
 
-class Curvature(ABC):
+class Curvature:
     """The batch gradient at one state, and its derivative, or a stand-in for it, applied to stacks of vectors.
 
-    ``chunk`` says how many vectors, ``examples`` how many examples' own gradients are worked on at a time.
+    ``kind`` is the linear map of the curvature. ``chunk`` says how many vectors, ``examples`` how many examples' own
+    gradients are worked on at a time.
     """
+
+    kind: CurvatureMap = HESSIAN
 
     def __init__(
         self, task: Task, params: Params, batch: Batch, chunk: int | None = None, examples: int | None = None
@@ -57,19 +59,31 @@ class Curvature(ABC):
         """Say whether the gradient is at hand."""
         return "gradient" in self.__dict__
 
-    @abstractmethod
+    @property
+    def _whole(self) -> tuple[Task, Params, Batch]:
+        """What derivatives of the batch are taken of, and where."""
+        return self.task, self.params, self.batch
+
+    def _single(self, examples: Batch) -> tuple[Task, Params, Batch]:
+        """What derivatives of single examples are taken of, and where."""
+        return self.task, self.params, examples
+
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Compute C(Z)·a and ⟨a, g_z⟩/|Z| for every vector a."""
+        self.gradient, curved, reads = batch_products(*self._whole, vectors, self.chunk, self.kind)
+        return curved, reads
 
-    @abstractmethod
     def changes(
         self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
     ) -> Params:
         """Compute C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a, with its own weights w and their change ẇ."""
+        stacks = (vectors, weights, added)
+        self.gradient, changes = weighted_changes(*self._whole, stacks, self.chunk, self.kind)
+        return changes
 
-    @abstractmethod
     def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
         """Compute g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
+        return example_products(*self._single(examples), vectors, self.chunk, self.kind)
 
     def gradients(self, examples: Batch) -> Params:
         """Compute g(z) for every example."""
@@ -113,37 +127,14 @@ class Curvature(ABC):
 class Hessian(Curvature):
     """The true curvature: SGD-IE, ACC."""
 
-    @property
-    def _whole(self) -> tuple[Task, Params, Batch]:
-        """What derivatives of the batch are taken of, and where."""
-        return self.task, self.params, self.batch
-
-    def _single(self, examples: Batch) -> tuple[Task, Params, Batch]:
-        """What derivatives of single examples are taken of, and where."""
-        return self.task, self.params, examples
-
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; one alone may go without the gradient, which is quicker."""
-        if height(vectors) == 1:
-            value, one, weights = directional(*self._whole, each(lambda t: t[0], vectors))
-            if value is not None:
-                self.gradient = value
-            return each(lambda t: t[None], one), weights[None]
-        value, curved, reads = hessian_products(*self._whole, vectors, self.chunk)
-        self.gradient = value
-        return curved, reads
-
-    def changes(
-        self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
-    ) -> Params:
-        """Compute H(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
-        stacks = (vectors, weights, added)
-        self.gradient, changes = weighted_changes(*self._whole, stacks, self.chunk)
-        return changes
-
-    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
-        """Compute g(z) and H(z)·v for every example."""
-        return example_products(*self._single(examples), vectors, self.chunk)
+        if height(vectors) > 1:
+            return super().products(vectors)
+        value, one, weights = directional(*self._whole, each(lambda t: t[0], vectors))
+        if value is not None:
+            self.gradient = value
+        return each(lambda t: t[None], one), weights[None]
 
 
 class HessianByExample(Hessian):
@@ -195,34 +186,13 @@ class GaussNewton(Curvature):
     Positive semidefinite for convex losses; equal to the Hessian for linear models.
     """
 
-    fisher = False
-
-    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """Compute C·a and ⟨a, g_z⟩/|Z| for every vector a."""
-        self.gradient, curved, reads = outer_products(
-            self.task, self.params, self.batch, vectors, self.chunk, fisher=self.fisher
-        )
-        return curved, reads
-
-    def changes(
-        self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
-    ) -> Params:
-        """Compute C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a."""
-        stacks = (vectors, weights, added)
-        self.gradient, changes = outer_changes(
-            self.task, self.params, self.batch, stacks, self.chunk, fisher=self.fisher
-        )
-        return changes
-
-    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
-        """Compute g(z) and C(z)·v for every example."""
-        return example_outer_products(self.task, self.params, examples, vectors, self.chunk, fisher=self.fisher)
+    kind = GAUSS_NEWTON
 
 
-class Fisher(GaussNewton):
+class Fisher(Curvature):
     """(1/|Z|) Σ g gᵀ with the gradients g of the examples' losses without their L2 term, whose curvature is added."""
 
-    fisher = True
+    kind = FISHER
 
 
 class Flat(Curvature):
@@ -257,6 +227,8 @@ class Flat(Curvature):
 def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
     """Refuse stop-gradients where a product with J = ∂ḡ/∂θ would have to serve for one with its transpose."""
     if issubclass(kind, Hessian) and not task.abilities.symmetric:
+        if task.abilities.reason == COUPLED:
+            raise no_form(COUPLED)
         raise UnsupportedError(
             f"{task.abilities.reason}, so that the derivative of the gradient is not a symmetric matrix, which this "
             "method takes it for: use SGDIE(), ACC(transport='exact') or Replay().",

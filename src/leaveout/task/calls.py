@@ -10,7 +10,7 @@ from torch import Tensor
 from leaveout._util.trees import Params
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch, leaves, map_leaves
-from leaveout.task.forms import Form
+from leaveout.task.forms import COUPLED, Form
 from leaveout.task.rewriting import WrittenOut
 from leaveout.task.training_batch import size_of
 
@@ -27,6 +27,12 @@ def form_of(task: Task, form: Form | None) -> Form:
 
 def no_form(reason: str) -> UnsupportedError:
     """The refusal of a method that needs a second derivative which no form gives."""
+    if reason == COUPLED:
+        return UnsupportedError(
+            f"{COUPLED}, so that there is no gradient of one of them alone, which this method needs: use SGDIE(), "
+            "TracIn(), ACC(), ACC(transport='exact') or Replay().",
+            code="examples-coupled",
+        )
     return UnsupportedError(
         f"The derivative of this task's gradient cannot be computed: {reason}. TracIn() and Replay() need none.",
         code="derivative-not-available",

@@ -23,6 +23,10 @@ class Form(Enum):
     TRANSPOSED = "the pull-back of v through v ↦ THROUGH"
 
 
+COUPLED = "BatchNorm in training mode ties the examples of a batch together"
+"""Why forms of single examples are missing under BatchNorm."""
+
+
 class Abilities(NamedTuple):
     """What can be done with a task's operations, and by which form; None where no form is right.
 

@@ -1,21 +1,27 @@
-"""Lets ``torch.func`` transform a model's own ``autograd.Function`` of the old style, ``forward(ctx, ...)``.
+"""Lets ``torch.func`` transform a model's own ``autograd.Function``: of the old style, or one that writes into inputs.
 
-PyTorch refuses such functions under its transforms. Their forward pass is the same with a stand-in for ``ctx`` that
-notes what is saved; what is neither an input nor an output becomes a further output, without derivative, as plain
-autograd treats it. Backward is the function's own. Forward-mode derivatives do not exist: products take two reverse
-passes, which is slower.
+PyTorch refuses functions of the old style, ``forward(ctx, ...)``, under its transforms. Their forward pass is the same
+with a stand-in for ``ctx`` that notes what is saved; what is neither an input nor an output becomes a further output,
+without derivative, as plain autograd treats it. Backward is the function's own. Forward-mode derivatives do not exist:
+products take two reverse passes, which is slower.
+
+A function that writes into an input (``mark_dirty``) is given a copy of it, and what it wrote is copied back: without
+the writing it is a function like any other. Checkpointed layers are called without being checkpointed.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils import checkpoint
 
 Place: TypeAlias = tuple[str, Any]
 """Where a saved value is found: ("input", i), ("output", i), or ("value", it) for what is no tensor."""
@@ -27,6 +33,7 @@ class Context:
     def __init__(self, needs: Sequence[bool], saved: Sequence[Any] = ()) -> None:
         self.needs_input_grad, self.saved_tensors = tuple(needs), tuple(saved)
         self.plain: tuple[Tensor, ...] = ()
+        self.written: tuple[Tensor, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for backward."""
@@ -39,9 +46,12 @@ class Context:
     def set_materialize_grads(self, value: bool) -> None:
         """Gradients are always materialised here."""
 
-    def mark_dirty(self, *_tensors: Tensor) -> None:
-        """Refuse functions that write into their inputs."""
-        raise RuntimeError("an autograd.Function that writes into its inputs cannot be transformed")
+    def save_for_forward(self, *_tensors: Any) -> None:
+        """Forward-mode derivatives do not exist here."""
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        """Note inputs that were written into."""
+        self.written = tensors
 
 
 OWN = frozenset(vars(Context(())))
@@ -55,31 +65,78 @@ class Note:
         self.saved: list[Place] = []
         self.attributes: dict[str, Place] = {}
         self.plain: list[int] = []
+        self.written: dict[int, int] = {}  # the input behind an output
+
+
+APPLY, RECOMPUTED = Function.__dict__["apply"], checkpoint._checkpoint_without_reentrant_generator
+_LOCK, _within = Lock(), 0
 
 
 @contextmanager
 def transformable() -> Iterator[None]:
-    """Within it, functions of the old style can be transformed."""
-    before = Function.__dict__["apply"]
+    """Within it, functions of the old style, functions that write into inputs, and checkpoints can be transformed.
 
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        old = cls.setup_context is Function.setup_context
-        if not old or kwargs or not torch._C._are_functorch_transforms_active():
-            return before.__func__(cls, *args, **kwargs)
-        note = Note()
-        outputs = _converted(cls).apply(note, *args)
-        return outputs[0] if note.single else outputs[: note.count]
-
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    Several threads may be within it at once: the last one out puts PyTorch's own back.
+    """
+    _enter(1)
     try:
         yield
     finally:
-        Function.apply = before  # type: ignore[method-assign]
+        _enter(-1)
+
+
+def _enter(change: int) -> None:
+    global _within
+    with _LOCK:
+        _within += change
+        Function.apply = classmethod(_apply) if _within else APPLY  # type: ignore[assignment]
+        checkpoint._checkpoint_without_reentrant_generator = _once if _within else RECOMPUTED
+
+
+def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if cls is checkpoint.CheckpointFunction:  # which has no torch.autograd.grad either
+        function, _, *inputs = args
+        return function(*inputs)
+    if kwargs or not torch._C._are_functorch_transforms_active() or not (_is_old(cls) or _writes(cls)):
+        return APPLY.__func__(cls, *args, **kwargs)
+    note = Note()
+    outputs = list(_converted(cls).apply(note, *args))[: note.count]
+    for place, i in note.written.items():
+        outputs[place] = args[i].copy_(outputs[place])
+    return outputs[0] if note.single else tuple(outputs)
+
+
+def _once(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Go around a checkpointed layer, of which nothing is computed again under a transform."""
+    if torch._C._are_functorch_transforms_active():
+        yield
+    else:
+        yield from RECOMPUTED(*args, **kwargs)
+
+
+def _is_old(function: type[Function]) -> bool:
+    return function.setup_context is Function.setup_context
+
+
+@lru_cache(maxsize=256)
+def _writes(function: type[Function]) -> bool:
+    """Say whether a function speaks of writing into its inputs."""
+    parts = [inspect.unwrap(part) for part in (function.forward, function.setup_context)]
+    return any("mark_dirty" in part.__code__.co_names for part in parts if hasattr(part, "__code__"))
+
+
+def _forward(function: type[Function], context: Context, args: Sequence[Any]) -> Any:
+    """Call the forward pass of a function of either style."""
+    if _is_old(function):
+        return function.forward(context, *args)
+    result = function.forward(*args)
+    function.setup_context(context, tuple(args), result)
+    return result
 
 
 @lru_cache(maxsize=256)
 def _converted(old: type[Function]) -> type[Function]:
-    """The same function with a ``setup_context``."""
+    """The same function with a ``setup_context`` that writes into nothing."""
 
     class Converted(Function):
         generate_vmap_rule = True
@@ -87,16 +144,22 @@ def _converted(old: type[Function]) -> type[Function]:
         @staticmethod
         def forward(note: Note, *args: Any) -> Any:
             context = Context([isinstance(arg, Tensor) for arg in args])
-            result = old.forward(context, *args)
+            args = tuple(arg.clone() if isinstance(arg, Tensor) and _writes(old) else arg for arg in args)
+            result = _forward(old, context, args)
             note.single = not isinstance(result, tuple)
             outputs: list[Any] = [result] if note.single else list(result)
             note.count = len(outputs)
             note.plain = [i for i, one in enumerate(outputs) if any(one is tensor for tensor in context.plain)]
+            written = [i for i, arg in enumerate(args) if any(arg is tensor for tensor in context.written)]
+            note.written = {k: i for k, one in enumerate(outputs) for i in written if one is args[i]}
+            if written and not (_writes(old) and len(note.written) == len(written)):
+                raise RuntimeError("an autograd.Function writes into an input in a way that cannot be followed")
 
             def placed(value: Any) -> Place:
                 if not isinstance(value, Tensor):
                     return "value", value
-                for kind, many in (("input", args), ("output", outputs)):
+                own = (("input", args), ("output", outputs))
+                for kind, many in own[::-1] if any(value is tensor for tensor in context.written) else own:
                     for i, one in enumerate(many):
                         if one is value:
                             return kind, i

@@ -220,7 +220,8 @@ class Task:
         if key not in self._views:
             task = self.untraced()
             task.training, task.buffers, task.autocast, task.loss_scale = key
-            task.axes = {}
+            # Whose draw is where does not depend on the scale.
+            task.axes = next((view.axes for known, view in self._views.items() if known[:-1] == key[:-1]), {})
             task.coupled = is_coupled(self.called, *key[:2])
             if task.coupled:
                 task.abilities = coupled_defaults(task, self.abilities)
@@ -239,8 +240,7 @@ class Task:
 
     def kinked(self) -> Task:
         """The same task, in whose second derivatives kinks have their curvature."""
-        task = copy.copy(self)
-        task.kinks = True
+        (task := copy.copy(self)).kinks = True
         return task
 
     def own(self, params: Params) -> Params:

@@ -266,7 +266,7 @@ def _by_threads(tasks: Sequence[Task], stack: Params, weights: Tensor, batch: Ba
         return {name: tensor[row] for name, tensor in stack.items()}, weights[row], batch
 
     def gradient_by(task: Task, row: int) -> Params:
-        return (trace or task.gradient)(*given(row))
+        return trace(*given(row)) if trace else _in_range(task, *given(row))
 
     plain, trace = tasks[0].autocast is None, None
     # A setting of the whole process: no thread may put it back under another. Within casts, training's kernel rounds.
@@ -275,3 +275,16 @@ def _by_threads(tasks: Sequence[Task], stack: Params, weights: Tensor, batch: Ba
             trace = tasks[0].tracer.trace(len(weights), "one gradient", tasks[0].gradient, *given(0))
         rows = spread([partial(gradient_by, task) for task in tasks], range(len(weights)))
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _in_range(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
+    """ḡ(θ; w); where the recorded scale of a float16 loss overflows with these weights, by half of it, and so on.
+
+    The step was taken, so it is taken here too. A power of two changes no digit of what neither over- nor underflows.
+    """
+    value = task.gradient(params, weights, batch)
+    while task.loss_scale > 1 and not all(bool(torch.isfinite(tensor).all()) for tensor in value.values()):
+        task = copy.copy(task)
+        task.loss_scale /= 2
+        value = task.gradient(params, weights, batch)
+    return value

@@ -1,13 +1,14 @@
 """Digits: 1,797 images of 8 x 8 pixels, shipped inside scikit-learn, so that a demo needs no network."""
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 from leaveout.builtin.data.examples import Table
 
 
 def table() -> Table:
     """Return flat rows of 64 pixels in [0, 1], ten classes."""
+    from sklearn.datasets import load_digits
+
     x, y = load_digits(return_X_y=True)
     return Table(
         x=x / 16,  # the pixels are counts 0..16

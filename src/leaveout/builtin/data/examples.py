@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int64, Shaped
-from sklearn.model_selection import train_test_split
-from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -109,6 +107,8 @@ def split(
             "rows there are.",
             code="split-too-large",
         )
+    from sklearn.model_selection import train_test_split  # takes a second, which commands without data need not spend
+
     state = check_seed(seed, 0, 2**32 - 1)
     train, val = train_test_split(np.arange(n), train_size=n_train, test_size=n_val, random_state=state)
     return train, val, np.setdiff1d(np.arange(n), np.concatenate([train, val]))
@@ -116,6 +116,8 @@ def split(
 
 def prepare(name: str, table: Table, n_train: int, n_val: int, seed: int) -> Data:
     """Split a table and scale all its parts by what the training rows say, never by what the others do."""
+    from sklearn.preprocessing import StandardScaler
+
     train, val, rest = split(table.n_pool, n_train, n_val, seed)
     official = np.arange(table.n_pool, len(table.x))
     scaler = StandardScaler().fit(table.x[train]) if table.standardise else None

@@ -6,8 +6,6 @@ Rows are the by-date training part, then the test part, each by group and then b
 import hashlib
 
 import numpy as np
-from sklearn.datasets._twenty_newsgroups import strip_newsgroup_footer, strip_newsgroup_header, strip_newsgroup_quoting
-from sklearn.feature_extraction.text import TfidfVectorizer
 
 from leaveout.builtin.data.examples import Table
 from leaveout.builtin.data.files import Remote, download, find, members
@@ -45,7 +43,10 @@ def _messages() -> dict[tuple[int, int, str], bytes]:
 
 def _body(message: bytes) -> str:
     """Return the words the author wrote: headers, footers and quotes give the group away. The order matters."""
-    return strip_newsgroup_quoting(strip_newsgroup_footer(strip_newsgroup_header(message.decode("latin-1"))))
+    from sklearn.datasets import _twenty_newsgroups as parts
+
+    text = parts.strip_newsgroup_header(message.decode("latin-1"))
+    return parts.strip_newsgroup_quoting(parts.strip_newsgroup_footer(text))
 
 
 def texts() -> tuple[str, ...]:
@@ -55,6 +56,8 @@ def texts() -> tuple[str, ...]:
 
 def table() -> Table:
     """Return Tf-idf weights, fitted on the by-date training part; class 1 is the Macintosh group."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
     messages = _messages()
     part, group = np.array([key[:2] for key in messages], np.int64).T
     bodies = [_body(message) for message in messages.values()]

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
+import scipy
 import torch
-from scipy import stats
 
 from leaveout.errors import InputError, check_seed
 
@@ -46,7 +46,7 @@ def kendall(estimate: Values, truth: Values) -> float:
     0.3333
     """
     x, y = _pair(estimate, truth)
-    return float(stats.kendalltau(x, y).statistic)
+    return float(scipy.stats.kendalltau(x, y).statistic)
 
 
 def spearman(estimate: Values, truth: Values) -> float:
@@ -219,7 +219,7 @@ def _kendall_rows(x: np.ndarray, y: np.ndarray, index: np.ndarray) -> np.ndarray
 
 def _spearman_rows(x: np.ndarray, y: np.ndarray, index: np.ndarray) -> np.ndarray:
     centre = (len(x) + 1) / 2
-    a, b = (stats.rankdata(v[index], axis=1) - centre for v in (x, y))
+    a, b = (scipy.stats.rankdata(v[index], axis=1) - centre for v in (x, y))
     with np.errstate(invalid="ignore"):
         return (a * b).sum(axis=1) / np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
 
@@ -233,7 +233,9 @@ def _jaccard_rows(x: np.ndarray, y: np.ndarray, index: np.ndarray, percent: int 
     k = max(1, round(len(x) * percent / (100 * tails)))
     A, B = np.zeros((2, *index.shape), dtype=bool)
     for members, values in ((A, x), (B, y)):
-        codes = stats.rankdata(values, method="dense").astype(np.min_scalar_type(len(x)))  # small integers sort fast
+        codes = scipy.stats.rankdata(values, method="dense").astype(
+            np.min_scalar_type(len(x))
+        )  # small integers sort fast
         order = np.argsort(codes[index], axis=1, kind="stable")
         np.put_along_axis(members, order[:, -k:], True, axis=1)
         np.put_along_axis(members, order[:, : k * (tails - 1)], True, axis=1)

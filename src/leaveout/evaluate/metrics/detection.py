@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from leaveout.errors import InputError
 from leaveout.evaluate.metrics.agreement import Values, vector
@@ -21,7 +21,7 @@ def auc(suspicion: Values, wanted: Values) -> float:
     """
     x, chosen = _pair(suspicion, wanted)
     count = int(chosen.sum())
-    ranks = stats.rankdata(x)[chosen].sum()
+    ranks = scipy.stats.rankdata(x)[chosen].sum()
     return float((ranks - count * (count + 1) / 2) / (count * (len(x) - count)))
 
 

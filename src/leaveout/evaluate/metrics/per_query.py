@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from leaveout._util.equality import Comparable
 from leaveout.compute.cost import Cost
@@ -54,6 +54,6 @@ def spearman_columns(estimate: np.ndarray, truth: np.ndarray) -> np.ndarray:
     array([0.5])
     """
     centre = (len(estimate) + 1) / 2
-    a, b = (stats.rankdata(values, axis=0) - centre for values in (estimate, truth))
+    a, b = (scipy.stats.rankdata(values, axis=0) - centre for values in (estimate, truth))
     with np.errstate(invalid="ignore"):
         return (a * b).sum(0) / np.sqrt((a * a).sum(0) * (b * b).sum(0))

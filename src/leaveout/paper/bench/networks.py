@@ -60,13 +60,13 @@ def small_gpt(steps: int, *, width: int = 128, adapters: bool = False, queries: 
     return recorded(model, parts[0], parts[1], lambda params: torch.optim.AdamW(params, lr=1e-3), 32)
 
 
-def slim_resnet(steps: int, width: int = 16) -> Problem:
-    """Train a ResNet-18 with BatchNorm on CIFAR-10 by momentum, batches of 64; its width is 64 in the original."""
-    loaded = data.load("cifar10", n_train=64 * steps, n_val=100)
+def slim_resnet(steps: int, width: int = 16, size: int = 64) -> Problem:
+    """Train a ResNet-18 with BatchNorm on CIFAR-10 by momentum, in batches; its width is 64 in the original."""
+    loaded = data.load("cifar10", n_train=size * steps, n_val=100)
     parts = [TensorDataset(part.x.reshape(-1, 3, 32, 32), part.y) for part in (loaded.train, loaded.val)]
     torch.manual_seed(0)
     return recorded(
-        resnet18(width), parts[0], parts[1], lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), 64
+        resnet18(width), parts[0], parts[1], lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9), size
     )
 
 

@@ -71,6 +71,18 @@ def resnet_sweep() -> list[Row]:
     return [Row("SGD-IE / training, ResNet-18 with BatchNorm", sgdie / training, "<=", 3.2, how)]
 
 
+def resnet_jump() -> list[Row]:
+    """Compare the jump with training under BatchNorm: it takes the gradient of each batch without each example."""
+    steps, size = 8, 16
+    problem = slim_resnet(steps, size=size)
+    score = _scored(problem, ACC(), "mean")
+    training, jump = quickest(2, problem.train, score)
+    how = f"CIFAR-10, batches of {size}, momentum, a quarter of the original's width, {steps} steps: training "
+    how += f"{training:.2f} s, ACC(jump) {jump:.1f} s, the quicker of two each; SGD-IE's product and a gradient per "
+    how += "example are counted as the target"
+    return [Row("ACC(jump) / training, ResNet-18 with BatchNorm", jump / training, "<=", size + 8 / 3, how)]
+
+
 def adapter_sweep() -> list[Row]:
     """Compare SGD-IE with training where LoRA adapters alone are trained."""
     steps = 3
@@ -160,6 +172,7 @@ CASES = (
     gpt_products,
     gpt_jump,
     resnet_sweep,
+    resnet_jump,
     adapter_sweep,
     image_tracin,
     short_run,

@@ -41,18 +41,18 @@ function change(given, suggested) {
   return el("p", { class: "label" }, el("span", { class: "was" }, given), " → ", el("b", {}, suggested));
 }
 
-// `score` is the one shown: that of the mean loss, or that of one query.
-function card(row, score, line, issue = ISSUE.get(row)) {
+// `score` is the one shown: that of the mean loss, or that of one query. In the list of labels it says what it is.
+function card(row, score, line, issue = ISSUE.get(row), what = "") {
   const kind = score < 0 ? "harm" : "help";
   const label = nameOf(TABLE.label[row]);
   const body = el("div", { class: "body" },
     el("div", { class: "top" },
       el("h3", { class: DATA.groups ? "name" : "number" }, titleOf(row)),
-      el("span", { class: `score ${kind}`, title: score < 0 ? "did harm" : "helped" }, signed(score))),
+      el("span", { class: `score ${kind}`, title: score < 0 ? "did harm" : "helped" }, what ? el("span", { class: "what" }, what) : null, signed(score))),
     issue === undefined ? target(label) : change(label, nameOf(DATA.issues.suggested[issue])),
     issue === undefined ? null : el("p", { class: "why" }, DATA.issues.why[issue]),
     opinion(label, nameOf(TABLE.says[row]), TABLE.p[row]),
-    line && exactOf(row) && score === scoreOf(row) ? el("span", { class: "badge" }, "exact replay") : null,
+    exactOf(row) && score === scoreOf(row) ? el("span", { class: "badge" }, "exact replay") : null,
     line && DATA.lines[row] ? spark(DATA.lines[row]) : null,
     DATA.groups ? null : marker(row, issue));
   return el("li", { class: "card", "data-id": TABLE.id[row] }, seen(DATA.shown[row], described(row)), body);

@@ -8,7 +8,7 @@ function issues() {
   const given = (i) => TABLE.label[place[i]];
   const extend = () => {
     const next = rows.slice(shown, shown + PAGE);
-    $("issue-cards").append(...next.map((i) => card(place[i], scoreOf(place[i]), false, i)));
+    $("issue-cards").append(...next.map((i) => card(place[i], scoreOf(place[i]), false, i, "influence ")));
     shown += next.length;
     $("more-issues").hidden = shown >= rows.length;
     const which = pair ? ` labelled ${nameOf(pair[0])} that look like ${nameOf(pair[1])}` : "";

@@ -68,7 +68,19 @@ function theme() {
   apply();
 }
 
+// Within a notebook's frame (srcdoc), a link to a section would open the notebook's own address there.
+function links() {
+  if (location.protocol !== "about:") return;
+  document.addEventListener("click", (event) => {
+    const link = event.target instanceof Element ? event.target.closest('a[href^="#"]') : null;
+    if (link === null) return;
+    event.preventDefault();
+    document.querySelector(link.getAttribute("href")).scrollIntoView();
+  });
+}
+
 theme();
+links();
 tips();
 marks();
 issues();

@@ -24,7 +24,7 @@ function plain(width, height, xs, ys, label) {
   const x = scale(xs[0], xs[1], 4, width - 4), y = scale(ys[0], ys[1], bottom, 8);
   const root = canvas(width, height, label);
   root.append(segment(4, bottom, width - 4, bottom, "axis"));
-  const marks = ticks(xs[0], xs[1], Math.max(3, Math.floor(width / 110)));
+  const marks = ticks(xs[0], xs[1], Math.max(4, Math.floor(width / 110)));
   const words = tickText(marks.step, largestOf(marks));
   for (const tick of marks) {
     root.append(segment(x(tick), bottom, x(tick), bottom + 4, "axis"));
@@ -138,7 +138,7 @@ function scatter() {
     ...(METHOD().unit ? [] : [{ name: "estimate = truth", mark: svg("line", { x1: 0, y1: 6, x2: 18, y2: 6, class: "ideal" }) }]),
   ]);
   const rows = points.map((point) => [point.id, signed(point.score), signed(point.truth), point.sample]);
-  chart("scatter", draw, key, asTable("Estimate against truth", ["Example", "Estimate", "Truth", "Sample"], rows, true));
+  chart("scatter", draw, key, asTable("Estimate against truth", [DATA.groups ? "Group" : "Example", "Estimate", "Truth", "Sample"], rows, true));
 }
 
 // A bar for each part of training: when an example's influence arose.

@@ -14,13 +14,13 @@ from torch.func import grad
 
 from leaveout._util.trees import Params, each
 from leaveout.task import batches
+from leaveout.task.curvature_maps import FISHER, GAUSS_NEWTON
 from leaveout.task.derivatives import (
+    batch_products,
     directional,
     example_gradients,
     example_products,
     gradient,
-    hessian_products,
-    outer_products,
     stacked_gradients,
     weight_products,
     weighted_changes,
@@ -81,7 +81,7 @@ def together(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 def vectors(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     """Jᵀ·u for a stack of vectors."""
-    value, curved, reads = hessian_products(task, at, batch, _stack(_directions(at, point)))
+    value, curved, reads = batch_products(task, at, batch, _stack(_directions(at, point)))
     return point is None or (
         point.has_gradient(value)
         and all(_is_transposed(task, point, _row(curved, i), i) and point.has_reads(reads[i], i) for i in (0, 1))
@@ -118,11 +118,11 @@ def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 def outer(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     """Products with the Fisher and the Gauss-Newton matrix."""
-    for fisher in (True, False):
-        value, curved, reads = outer_products(task, at, batch, _stack(_directions(at, point)), fisher=fisher)
+    for kind in (FISHER, GAUSS_NEWTON):
+        value, curved, reads = batch_products(task, at, batch, _stack(_directions(at, point)), kind=kind)
         if point is None:
             continue
-        wanted = _fisher(task, point) if fisher else _gauss_newton(task, point, batch)
+        wanted = _fisher(task, point) if kind is FISHER else _gauss_newton(task, point, batch)
         if not (point.has_gradient(value) and point.has_reads(reads[0], 0)):
             return False
         if wanted is not None:

@@ -17,16 +17,14 @@ import torch
 from leaveout._util.trees import Params, each
 from leaveout.errors import LeaveoutError
 from leaveout.task import batches
-from leaveout.task.derivatives import directional, gradient, hessian_products, stacked_gradients, weighted_changes
+from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
-from leaveout.task.forms import Abilities, Form
+from leaveout.task.forms import COUPLED, Abilities, Form
 from leaveout.task.guard.differences import Difference, difference, like, norm
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
-
-REASON = "BatchNorm in training mode ties the examples of a batch together"
 
 
 def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
@@ -42,7 +40,7 @@ def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
         symmetric=not task.coupled,
         stops=base.stops,
         slope=base.slope,
-        reason=REASON if task.coupled else "random draws of the forward pass cannot be told apart by example",
+        reason=COUPLED if task.coupled else "random draws of the forward pass cannot be told apart by example",
     )
 
 
@@ -110,7 +108,7 @@ def _differs(
     if measured is None:
         return None
     stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.own(at)}
-    _, curved, _ = hessian_products(task, at, batch, stack)
+    _, curved, _ = batch_products(task, at, batch, stack)
     for which in (0, 1):
         if not measured.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
             return "pull-back"

@@ -1,0 +1,111 @@
+"""Looks at the first forward pass of a training: can what it computes be transformed, as all scoring needs?
+
+Only a model with an ``autograd.Function`` of its own is tried, once, on a copy in evaluation mode and before anything
+is written. The training goes on as it would have: nothing of the model, the random generators or the inputs changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.func import grad
+from torch.utils._pytree import tree_map_only
+
+from leaveout._util.trees import sum_of
+from leaveout.errors import UnsupportedError
+from leaveout.task.draws import random_state, set_random_state
+from leaveout.task.forward import Called, bare
+
+
+class FirstPass:
+    """A forward hook that looks at the first pass with gradients, and then goes; copies of it do nothing.
+
+    Args:
+        model: what the loop calls; None for none.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._remove: Callable[[], None] | None = None
+        if model is not None:
+            self._remove = model.register_forward_hook(self, with_kwargs=True).remove
+
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+        """See whether these outputs were computed by functions of the model's own, and whether those can be used."""
+        if self._remove is None or not torch.is_grad_enabled():
+            return
+        self.release()
+        if names := own_functions(outputs):
+            check_transformed(bare(model), args, kwargs, names)
+
+    def release(self) -> None:
+        """Let go of the model."""
+        if self._remove is not None:
+            self._remove()
+        self._remove = None
+
+    def __reduce__(self) -> tuple:
+        return FirstPass, ()
+
+
+def own_functions(outputs: Any) -> list[str]:
+    """Return the names of the autograd functions that outputs were computed by, except PyTorch's own."""
+    ahead = [tensor.grad_fn for tensor in tensors_of(outputs)]
+    seen, found = set(ahead), set()
+    while ahead:
+        node = ahead.pop()
+        if node is None:
+            continue
+        function = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+        if function is not None and not function.__module__.startswith("torch."):
+            found.add(function.__name__)
+        further = [one for one, _ in node.next_functions if one not in seen]
+        seen.update(further)
+        ahead += further
+    return sorted(found)
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """Return the tensors in what a model gave, in tuples, lists and dicts.
+
+    >>> len(tensors_of({"loss": torch.ones(()), "more": (torch.ones(2), None)}))
+    2
+    """
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    parts = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def check_transformed(model: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]) -> None:
+    """Refuse a model with these functions of its own if ``torch.func`` cannot take its gradient."""
+    devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}
+    before = random_state(*devices)
+    try:
+        twin = copy.deepcopy(model)
+    except Exception:  # noqa: BLE001 - a module may refuse in its own way; then the task tells
+        return
+    given, named = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+
+    def rule(called: nn.Module, _batch: Any) -> tuple[Tensor, None]:
+        floating = [tensor for tensor in tensors_of(called(*given, **named)) if tensor.is_floating_point()]
+        return sum_of(tensor.sum() for tensor in floating), None
+
+    params = {name: param.detach().clone() for name, param in twin.named_parameters() if param.requires_grad}
+    called = Called(twin, rule)
+    try:
+        grad(lambda chosen: called.pure(chosen, None, frozenset())[0][0])(params)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnsupportedError(
+            f"torch.func cannot take the gradient of this model, which has autograd functions of its own "
+            f"({', '.join(names)}): {reason}. Nothing was recorded. Write what they do with PyTorch's own functions, "
+            "or give them a setup_context and generate_vmap_rule = True.",
+            code="model-not-supported",
+        ) from error
+    finally:
+        set_random_state(before)
