@@ -61,7 +61,7 @@ def test_every_number_is_that_of_a_plain_loop(tmp_path, model):
         assert float(seen.probability[k]) == pytest.approx(mean, abs=1e-6)
         assert float(seen.variability[k]) == pytest.approx(math.sqrt(sum((p - mean) ** 2 for p in own) / 8), abs=1e-6)
         shares = [1 / (1 + math.exp(-rows[k]["margin"])) for rows in loops]
-        confidence = math.prod(share**weight for share, weight in zip(shares, weights, strict=True))
+        confidence = math.prod((p * s) ** (w / 2) for p, s, w in zip(own, shares, weights, strict=True))
         assert float(seen.confidence[k]) == pytest.approx(confidence, abs=1e-6)
         assert int(seen.forgotten[k]) == sum(a and not b for a, b in pairwise(fitted))
         assert int(seen.learned[k]) == next(t for t in range(9) if all(fitted[t:]))

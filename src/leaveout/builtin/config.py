@@ -152,6 +152,8 @@ def read(path: str | Path) -> Config:
                 code="config-too-large",
             )
         raw = tomlkit.parse(path.read_text()).unwrap()
+    except InputError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path} cannot be read ({error}): give a TOML file, such as a run's config.toml.", code="config-unreadable"

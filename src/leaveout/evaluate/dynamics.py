@@ -85,8 +85,13 @@ class Dynamics(Comparable):
 
     @cached_property
     def confidence(self) -> Float[Tensor, " n"]:
-        """exp(Σ_t w_t log σ(margin_t)): the given label's share against the best other, averaged over states."""
-        return (self.weights @ logsigmoid(self.margins)).exp()
+        """exp(½ Σ_t w_t (log p_t + log σ(margin_t))): how sure the states are of the given label, from 0 to 1.
+
+        p is its probability among all classes, σ(margin) its share against the best other one: the first is the better
+        judge where many classes compete, the second where the model is still unsure of all.
+        """
+        sure = self.probabilities.clamp_min(torch.finfo(self.probabilities.dtype).tiny).log()
+        return (self.weights @ (sure + logsigmoid(self.margins)) / 2).exp()
 
     @cached_property
     def margin(self) -> Float[Tensor, " n"]:
