@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from leaveout.cli import entry
+from leaveout.errors import LeaveoutError
 
+MADE = LeaveoutError.__init__
 PROGRAM = [sys.executable, "-c", "from leaveout.cli import entry; entry()"]
 SIZES = "--data digits --n-train 60 --n-val 30 --hidden 6 --activation tanh"
 SMALL = [*SIZES.split(), "--epochs", "3"]
@@ -58,6 +60,8 @@ class Done:
     code: int
     out: str
     err: str
+    error: str | None = None
+    """The code of the last error that was made, which commands do not print."""
 
     @property
     def words(self) -> str:
@@ -84,6 +88,13 @@ class Shell:
 
     def __call__(self, *args: str) -> Done:
         self._patch.setattr(sys, "argv", ["leaveout", *args])
+        made: list[str] = []
+
+        def noted(error: LeaveoutError, message: str, *, code: str) -> None:
+            MADE(error, message, code=code)
+            made.append(code)
+
+        self._patch.setattr(LeaveoutError, "__init__", noted)
         self._capture.readouterr()
         try:
             entry()
@@ -91,7 +102,8 @@ class Shell:
             code = int(end.code or 0)
         else:
             code = 0
-        return Done(code, *self._capture.readouterr())
+        self._patch.setattr(LeaveoutError, "__init__", MADE)
+        return Done(code, *self._capture.readouterr(), made[-1] if made else None)
 
     @staticmethod
     def quietly(args: list[str]) -> int:

@@ -82,6 +82,14 @@ def test_wrong_scores_of_a_run_with_a_truth_are_called_wrong(smooth):
     assert trusted(scores, replace(check, ceiling=None)).headline == "The ranking cannot be trusted"
 
 
+def test_a_wide_interval_is_not_called_wrong_scores():
+    part = Interval(0.95, 0.7, 1.0)
+    close, far = (Ceiling(2, 1e-3, part, part, {"extreme": 0.86, "random": tau}, {}, True) for tau in (0.57, 0.2))
+    assert (close.undecided, far.undecided) == (True, False)
+    assert "too few to tell" in close.diagnosis(False)
+    assert "the scores are wrong" in far.diagnosis(False)
+
+
 def test_a_run_without_a_truth_is_not_blamed_on_the_scores(rough):
     scores = lo.SGDIE().score(*rough)
     check = lo.verify(scores, *rough, replays=24, jitter=1e-2)

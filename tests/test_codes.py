@@ -17,9 +17,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 import leaveout as lo
 from leaveout.builtin import config, models
-from leaveout.builtin.config import OptimizerPart
+from leaveout.builtin.config import ModelPart, OptimizerPart
 from leaveout.compute import engines
 from leaveout.evaluate.metrics.linear_datamodel import random_subsets
+from leaveout.paper.reproduce import SPECS, runner
 from leaveout.paper.reproduce.report import check_extras
 from leaveout.reporting.show import _row
 from leaveout.task.draws import note
@@ -53,6 +54,14 @@ def test_what_means_nothing(code: str) -> None:
     call, named = CALLS[code]
     with refused(lo.InputError, code, named):
         call()
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [("model-rejects-data", "mnist-cnn"), ("model-outputs-not-classes", "logistic")]
+)
+def test_models_that_do_not_fit_the_data(code: str, name: str) -> None:
+    with refused(lo.InputError, code, f"The model {name}", "digits"):
+        config._model(ModelPart(name=name), lo.data.load("digits", n_train=4, n_val=2))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +121,11 @@ def test_what_is_no_run_and_no_loader(problem: Problem, tmp_path: Path) -> None:
     recorder = lo.Recorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), 0.1))
     with refused(lo.InputError, "loader-expected", "list"):
         recorder.watch([1, 2])
+    single = lo.TracIn().score(problem.run, problem.task, problem.query, queries="each")
+    with refused(lo.InputError, "most-not-a-count", "most=0"):
+        lo.metrics.brittleness(single, problem.run, problem.task, problem.query, most=0)
+    with refused(lo.InputError, "seeds-not-a-count", "seeds=0"):
+        runner.compute(SPECS["convex"], tmp_path, seeds=0)
     with refused(lo.InputError, "sketch-not-usable", "positive width"):
         lo.ACC("exact", sketch=4).score(problem.run, problem.task, problem.query)
 

@@ -113,7 +113,7 @@ def test_a_config_in_an_otherwise_empty_directory_is_used_and_kept(shell):
     text = "# mine\n[data]\nn_train = 60\nn_val = 30\n[train]\nepochs = 1\n"
     (folder / "config.toml").write_text(text)
     other = shell("train", *SMALL, "--out", "runs/a")
-    assert (other.code, "describes another run" in other.refusal) == (1, True)
+    assert (other.code, other.error, "describes another run" in other.refusal) == (1, "config-of-another-run", True)
     assert shell("train", "--config", "runs/a/config.toml", "--out", "runs/a").code == 0
     assert (folder / "config.toml").read_text() == text
 
@@ -297,7 +297,11 @@ def test_scores_of_another_question_are_not_taken_for_the_answer(shell, run):
     file = run / "scores/replay.safetensors"
     before = file.read_bytes()
     done = shell("score", "runs/x", "--method", "replay")
-    assert (done.code, "other examples or queries: give --again" in done.refusal) == (1, True)
+    assert (done.code, done.error, "other examples or queries: give --again" in done.refusal) == (
+        1,
+        "scores-in-the-way",
+        True,
+    )
     assert file.read_bytes() == before
     assert shell("score", "runs/x", "--method", "replay", "--again").code == 0
     assert len(lo.Scores.load(file).train_ids) == 60
@@ -345,7 +349,11 @@ def test_a_scores_folder_that_is_a_link_is_refused(shell, run):
     (shell.folder / "mine/kept").write_text("here")
     (run / "scores").symlink_to(shell.folder / "mine")
     done = shell("score", "runs/x", "--method", "sgd-ie")
-    assert (done.code, "scores is a link to another place" in done.refusal) == (1, True), done.refusal
+    assert (done.code, done.error, "scores is a link to another place" in done.refusal) == (
+        1,
+        "link-not-followed",
+        True,
+    ), done.refusal
     assert [file.name for file in (shell.folder / "mine").iterdir()] == ["kept"]
 
 
@@ -365,6 +373,7 @@ def test_a_groups_file_is_taken_as_it_is_or_not_at_all(shell, run, text, said):
     (shell.folder / "by.json").write_text(text)
     done = shell("score", "runs/x", "--method", "acc", "--groups", "by.json")
     assert (done.code, said in done.refusal) == (1, True), done.refusal
+    assert done.error == "groups-file-not-groups" or text.startswith("{")
     assert not (run / "scores").exists()
 
 
@@ -405,7 +414,7 @@ def test_score_refuses_with_a_sentence(shell, run, args, code, said):
 
 def test_a_run_without_a_config_asks_for_the_task(own):
     done = own("score", "runs/own", "--method", "acc")
-    assert done.code == 1
+    assert (done.code, done.error) == (1, "task-missing")
     assert "--task package.module:function" in done.refusal
 
 
@@ -434,6 +443,7 @@ def test_an_own_task_is_scored_and_verified(own):
 def test_a_task_that_cannot_be_made_is_refused(own, where, code, said):
     done = own("score", "runs/own", "--method", "acc", "--task", where)
     assert done.code == code, done.err
+    assert code == 2 or done.error == "task-function-failed"
     for words in said:
         assert words in done.refusal
 
@@ -513,7 +523,7 @@ def test_a_check_is_kept_while_it_answers_the_question(shell, run):
     before = file.read_bytes()
     assert shell("verify", "runs/x", "--replays", "12").code == 0
     more = shell("verify", "runs/x", "--replays", "16")
-    assert (more.code, "give --again to replace it" in more.refusal) == (1, True)
+    assert (more.code, more.error, "give --again" in more.refusal) == (1, "check-in-the-way", True)
     assert file.read_bytes() == before
     assert shell("verify", "runs/x", "--replays", "16", "--again").code == 0
     assert len(lo.Check.load(file).table) == 16
@@ -531,7 +541,7 @@ def test_verify_from_moved_starts_says_how_well_the_truth_repeats_itself(shell, 
 
 def test_verify_of_chosen_methods(shell, run):
     none = shell("verify", "runs/x")
-    assert (none.code, "leaveout score runs/x first" in none.refusal) == (1, True)
+    assert (none.code, none.error, "leaveout score runs/x first" in none.refusal) == (1, "scores-missing", True)
     (shell.folder / "halves.json").write_text(json.dumps({"a": [0, 1], "b": [2, 3]}))
     shell("score", "runs/x", "--method", "acc", "--method", "sgd-ie", "--method", "tracin")
     shell("score", "runs/x", "--method", "acc(exact)", "--groups", "halves.json")
@@ -574,7 +584,9 @@ def test_cleanse_by_scores_of_single_queries_and_not_by_those_of_groups(shell, r
     (shell.folder / "by.json").write_text(json.dumps({"a": [0, 1], "b": [2, 3]}))
     assert shell("score", "runs/x", "--method", "sgd-ie", "--groups", "by.json").code == 0
     done = shell("cleanse", "runs/x")
-    assert (done.code, "only of groups" in done.refusal) == (1, True), done.refusal
+    assert (done.code, done.error, "only of groups" in done.refusal) == (1, "scores-not-of-examples", True), (
+        done.refusal
+    )
     assert "run leaveout score runs/x first" in done.refusal
     assert shell("score", "runs/x", "--method", "sgd-ie", "--queries", "each").code == 0
     told = shell("cleanse", "runs/x", "--remove", "3", "--random", "0", "--json").told

@@ -30,11 +30,7 @@ def made() -> list[tuple[str, str | None]]:
 
 
 TOLD_BY_WORDS = """
-check-in-the-way check-of-another-run cluster-lost cluster-not-found config-of-another-run curve-of-another-run
-disk-full group-not-shown groups-file-not-groups groups-file-unreadable labels-missing labels-of-other-question
-link-not-followed model-outputs-not-classes model-rejects-data most-not-a-count nothing-to-export nothing-to-refine
-refined-in-the-way run-not-fetched scores-in-the-way scores-missing scores-not-of-examples scores-not-verified
-seeds-not-a-count step-recomputed-nan subset-not-scored task-function-failed task-missing
+cluster-lost cluster-not-found run-not-fetched step-recomputed-nan subset-not-scored
 """
 """Codes whose tests still ask for the sentence, or that arise in commands, which print it. None may be added."""
 

@@ -79,11 +79,11 @@ def reported(tmp_path, request):
 
 def test_each_is_one_short_file():
     files = sorted(FOLDER.glob("*.py"))
-    assert len(files) == 11
+    assert len(files) == 12
     assert all(len(file.read_text().splitlines()) <= 120 for file in files)
 
 
-@pytest.mark.parametrize("name", ["hugging_face_trainer", "lightning_trainer", "accelerate_loop"])
+@pytest.mark.parametrize("name", ["hugging_face_trainer", "lightning_trainer", "accelerate_loop", "trl_sft"])
 def test_recording_takes_few_lines(name):
     """From a script that trains to scores: the lines marked in it, imports included."""
     marked = [line for line in (FOLDER / f"{name}.py").read_text().splitlines() if line.endswith("# <-")]

@@ -48,7 +48,7 @@ def _train(path: Path, on_full: str, *, resume: bool) -> dict:
                     told["taken"] += 1
                 told["finish"] = len(recorder.finish())
         except lo.LeaveoutError as error:
-            told["error"] = str(error)
+            told["error"], told["code"] = str(error), error.code
     told["warnings"] = [str(w.message) for w in caught if issubclass(w.category, lo.LeaveoutWarning)]
     told["weights"] = model.weight.detach().flatten().tolist()
     return told
@@ -78,6 +78,7 @@ def test_a_full_disk_stops_the_training_or_not_as_asked(on_full: str, tmp_path: 
     )
     if on_full == "stop":
         assert 40 <= told["taken"] < STEPS
+        assert told["code"] == "disk-full"
         assert "too large" in told["error"]
         assert "resume=True, or train on without recording by on_full='continue'" in told["error"]
         assert told["warnings"] == []

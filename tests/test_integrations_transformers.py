@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
 from leaveout.integrations.transformers import RecorderCallback  # noqa: E402
+from leaveout.run.kept_states import whole  # noqa: E402
 
 LEFT_OUT = [0, 5]
 VOCABULARY = 24
@@ -45,6 +46,27 @@ def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0, **sizes)
     )
+
+
+def bart() -> nn.Module:
+    layers = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("attention_heads", "layers")}
+    widths = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 16}
+    tokens = {"pad_token_id": 0, "bos_token_id": 3, "eos_token_id": 3, "decoder_start_token_id": 3}
+    config = transformers.BartConfig(vocab_size=VOCABULARY, forced_eos_token_id=None, **layers, **widths, **tokens)
+    return transformers.BartForConditionalGeneration(config)
+
+
+def tokenizer():
+    """One word per number; the first four are special."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = ["[PAD]", "[MASK]", "[UNK]", "[EOS]", *map(str, range(VOCABULARY - 4))]
+    fast = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "[UNK]"))
+    fast.pre_tokenizer = Whitespace()
+    special = {"pad_token": "[PAD]", "mask_token": "[MASK]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **special)
 
 
 class Plain(nn.Module):
@@ -88,6 +110,12 @@ def padded(examples):
     return transformers.BatchEncoding({"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels})
 
 
+GROUPED = (
+    {"train_sampling_strategy": "group_by_length"}
+    if hasattr(transformers.TrainingArguments, "train_sampling_strategy")
+    else {"group_by_length": True}
+)
+
 CASES = {
     "GPT-2": (gpt2, "causal", {}),
     "GPT-2, accumulated": (gpt2, "causal", {"gradient_accumulation_steps": 2}),
@@ -104,13 +132,26 @@ CASES = {
     ),
     "GPT-2, noise on embeddings, bf16": (gpt2, "causal", {"neftune_noise_alpha": 5.0, "bf16": True}),
     "BERT, a number": (lambda: bert("BertForSequenceClassification", num_labels=1), "number", {}),
-    "BERT, tokens": (lambda: bert("BertForTokenClassification", num_labels=3), "tokens", {}),
-    "T5": (t5, "copy", {"gradient_accumulation_steps": 3}),
+    "BERT, padded by the library, grouped by length, workers": (
+        lambda: bert("BertForSequenceClassification", num_labels=3),
+        "class",
+        {**GROUPED, "dataloader_num_workers": 2, "collator": "DataCollatorWithPadding"},
+    ),
+    "BERT, tokens": (
+        lambda: bert("BertForTokenClassification", num_labels=3),
+        "tokens",
+        {"collator": "DataCollatorForTokenClassification"},
+    ),
+    "GPT-2, so many steps, a short last window": (gpt2, "causal", {"max_steps": 5, "gradient_accumulation_steps": 2}),
+    "T5": (t5, "copy", {"gradient_accumulation_steps": 3, "collator": "DataCollatorForSeq2Seq"}),
+    "BART": (bart, "copy", {"collator": "DataCollatorForSeq2Seq"}),
     "plain module": (Plain, "class", {"gradient_accumulation_steps": 2, "remove_unused_columns": False}),
 }
 
 
-every_case = pytest.mark.parametrize("name", mostly_full(CASES, "GPT-2, accumulated", "BERT, tokens", "plain module"))
+PADDED = "BERT, padded by the library, grouped by length, workers"
+ORDINARY = ("GPT-2, accumulated", PADDED, "BERT, tokens", "plain module")
+every_case = pytest.mark.parametrize("name", mostly_full(CASES, *ORDINARY))
 
 
 def trainer_of(name: str, left_out: int | None = None, callbacks=(), **more):
@@ -138,6 +179,12 @@ def trainer_of(name: str, left_out: int | None = None, callbacks=(), **more):
             loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
             return loss if kind == "causal" else loss * (inputs["labels"] != -100).sum() / before
 
+    options = dict(options)
+    collator = options.pop("collator", None)
+    if collator == "DataCollatorForSeq2Seq":
+        collate = transformers.DataCollatorForSeq2Seq(tokenizer(), model=model)
+    else:
+        collate = getattr(transformers, collator)(tokenizer()) if collator else padded
     own = {"output_dir": tempfile.mkdtemp(), "save_strategy": "no", "num_train_epochs": 2}
     args = transformers.TrainingArguments(
         per_device_train_batch_size=4,
@@ -152,7 +199,7 @@ def trainer_of(name: str, left_out: int | None = None, callbacks=(), **more):
     )
     if name == "plain module":
         data = data.remove_columns("text")
-    return Weighted(model, args, train_dataset=data, data_collator=padded, callbacks=list(callbacks), **more)
+    return Weighted(model, args, train_dataset=data, data_collator=collate, callbacks=list(callbacks), **more)
 
 
 def trained(name: str, left_out: int | None = None) -> nn.Module:
@@ -231,16 +278,7 @@ def test_best_model_evaluation_and_checkpoints(tmp_path) -> None:
 
 
 def test_random_masking_is_kept_with_the_run(tmp_path) -> None:
-    class Tokenizer(transformers.PreTrainedTokenizerFast):
-        def __init__(self) -> None:
-            from tokenizers import Tokenizer as Fast
-            from tokenizers.models import WordLevel
-
-            words = {word: i for i, word in enumerate(["[PAD]", "[MASK]", "[UNK]", *map(str, range(VOCABULARY - 3))])}
-            special = {"pad_token": "[PAD]", "mask_token": "[MASK]", "unk_token": "[UNK]"}
-            super().__init__(tokenizer_object=Fast(WordLevel(words, "[UNK]")), **special)
-
-    collator = transformers.DataCollatorForLanguageModeling(Tokenizer(), mlm_probability=0.4)
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4)
 
     def train(callbacks=()):
         transformers.set_seed(3)
@@ -286,6 +324,18 @@ def test_what_cannot_be_followed_is_refused(tmp_path) -> None:
 def test_precision_is_as_it_was_in_training() -> None:
     assert recorded("BERT, classes, bf16")[0].run.manifest.autocast == "bfloat16"
     assert recorded("GPT-2")[0].run.manifest.autocast is None
+
+
+def test_torchs_fused_kernel_is_followed() -> None:
+    """Trainer's default, whose states are kept as gradients too: what follows from them has the same bits."""
+    run = recorded("GPT-2")[0].run
+    assert run.manifest.rule.extras == ("fused",)
+    assert len(whole(run._shard(0))) < len(run) - 2
+
+
+def test_micro_batches_of_a_short_last_window() -> None:
+    run = recorded("GPT-2, so many steps, a short last window")[0].run
+    assert [len(run.record(i).parts) for i in range(len(run))] == [2, 2, 1, 2, 2]
 
 
 def test_an_unknown_loss_is_refused(tmp_path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,32 +12,22 @@ import torch
 import leaveout as lo
 
 trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
+from leaveout.integrations.model_loss import ClassLoss  # noqa: E402
 from leaveout.integrations.transformers import RecorderCallback  # noqa: E402
-from test_integrations_transformers import VOCABULARY, llama  # noqa: E402
+from test_integrations_transformers import VOCABULARY, llama, tokenizer  # noqa: E402
 
 LEFT_OUT = [0, 5]
 ACCUMULATED = {"gradient_accumulation_steps": 2, "learning_rate": 5e-3}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def tokenizer():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    words = {word: i for i, word in enumerate(["[PAD]", "[EOS]", "[UNK]", *map(str, range(VOCABULARY - 3))])}
-    fast = Tokenizer(WordLevel(words, "[UNK]"))
-    fast.pre_tokenizer = Whitespace()
-    special = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **special)
-
-
 def texts(count: int = 20):
     order = torch.Generator().manual_seed(0)
-    words = [torch.randint(VOCABULARY - 3, (4 + i % 3,), generator=order).tolist() for i in range(count)]
+    words = [torch.randint(VOCABULARY - 4, (4 + i % 3,), generator=order).tolist() for i in range(count)]
     return datasets.Dataset.from_dict({"text": [" ".join(map(str, sentence)) for sentence in words]})
 
 
@@ -70,37 +62,41 @@ def train(path=None, left_out=None, peft_config=None, **options):
     return trainer, recorder
 
 
-def query_loss(model, query) -> float:
-    fresh = llama().eval()
+def query_loss(model, query, peft_config=None) -> float:
+    """The mean loss by a new model with these weights, without casts."""
+    fresh = llama() if peft_config is None else peft.get_peft_model(llama(), peft_config)
     fresh.load_state_dict(model.state_dict())
+    fresh.eval()
     with torch.no_grad():
         losses = [fresh(input_ids=ids, labels=ids).loss for ids in (torch.tensor([row["input_ids"]]) for row in query)]
     return float(torch.stack(losses).double().mean())
 
 
-def test_every_step_follows_and_replays_are_training_again(tmp_path) -> None:
-    trainer, recorder = train(tmp_path / "run", **ACCUMULATED)
-    plain, _ = train(**ACCUMULATED)
+def lora():
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+def test_every_step_follows_and_replays_are_training_again(tmp_path, adapters: bool) -> None:
+    options = {"peft_config": lora(), "learning_rate": 5e-2} if adapters else ACCUMULATED
+    trainer, recorder = train(tmp_path / "run", **options)
+    plain, _ = train(**options)
     both = zip(trainer.model.parameters(), plain.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in both)
     assert recorder.run.manifest.autocast == "bfloat16"
+    assert all("lora_" in name for name in recorder.run.manifest.shapes) == adapters
     task, query = recorder.task(), trainer.train_dataset.select(range(4))
     assert lo.SGDIE().score(recorder.run, task, query).values.abs().max() > 0
     replays = lo.Replay().score(recorder.run, task, query, ids=LEFT_OUT).values.flatten().tolist()
-    base = query_loss(plain.model, query)
+    base = query_loss(plain.model, query, options.get("peft_config"))
     rows = [torch.tensor(trainer.train_dataset[i]["input_ids"]) for i in LEFT_OUT]
-    truth = [query_loss(train(left_out=row, **ACCUMULATED)[0].model, query) - base for row in rows]
+    again = [train(left_out=row, **options)[0].model for row in rows]
+    truth = [query_loss(model, query, options.get("peft_config")) - base for model in again]
     assert max(map(abs, truth)) > 1e-2
     assert replays == pytest.approx(truth, abs=0.01 * max(map(abs, truth)))  # the rounding of 16 bits
-
-
-def test_adapters(tmp_path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    trainer, recorder = train(tmp_path / "run", peft_config=config, learning_rate=5e-2, bf16=False)
-    assert all("lora_" in name for name in recorder.run.manifest.shapes)
-    scores = lo.SGDIE().score(recorder.run, recorder.task(), trainer.train_dataset.select(range(4)))
-    assert scores.values.abs().max() > 0
+    with pytest.raises(lo.LeaveoutError) as error:
+        lo.TracIn().score(recorder.run, recorder.task(loss=ClassLoss(shift=True, smoothing=0.3)), query)
+    assert error.value.code == "step-does-not-follow"
 
 
 def test_another_loss_has_to_be_given(tmp_path) -> None:
@@ -109,3 +105,9 @@ def test_another_loss_has_to_be_given(tmp_path) -> None:
         recorder.task()
     assert error.value.code == "model-loss-unknown"
     assert "dft" in str(error.value)
+
+
+@pytest.mark.full
+def test_the_example(tmp_path) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[1] / "examples/trl_sft.py"))["main"]
+    assert len(set(main(tmp_path)) & {3, 11, 27, 42}) >= 2

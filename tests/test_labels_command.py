@@ -38,6 +38,7 @@ def test_the_answer_comes_first_and_the_second_time_from_disk(shell, run):
     assert (run / "labels.json").stat().st_mtime_ns == written
     other = shell("labels", "runs/x", "--states", "5")
     assert other.code == 1
+    assert other.error == "labels-of-other-question"
     assert "asked for with other options: give --again" in other.refusal
     assert shell("labels", "runs/x", "--states", "5", "--again").code == 0
     assert lo.Labels.load(run / "labels.json").question.states == 5
@@ -63,7 +64,7 @@ def test_for_machines_and_for_spreadsheets(shell, run):
 def test_influence_must_have_been_verified(shell, run):
     assert "has no scores yet" in shell("labels", "runs/x", "--method", "tracin").refusal
     assert shell("score", "runs/x", "--method", "tracin").code == 0
-    assert "was not verified" in shell("labels", "runs/x", "--method", "tracin").refusal
+    assert shell("labels", "runs/x", "--method", "tracin").error == "scores-not-verified"
     assert shell("verify", "runs/x", "--replays", "8").code == 0
     done = shell("labels", "runs/x", "--method", "tracin")
     assert done.code == 0, done.err

@@ -108,6 +108,7 @@ def test_advice_after_scores(trained):
 
 def test_a_groups_file_that_is_not_there(trained):
     done = trained("score", "runs/x", "--groups", "nowhere.json")
+    assert done.error == "groups-file-unreadable"
     assert "nowhere.json cannot be read (No such file or directory)" in done.refusal
     assert "hold" not in done.refusal
 
@@ -152,19 +153,27 @@ def test_refine_replaces_the_most_extreme(trained):
     assert "8 of 60 scores are exact" in trained("refine", "runs/x", "--top", "8").words
     assert Path(told["file"]).stat().st_mtime_ns == before
     refused = trained("refine", "runs/x", "--top", "10")
-    assert (refused.code, "other replays: give --again" in refused.refusal) == (1, True)
+    assert (refused.code, refused.error, "other replays: give --again" in refused.refusal) == (
+        1,
+        "refined-in-the-way",
+        True,
+    )
     assert trained("refine", "runs/x", "--top", "10", "--again", "--json").told["exact"] == 10
 
 
 def test_refine_without_estimates(trained):
     trained("score", "runs/x", "--method", "replay")
     refused = trained("refine", "runs/x")
-    assert (refused.code, "no estimates to refine" in refused.refusal) == (1, True)
+    assert (refused.code, refused.error, "no estimates to refine" in refused.refusal) == (1, "nothing-to-refine", True)
 
 
 def test_export_has_a_row_per_example(trained):
     refused = trained("export", "runs/x")
-    assert (refused.code, "nothing to export: run leaveout labels" in refused.refusal) == (1, True)
+    assert (refused.code, refused.error, "nothing to export: run leaveout labels" in refused.refusal) == (
+        1,
+        "nothing-to-export",
+        True,
+    )
     trained("labels", "runs/x")
     trained("score", "runs/x", "--method", "replay", "--method", "sgd-ie")
     told = trained("export", "runs/x", "--json").told
@@ -209,7 +218,11 @@ def test_cleanse_removes_labels_that_look_wrong(trained):
     trained("score", "runs/x", "--method", "sgd-ie")
     asked = ("cleanse", "runs/x", "--labels", "--remove", "3", "--random", "0")
     refused = trained(*asked)
-    assert (refused.code, "run leaveout labels runs/x first" in refused.refusal) == (1, True)
+    assert (refused.code, refused.error, "run leaveout labels runs/x first" in refused.refusal) == (
+        1,
+        "labels-missing",
+        True,
+    )
     trained("labels", "runs/x")
     first = trained(*asked)
     assert first.code == 0, first.err

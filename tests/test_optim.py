@@ -130,6 +130,22 @@ def test_a_fused_step_with_a_tensor_learning_rate(case: str) -> None:
             torch.testing.assert_close(ours[slot][parameter], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("Adam,", "AdamW,"))])
+def test_a_fused_step_is_taken_again_to_the_last_bit(case: str, dtype: torch.dtype) -> None:
+    model = network(dtype)
+    optimizer = make_of(case, fused=True)(model)
+    rule, params = rule_of(optimizer, model), {n: p for n, p in model.named_parameters() if p.requires_grad}
+    torch.manual_seed(0)
+    for _ in range(4):
+        before, hypers = state_of(model, optimizer, rule), hypers_of(optimizer, rule, params).hypers
+        gradient = {name: torch.randn_like(param) for name, param in params.items()}
+        for name, param in params.items():
+            param.grad = gradient[name].clone()
+        optimizer.step()
+        assert_same(rule.again(before, gradient, hypers), state_of(model, optimizer, rule))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_stack_of_models_takes_the_steps_of_each(case: str) -> None:
     model = network(torch.float64)

@@ -788,6 +788,19 @@ def test_a_frozen_parameter_that_moves_by_a_gradient_from_before(tmp_path: Path)
             optimizer.step()
 
 
+def test_a_parameter_added_while_training(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    batches = iter(recorder.watch(DataLoader(examples(), batch_size=6)))
+    backward(model, optimizer, next(batches))
+    optimizer.step()
+    model[0].extra = nn.Parameter(torch.zeros(3))
+    backward(model, optimizer, next(batches))
+    with refused(lo.UnsupportedError, "unfrozen-late", "step 1", "'0.extra'", unchanged=tmp_path):
+        optimizer.step()
+
+
 # Optimizers
 
 

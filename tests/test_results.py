@@ -63,7 +63,8 @@ def test_results_of_another_run_are_damage(shell):
     shutil.rmtree(shell.folder / "runs/x/scores")
     shutil.copy(shell.folder / "runs/y/checks/sgd-ie.json", shell.folder / "runs/x/checks/sgd-ie.json")
     done = shell("show", "runs/x", "--check")
-    assert (done.code, "The check of SGD-IE is of another run" in done.refusal) == (1, True)
+    assert (done.code, done.error) == (1, "check-of-another-run")
+    assert "The check of SGD-IE is of another run" in done.refusal
 
 
 def test_the_second_of_two_commands_is_told_before_it_works(shell):

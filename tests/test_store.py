@@ -219,6 +219,7 @@ def test_every_moment_of_writing_is_a_run_that_can_be_read(tmp_path: Path) -> No
     with refused(lo.RunError, "run-not-found", "manifest.json"):
         lo.open_run(tmp_path / "run", partial=True)
     writer.begin(manifest(), state(0))
+    writer._wait()
     with refused(lo.RunError, "run-without-steps"):
         lo.open_run(tmp_path / "run", partial=True)
     writer.append(record(0, [0], []), state(1))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from io import RawIOBase
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from leaveout._util.files import write_whole
 
 Rows: TypeAlias = Sequence[Tensor]
 """Tensors of one type and shape, which are written as one with a further first dimension, without being joined."""
+
+PIECE = 1 << 20
+"""How many bytes of small tensors are joined before they are written."""
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -50,9 +54,10 @@ def write_tensors_checked(file: Path, tensors: Mapping[str, Tensor | Rows]) -> i
             for block in (len(words).to_bytes(8, "little"), words):
                 opened.write(block)
                 crc = zlib.crc32(block, crc)
-            for _, value in ordered:
-                for row in [value] if isinstance(value, Tensor) else value:
-                    crc = _written(opened, row, crc)
+            for left in _pieces([value for _, value in ordered]):
+                crc = zlib.crc32(left, crc)
+                while left:  # a system writes no more than two gigabytes at a time
+                    left = left[opened.write(left) or 0 :]
 
     write_whole(file, write)
     return crc
@@ -62,14 +67,35 @@ def _first(value: Tensor | Rows) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
 
 
-def _written(opened: RawIOBase, tensor: Tensor, crc: int) -> int:
+def _pieces(values: Sequence[Tensor | Rows]) -> Iterator[memoryview]:
+    """Yield the bytes of tensors in their order, small ones together: each piece costs calls, and training waits.
+
+    They are joined by numpy: of a thread that writes, PyTorch's parallel kernels would start further threads, for whose
+    sake those of the training thread no longer spin between its own, and its small operations would take twice as long.
+    """
+    waiting: list[np.ndarray] = []
+    size = 0
+    for row in chain.from_iterable([value] if isinstance(value, Tensor) else value for value in values):
+        block = _bytes(row)
+        if waiting and size + len(block) > PIECE:
+            yield _joined(waiting)
+            waiting, size = [], 0
+        waiting.append(block)
+        size += len(block)
+    if size:
+        yield _joined(waiting)
+
+
+def _joined(blocks: list[np.ndarray]) -> memoryview:
+    return (blocks[0] if len(blocks) == 1 else np.concatenate(blocks)).data
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
     if not tensor.numel():
-        return crc
+        return np.zeros(0, np.uint8)
+    if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16 and tensor.is_contiguous():
+        return tensor.detach().numpy().reshape(-1).view(np.uint8)
     data = tensor.detach().cpu().contiguous().flatten()
     if data.stride(0) != 1:  # a single value of a larger tensor counts as contiguous
         data = data.clone(memory_format=torch.contiguous_format)
-    left = data.view(torch.uint8).numpy().data
-    crc = zlib.crc32(left, crc)
-    while left:  # a system writes no more than two gigabytes at a time
-        left = left[opened.write(left) or 0 :]
-    return crc
+    return data.view(torch.uint8).numpy()

@@ -27,6 +27,8 @@ MOVE = "move "
 
 REPRODUCIBLE = 0.5
 """The mean tau between starts from which on effects count as reproducible."""
+FOLLOWED = 0.5
+"""The scores' tau with the mean over starts from which on a bad verdict may be due to few replays alone."""
 
 GROUPS, FACTOR = 24, 4
 """Random groups of a size, and how much larger the next size is."""
@@ -56,6 +58,11 @@ class Ceiling:
         return all(part.value >= REPRODUCIBLE for part in (self.extreme, self.random))
 
     @property
+    def undecided(self) -> bool:
+        """Say whether a bad verdict comes of a wide interval: effects repeat themselves, and scores rank like them."""
+        return self.reproducible and all(tau >= FOLLOWED for tau in self.agreement.values())
+
+    @property
     def size(self) -> int | None:
         """From what group size on effects are reproducible; None where no size that was tried is."""
         if self.reproducible and self.single:
@@ -75,6 +82,11 @@ class Ceiling:
         means = f"with their mean the scores agree at tau {mean}"
         if self.reproducible and right:
             return f"{starts} ({taus}): there is a truth, and the scores follow it; {means}."
+        if self.undecided:
+            return (
+                f"{starts} ({taus}), so there is a truth, and the scores may well follow it ({means}): these replays "
+                "are too few to tell. Replay more, or the examples that matter (lo.refine)."
+            )
         if self.reproducible:
             return (
                 f"{starts} ({taus}), so the scores are wrong ({means}): take another method (lo.choose), or replay the "

@@ -85,7 +85,7 @@ class Check(Comparable):
         ]
         heads = ("sample", "replays", "verdict", "Kendall's tau", "Spearman's rho", "RMSE")
         title = f"{self.method}, compared with {len(self.table)} exact replays: {self.verdict.value}"
-        return notebook.card(title, (), heads, rows)
+        return notebook.card(title, [self.diagnosis], heads, rows)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw every estimate against its truth; needs matplotlib. Returns the axes."""

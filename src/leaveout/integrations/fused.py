@@ -59,7 +59,10 @@ def _projected(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor
         return wide + (wide.to(narrow).float() - wide).detach()
 
     with torch.autocast(kind, enabled=False):
-        logits = F.linear(rounded(inputs[0]), rounded(layer.weight)).to(narrow)
+        logits = F.linear(rounded(inputs[0]), rounded(layer.weight))
+        # Its values are those of the kernel for 16 bits, which adds up in an order of its own.
+        values = F.linear(inputs[0].detach().to(narrow), layer.weight.detach().to(narrow)).float()
+        logits = (logits + (values - logits).detach()).to(narrow)
         return logits if layer.bias is None else logits + layer.bias.to(narrow)
 
 

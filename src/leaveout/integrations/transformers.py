@@ -208,6 +208,8 @@ class RecorderCallback(TrainerCallback):
         if self._divides is None:
             self._divides = divides_by_items(model, inputs) or self._args.label_smoothing_factor > 0
         self._items_given, self._fused = ITEMS in inputs, FUSED in inputs
+        if self._fused:
+            self._recorder.called_otherwise()
         self._tap.next()
         ids, self._last = following
         items = inputs.get(ITEMS) if self._divides else None

@@ -30,6 +30,10 @@ class Adam(Definition):
             gradient = gradient.add(slots[PARAM], alpha=hyper["weight_decay"])
         return update(slots, gradient, hyper)
 
+    def fused(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots | None:
+        """The same by torch's kernel, on copies."""
+        return by_kernel(torch._fused_adam_, slots, gradient, hyper)
+
     def pulled(self, slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor] | None:
         """With λ inside the gradient, what reaches d reaches θ as well."""
         if hyper.get("amsgrad"):
@@ -93,6 +97,18 @@ def update(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
         new["max_exp_avg_sq"] = larger(slots["max_exp_avg_sq"], square)
     denominator = (sqrt(new["max_exp_avg_sq"] if hyper.get("amsgrad") else square) / correction).add(hyper["eps"])
     return {**new, PARAM: slots[PARAM].addcdiv(mean, denominator, value=-step_size)}
+
+
+def by_kernel(kernel: Any, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+    """Take a step by one of torch's fused kernels, which write into what they are given."""
+    new = {slot: tensor.contiguous().clone() for slot, tensor in slots.items()}
+    largest = [new["max_exp_avg_sq"]] if hyper.get("amsgrad") else []
+    count = torch.tensor(hyper["step"], dtype=torch.float32, device=gradient.device)
+    settings = {name: hyper[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+    flags = {name: bool(hyper.get(name)) for name in ("amsgrad", "maximize")}
+    moments = [new["exp_avg"]], [new["exp_avg_sq"]], largest
+    kernel([new[PARAM]], [gradient.contiguous()], *moments, [count], **settings, **flags)
+    return new
 
 
 def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.adam import Adam, decoupled, direction, jumped, pulled, update
+from leaveout.optim.adam import Adam, by_kernel, decoupled, direction, jumped, pulled, update
 from leaveout.optim.definition import Definition, Group, Hyper, Slots, Values, descent, is_plain
 
 
@@ -23,6 +23,10 @@ class AdamW(Adam):
         if hyper["weight_decay"] != 0:
             slots = {**slots, PARAM: slots[PARAM].mul(1 - hyper["lr"] * hyper["weight_decay"])}
         return update(slots, descent(gradient, hyper), hyper)
+
+    def fused(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots | None:
+        """The same by torch's kernel, on copies."""
+        return by_kernel(torch._fused_adamw_, slots, gradient, hyper)
 
     def pulled(self, slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor] | None:
         """Adam's, and (1 − αλ)u_θ."""

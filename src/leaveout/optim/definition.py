@@ -23,6 +23,9 @@ STILL = "still"
 IDLE = "idle"
 """The same for parameters that took the step with a gradient of zero, whatever the loss says: frozen ones."""
 
+FUSED = "fused"
+"""A column that only runs with such a group have: torch took the step by its fused kernel, which rounds differently."""
+
 Slots: TypeAlias = dict[str, Tensor]
 """One parameter's tensors by slot."""
 
@@ -87,6 +90,15 @@ class Definition:
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
         """O(s, g) for one parameter: its slots after the step."""
         raise NotImplementedError
+
+    def fused(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots | None:  # noqa: ARG002
+        """O(s, g) by torch's fused kernel, the same bits as its own step; None where that is not known."""
+        return None
+
+    def again(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+        """O(s, g) by the kernel that took the step."""
+        new = self.fused(slots, gradient, hyper) if hyper.get(FUSED) else None
+        return self.step(slots, gradient, hyper) if new is None else new
 
     def smooth(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
         """The step that is differentiated: the step itself, unless torch rounds within it."""

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM
 from leaveout.errors import UnsupportedError
-from leaveout.optim.definition import Definition, Group, Hyper, counter, listed
+from leaveout.optim.definition import FUSED, Definition, Group, Hyper, counter, listed
 from leaveout.optim.registry import optimizers
-from leaveout.optim.rule import DTYPES, TYPE, Rule, allowed_extras
+from leaveout.optim.rule import DTYPES, TYPE, Rule, allowed_extras, has_kernel
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -68,8 +68,9 @@ def hypers_of(
 
     With ``gradients``, those are there already, and what a parameter without one has counted does not matter.
     """
-    optimizer = unwrapped(optimizer)
-    members: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    optimizer, definition = unwrapped(optimizer), rule.definition
+    held, given = optimizer.state, optimizer.param_groups
+    members: list[list[Tensor]] = [[] for _ in given]
     for name, number in rule.groups.items():
         members[number].append(params[name])
     settings = [_group_hypers(optimizer, rule, number, own) for number, own in enumerate(members)]
@@ -79,10 +80,10 @@ def hypers_of(
     for name, number in rule.groups.items():
         param, place = params[name], number
         if not gradients or param.grad is not None:
-            counted = rule.definition.counted(optimizer.param_groups[number], optimizer.state.get(param, {}))
+            counted = definition.counted(given[number], held.get(param, {}))
             known = places.get((number, counted))
             if known is None:
-                row = {**settings[number], **dict(zip(rule.definition.counters, counted, strict=True))}
+                row = {**settings[number], **dict(zip(definition.counters, counted, strict=True))}
                 if rows[number]:
                     known = len(rows)
                     rows.append(row)
@@ -91,8 +92,8 @@ def hypers_of(
                 places[number, counted] = known
             place = known
         used.append(place)
-    for number, group in enumerate(optimizer.param_groups):  # those none of whose parameters moves
-        fresh = dict(zip(rule.definition.counters, rule.definition.counted(group, {}), strict=True))
+    for number, group in enumerate(given):  # those none of whose parameters moves
+        fresh = dict(zip(definition.counters, definition.counted(group, {}), strict=True))
         rows[number] = rows[number] or {**settings[number], **fresh}
     return Settings(rows, tuple(used) if len(rows) > len(settings) else None)
 
@@ -163,7 +164,7 @@ def _extras(definition: Definition, group: Group, params: list[Tensor]) -> Hyper
     """The further columns that a group needs: options that are on, types of hyperparameters that are tensors."""
     extras = {name: 1.0 for name in definition.options if group.get(name)}
     if group.get("fused"):  # its kernel takes the value and computes in its own precision
-        return extras
+        return {**extras, FUSED: 1.0} if has_kernel(definition) else extras
     for name, value in definition.settings(group, params).items():
         if isinstance(value, Tensor) and value.dtype in DTYPES[1:]:
             extras[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))

@@ -13,7 +13,7 @@ from torch.func import jvp, vmap
 from leaveout._util.trees import PARAM, Params, State, height, memory, pullback
 from leaveout.optim.averaging import AVERAGE, mixed, shares
 from leaveout.optim.clip import Clip
-from leaveout.optim.definition import IDLE, STILL, Definition, Division, Hyper, Slots, Values
+from leaveout.optim.definition import FUSED, IDLE, STILL, Definition, Division, Hyper, Slots, Values
 from leaveout.optim.registry import optimizers
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -109,6 +109,10 @@ class Rule:
     def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """O(s, g): the state of one model after one step."""
         return self._each(self.definition.step, state, self._clipped(self.flowing(gradient, hypers)), hypers)
+
+    def again(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
+        """O(s, g) by the kernels that took the step, where they are known to round in their own way."""
+        return self._each(self.definition.again, state, self._clipped(self.flowing(gradient, hypers)), hypers)
 
     def steps(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """O(s, g) for a stack of models."""
@@ -323,7 +327,13 @@ def allowed_slots(definition: Definition) -> list[tuple[str, ...]]:
 
 def allowed_extras(definition: Definition) -> list[str]:
     """The further columns that runs of an optimizer can have, in their order."""
-    return [*definition.options, *(f"{name}{TYPE}" for name in definition.hypers)]
+    kernel = [FUSED] if has_kernel(definition) else []
+    return [*definition.options, *(f"{name}{TYPE}" for name in definition.hypers), *kernel]
+
+
+def has_kernel(definition: Definition) -> bool:
+    """Say whether the optimizer's fused kernel is known, so that its steps can be taken again to the last bit."""
+    return type(definition).fused is not Definition.fused
 
 
 def _row(state: State, i: int) -> State:

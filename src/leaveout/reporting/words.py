@@ -147,6 +147,8 @@ def _brief(check: Check) -> str:
         return words
     if check.ceiling is not None and check.ceiling.extreme.value < REPRODUCIBLE:
         return f"{words} Look at labels, or at groups, instead."
+    if check.ceiling is not None and check.ceiling.undecided:
+        return f"{words} Verify with more replays."
     return f"{words} Go by those that are marked exact, and make more of them so: refine."
 
 
@@ -154,6 +156,8 @@ def _title(check: Check) -> str:
     """Say the verdict in a few words, and where it is a bad one and that was measured, what is to blame for it."""
     if check.ceiling is None or check.verdict in (Verdict.GOOD, Verdict.COARSE):
         return TITLES[check.verdict]
+    if check.ceiling.undecided:
+        return "Too few replays to tell"
     if check.ceiling.reproducible:
         return "The scores are wrong" if check.verdict is Verdict.NONE else "Only a hint: the scores are off"
     if check.ceiling.extreme.value >= REPRODUCIBLE:

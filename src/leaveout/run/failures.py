@@ -102,3 +102,15 @@ def not_an_epoch(epoch: object) -> InputError:
     return InputError(
         f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.", code="epoch-not-a-count"
     )
+
+
+def already_recording() -> RunError:
+    """Two recorders for one optimizer."""
+    return RunError(
+        "This optimizer is being recorded already: call finish() on its recorder first.", code="already-recording"
+    )
+
+
+def stopped(message: str) -> RunError:
+    """The disk takes no more, and the training is to stop then."""
+    return RunError(f"{message}, or train on without recording by on_full='continue'.", code="disk-full")

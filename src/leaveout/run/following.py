@@ -102,7 +102,7 @@ def follows(rule: Rule, before: State, given: Used, hypers: list[Hyper], after: 
 def stepped(rule: Rule, state: State, given: Params, hypers: list[Hyper]) -> State:
     """O(s, g): the state after a step, from what it was given."""
     buffers = tuple(name for name in given if name not in rule.groups)
-    return rule.following(None, buffers).step(state, given, hypers)
+    return rule.following(None, buffers).again(state, given, hypers)
 
 
 class Choice:
@@ -115,6 +115,14 @@ class Choice:
         self._last: tuple[int, State] | None = None
         self._whole = self._kept = 0
         self._in_place = False
+        self._sizes: dict[bool, int] = {}
+
+    def size(self, kept: State | Used) -> int:
+        """Count the bytes of what is kept of a state, which are the same each time."""
+        short = isinstance(kept, Used)
+        if short not in self._sizes:
+            self._sizes[short] = size_of(kept)
+        return self._sizes[short]
 
     def kept(
         self, index: int, given: Callable[[], Used | None], hypers: list[Hyper], state: Callable[[], State]

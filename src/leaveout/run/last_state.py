@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaveout._util.trees import State, sum_of
-from leaveout.errors import UnsupportedError
+from leaveout._util.trees import State
 
 
 class LastState:
@@ -44,8 +43,9 @@ class LastState:
         self._hooks += [module.register_load_state_dict_pre_hook(hook) for module in model.modules()]
 
     def total(self) -> Tensor:
-        """The sum of all parameters: finite only if all of them are, and rarely the same after a change."""
-        return sum_of(param.detach().sum() for param in self._params)
+        """The sum of the parameters' norms: finite only if all of them are, and rarely the same after a change."""
+        with torch.no_grad():
+            return torch.stack(torch._foreach_norm(self._params)).sum()
 
     def note(self, total: Tensor, state: State | None) -> None:
         """A step was taken; ``state`` is a copy of what it led to, if there is one."""
@@ -61,26 +61,16 @@ class LastState:
         """Say whether the parameters were written to since the last step, and are not as they were."""
         return self._versions not in (None, self._counted()) and not torch.equal(self.total(), self._total)
 
-    def check(self, where: str, step: int) -> None:
-        """Refuse parameters that are not those that the step before this one left."""
-        if self.changed():
-            raise UnsupportedError(
-                f"{where}, the parameters are not those that step {step - 1} left: something other "
-                "than optimizer.step() wrote to them (weights loaded, clamped, averaged or reset), which cannot be "
-                "replayed. Leave them alone between steps, or finish() here and record what follows as another run.",
-                code="parameters-changed",
-            )
-
     def final(self) -> State | None:
         """The state after the last step; None where it is gone."""
         if self._state is not None:
             return self._state
         now = self.total()
-        if self._versions is not None and now.device == self._total.device:
-            size = sum_of(param.detach().abs().sum() for param in self._params)
-            if self.changed() or bool((now - self._total).abs() > 4 * torch.finfo(now.dtype).eps * size):
-                return None  # the second is for those who write past the count, by param.data
-        return self._copied()
+        if self._versions is None or now.device != self._total.device:
+            return self._copied()
+        # The second is for those who write past the count, by param.data.
+        gone = self.changed() or bool((now - self._total).abs() > 4 * torch.finfo(now.dtype).eps * self._total)
+        return None if gone else self._copied()
 
     def release(self) -> None:
         """Let go of model and optimizer."""

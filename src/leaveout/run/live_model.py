@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+
 import torch
 from torch import Tensor, nn
 
@@ -25,29 +29,58 @@ def check_modules(model: nn.Module) -> None:
         raise UnsupportedError(f"This model cannot be recorded exactly:\n{listed}", code="model-not-supported")
 
 
-def check_trained(where: str, model: nn.Module, params: dict[str, Tensor], *, gradients: bool) -> None:
-    """Refuse a step that trains a parameter which the recording has left out as frozen; look at the ``gradients``."""
-    for name, param in model.named_parameters():
-        if param.requires_grad and name not in params:
-            raise UnsupportedError(
-                f"{where}, {name!r} was unfrozen, which was frozen when the recording began and is a constant of this "
-                "run: make the Recorder before anything is frozen, and freeze afterwards what is to be trained "
-                "later; or finish() here and record what follows as another run.",
-                code="unfrozen-late",
-            )
-    if gradients:
-        check_gradients(where, params)
+FEW = 1 << 15
+"""Up to how many numbers on average tensors count as small."""
+
+
+class Frozen:
+    """The parameters of a model that the recording has left out as frozen; looked for anew where the model changed.
+
+    Args:
+        model: what is trained.
+        params: the parameters that are trained.
+    """
+
+    def __init__(self, model: nn.Module, params: dict[str, Tensor]) -> None:
+        self._model, self._params = model, params
+        self._look()
+
+    def check(self, where: str) -> None:
+        """Refuse a step that trains one of them."""
+        if not self._is_as_it_was():
+            self._look()
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise UnsupportedError(
+                    f"{where}, {name!r} was unfrozen, which was frozen when the recording began and is a constant of "
+                    "this run: make the Recorder before anything is frozen, and freeze afterwards what is to be "
+                    "trained later; or finish() here and record what follows as another run.",
+                    code="unfrozen-late",
+                )
+
+    def _look(self) -> None:
+        self._frozen = [(n, p) for n, p in self._model.named_parameters() if n not in self._params]
+        self._tables = [table for part in self._model.modules() for table in (part._parameters, part._modules)]
+        self._held = list(chain.from_iterable(table.values() for table in self._tables))
+
+    def _is_as_it_was(self) -> bool:
+        """Say whether every module has the parameters and modules that it had, which is quicker than a walk by name."""
+        now = list(chain.from_iterable(table.values() for table in self._tables))
+        return len(now) == len(self._held) and all(map(is_, now, self._held))
 
 
 def check_gradients(where: str, params: dict[str, Tensor]) -> None:
     """Refuse gradients that are sparse, left over from before a parameter was frozen, or not there at all."""
     for name, param in params.items():
-        if param.grad is not None and param.grad.is_sparse:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
             raise UnsupportedError(
                 f"{where}, the gradient of {name!r} is sparse: build its layer with sparse=False.",
                 code="gradient-sparse",
             )
-        if param.grad is not None and not param.requires_grad and bool(param.grad.any()):
+        if not param.requires_grad and bool(grad.any()):
             raise UnsupportedError(
                 f"{where}, {name!r} is frozen and moves by a gradient from before: call optimizer.zero_grad() after "
                 "freezing it.",
@@ -61,8 +94,21 @@ def check_gradients(where: str, params: dict[str, Tensor]) -> None:
 
 def state_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor]) -> State:
     """Return a copy of parameters and optimizer state: the optimizer changes its tensors in place."""
+    held = [(slot, name, t) for name, p in params.items() for slot, t in _held(optimizer, rule, p).items()]
     state: State = {slot: {} for slot in rule.own_slots}
-    for name, param in params.items():
-        for slot, tensor in {PARAM: param, **buffers(optimizer, rule, param)}.items():
-            state[slot][name] = tensor.detach().to("cpu", copy=True).contiguous()
+    for (slot, name, _), tensor in zip(held, _copied([tensor for *_, tensor in held]), strict=True):
+        state[slot][name] = tensor
     return state
+
+
+def _held(optimizer: torch.optim.Optimizer, rule: Rule, param: Tensor) -> dict[str, Tensor]:
+    return {PARAM: param.detach(), **buffers(optimizer, rule, param)}
+
+
+def _copied(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Copy tensors, many small ones at once into one piece of memory."""
+    first = tensors[0]
+    alike = all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in tensors)
+    if alike and first.device.type == "cpu" and sum(tensor.numel() for tensor in tensors) <= FEW * len(tensors):
+        return torch._utils._unflatten_dense_tensors(torch._utils._flatten_dense_tensors(tensors), tensors)
+    return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]

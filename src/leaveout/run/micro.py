@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leaveout._util.tensor_files import Rows
 from leaveout.task.draws import RandomState
 
 FURTHER = "step/"
@@ -45,7 +46,7 @@ class Micro(NamedTuple):
         return self.random is None and self.denominator is None
 
 
-def written(steps: Sequence[tuple[Micro, ...]]) -> dict[str, Tensor]:
+def written(steps: Sequence[tuple[Micro, ...]]) -> dict[str, Tensor | Rows]:
     """The tensors of a shard's steps; none where every step has one plain micro-batch.
 
     >>> written([(Micro(2),)])
@@ -56,7 +57,7 @@ def written(steps: Sequence[tuple[Micro, ...]]) -> dict[str, Tensor]:
     flat = [part for parts in steps for part in parts]
     drawn = [part.random for part in flat if part.random is not None]
     places = iter(range(len(drawn)))
-    tensors = {
+    tensors: dict[str, Tensor | Rows] = {
         COUNTS: torch.tensor([len(parts) for parts in steps]),
         LENGTHS: torch.tensor([part.length for part in flat]),
         DENOMINATORS: torch.tensor(
@@ -65,7 +66,7 @@ def written(steps: Sequence[tuple[Micro, ...]]) -> dict[str, Tensor]:
         STATES: torch.tensor([-1 if part.random is None else next(places) for part in flat]),
     }
     for device in drawn[0] if drawn else ():
-        tensors[f"{RANDOM}{device}"] = torch.stack([state[device] for state in drawn])
+        tensors[f"{RANDOM}{device}"] = [state[device] for state in drawn]
     return tensors
 
 

@@ -19,7 +19,7 @@ from leaveout.optim.averaging import Update
 from leaveout.run.following import Used
 from leaveout.run.manifest import Manifest
 from leaveout.run.pending import Taken
-from leaveout.run.record import Record
+from leaveout.run.record import Record, prints
 
 NEVER = 2**62
 """Every so many steps a state is kept in processes that do not write."""
@@ -45,6 +45,7 @@ class Processes:
 
     def gathered(self, taken: Taken) -> Taken:
         """All processes' parts of a step, in their order, for the first process; the others keep their own."""
+        taken = taken._replace(fingerprint=prints(taken), unhashed=())
         parts: list[Any] | None = [None] * distributed.get_world_size() if self.first else None
         distributed.gather_object(taken, parts, dst=0, group=self._group)
         if parts is None:
@@ -80,7 +81,7 @@ class NoWriter:
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Leave that to the first process, as all else."""
 
-    def append(self, record: Record, state: State | Used | None, held: int = 0) -> None:
+    def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
         """See ``begin``."""
 
     def settle(self, final: Callable[[], State | None]) -> bool:  # noqa: ARG002

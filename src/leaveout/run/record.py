@@ -11,6 +11,7 @@ from torch import Tensor
 from leaveout.optim import Hyper
 from leaveout.optim.averaging import Update
 from leaveout.run.micro import Micro
+from leaveout.task import batches
 from leaveout.task.draws import RandomState
 
 
@@ -22,7 +23,8 @@ class Record:
     mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states;
     ``batches`` what the loader yielded, on its way to disk where it has to be kept; ``places`` each parameter's row of
     ``hypers``, on its way to disk where that is not its group's; ``average`` what became of the weights' average
-    after it; ``scale`` what the loss was multiplied by, and the gradient divided by (``GradScaler``).
+    after it; ``scale`` what the loss was multiplied by, and the gradient divided by (``GradScaler``); ``unhashed``
+    copies of small batches, on their way to disk as fingerprints.
     """
 
     index: int
@@ -38,8 +40,14 @@ class Record:
     places: tuple[int, ...] | None = None
     average: Update | None = None
     scale: float = 1.0
+    unhashed: tuple[Any, ...] = ()
 
     @property
     def parts(self) -> tuple[Micro, ...]:
         """The micro-batches, also where there is but one."""
         return self.micro or (Micro(len(self.ids)),)
+
+
+def prints(taken: Any) -> list[tuple[int, int]]:
+    """Return the fingerprints of a step's batches, taking those that were left for later."""
+    return [mark for batch in taken.unhashed for mark in batches.fingerprint(batch)] or taken.fingerprint

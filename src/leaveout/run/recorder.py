@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import warnings
 import weakref
@@ -10,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,15 +20,15 @@ from torch.utils.data import DataLoader
 
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
-from leaveout.errors import InputError, LeaveoutWarning, RunError, is_whole
+from leaveout.errors import InputError, LeaveoutWarning, is_whole
 from leaveout.optim import AVERAGE, Hyper, Settings, hypers_of, rule_of, unwrapped
 from leaveout.run import failures, uneven
-from leaveout.run.following import Choice, Used, size_of, used
+from leaveout.run.following import Choice, Used, used
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
 from leaveout.run.live_average import LiveAverage, check_resumed
-from leaveout.run.live_model import check_gradients, check_modules, check_trained, state_of
+from leaveout.run.live_model import Frozen, check_gradients, check_modules, state_of
 from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.run.overwrite import clear
@@ -95,10 +95,7 @@ class Recorder:
             raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.", code="on-full-unknown")
         optimizer = unwrapped(optimizer)
         if optimizer in _RECORDED:
-            raise RunError(
-                "This optimizer is being recorded already: call finish() on its recorder first.",
-                code="already-recording",
-            )
+            raise failures.already_recording()
         called, model = model, bare(model)
         rule = rule_of(optimizer, model).averaging(on=average is not None)
         self._average = None if average is None else LiveAverage(average, model)
@@ -113,6 +110,7 @@ class Recorder:
         self._model = model
         self._optimizer = optimizer
         self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
+        self._frozen = Frozen(model, self._params)
         self._stop_when_full = on_full == "stop"
         if overwrite and writes:
             clear(path)
@@ -159,7 +157,6 @@ class Recorder:
 
     def _watched_epoch(self, indexed: IndexedLoader) -> Iterator[Any]:
         self._epoch += 1
-        finished = False
         try:
             for number, (ids, batch) in enumerate(indexed, 1):
                 if self._past.left_early(self._epoch):
@@ -174,10 +171,9 @@ class Recorder:
                     self._past.resume_draws()
                     self._pending.watch(ids, batch)
                 yield batch
-            finished = True
-        finally:
-            if not finished:  # the loop was left early: the batch in hand will not be stepped on
-                self._pending.clear()
+        except BaseException:  # the loop was left early: the batch in hand will not be stepped on
+            self._pending.clear()
+            raise
 
     def step(
         self,
@@ -201,6 +197,10 @@ class Recorder:
             return  # the disk is full, or the run is finished
         self._past.resume_draws()
         self._pending.tell(numbers, batch, denominator, autocast)
+
+    def called_otherwise(self) -> None:
+        """Say that the task will call the model in another way: what autograd functions it has now does not matter."""
+        self._pending.look_no_more()
 
     def flush(self) -> None:
         """Write what is recorded so far; call it with each checkpoint, from which ``resume=steps`` can go on then."""
@@ -232,9 +232,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, *_: Any) -> None:
         if not self._hooks:
             return
         self._release()
@@ -291,9 +289,7 @@ class Recorder:
         message = failures.disk_full(self._writer.path, error, self._steps)
         if self._stop_when_full:
             self._cut = True
-            raise RunError(
-                f"{message}, or train on without recording by on_full='continue'.", code="disk-full"
-            ) from error
+            raise failures.stopped(message) from error
         warnings.warn(f"{message}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
 
     def _release(self) -> None:
@@ -314,7 +310,9 @@ class Recorder:
         if not self._pending:
             raise failures.batch_missing(where)
         closure = any(callable(argument) for argument in (*args, *kwargs.values()))
-        check_trained(where, self._model, self._params, gradients=not closure)
+        self._frozen.check(where)
+        if not closure:
+            check_gradients(where, self._params)
         if self._last.changed():
             raise failures.parameters_changed(where, self._steps - 1)
         self._moving.check(where)
@@ -348,7 +346,7 @@ class Recorder:
         if not self._hooks:
             return
         total = self._last.total()  # one question per step: a sum is finite only if all its terms are
-        if not torch.isfinite(total):
+        if not math.isfinite(total.item()):
             self._stop_at_nan()
         if self._steps == 0 and self._start is not None:
             self._begin(self._start)
@@ -366,7 +364,8 @@ class Recorder:
         if self._keep.wants(self._steps):
             given = partial(used, self._params, self._moving.now, alike=self._settings.places is None)
             kept = self._choice.kept(self._steps, given, self._settings.hypers, self._state)
-            self._keep.note(self._steps, size_of(kept))
+            held += (size := self._choice.size(kept))
+            self._keep.note(self._steps, size)
         self._last.note(total, None if isinstance(kept, Used) else kept)
         try:
             self._writer.append(record, kept, held)

@@ -135,8 +135,12 @@ class NotingSampler:
 
     def __iter__(self) -> Iterator[Any]:
         for indices in self._indexed:
-            single = not isinstance(indices, Sized) or getattr(indices, "shape", None) == ()
-            self._drawn.append(batches.numbers([indices] if single else indices).tolist())
+            if type(indices) is list and all(type(number) is int and number >= 0 for number in indices) and indices:
+                drawn = list(indices)  # as most samplers give them
+            else:
+                single = not isinstance(indices, Sized) or getattr(indices, "shape", None) == ()
+                drawn = batches.numbers([indices] if single else indices).tolist()
+            self._drawn.append(drawn)
             yield indices
 
     def __len__(self) -> int:

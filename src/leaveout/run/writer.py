@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +33,9 @@ from leaveout.run.kept_states import KEPT
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Run
-from leaveout.run.record import Record
+from leaveout.run.record import Record, prints
 
-SHARD_BYTES = 64_000_000
+SHARD_BYTES = 16_000_000
 SHARD_STEPS = 4096
 SHARD_SECONDS = 10.0
 SHARDS = r"shard-\d+\.safetensors"
@@ -83,24 +84,17 @@ class Writer:
     @property
     def unfinished(self) -> bool:
         """Say whether a run was begun and is not at its end."""
-        return self._manifest is not None and not self._manifest.finished
+        return self._writing is not None or (self._manifest is not None and not self._manifest.finished)
 
     def begin(self, manifest: Manifest, initial: State) -> None:
-        """Write the state before the first step."""
-        write_tensors(self.path / INITIAL, kept_states.flatten(initial))
-        config = self.path / CONFIG
-        self._manifest = replace(
-            manifest,
-            initial_crc32=checksum(self.path / INITIAL),
-            config_crc32=checksum(config) if config.exists() else None,
-        )
-        write_manifest(self.path, self._manifest)
+        """Write the state before the first step, whose tensors must not change afterwards, while training goes on."""
+        self._writing = self._thread.submit(_write_start, self.path, manifest, initial)
 
-    def append(self, record: Record, state: State | Used | None, held: int = 0) -> None:
+    def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
         """Take one step, and the state after it if it is to be kept; its tensors must not change afterwards.
 
         In place of the state there may be what the step was given, where the state before it is kept. ``held`` are the
-        bytes of batches that are kept with it.
+        bytes of both, and of batches that are kept with them, where they have been counted.
 
         The newest step is never written before the next one comes: ``finish`` may still give it its state.
         """
@@ -110,10 +104,9 @@ class Writer:
         if self._records and (self._held >= self._shard_bytes or len(self._records) >= SHARD_STEPS or late):
             self._flush()
         self._records.append(record)
-        self._held += held
         if state is not None:
             self._states[record.index + 1] = state
-            self._held += size_of(state)
+        self._held += (0 if state is None else size_of(state)) if held is None else held
 
     @property
     def newest(self) -> Used | None:
@@ -161,18 +154,23 @@ class Writer:
         """
         try:
             self._wait()
+            new = self.before is None
+            if new and self._manifest is not None:
+                _tidy(self.path, self._manifest)  # before it is finished: nobody tidies a finished run
             if self._records:
                 assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
                 if final is not None:
                     self.replace_newest(final)
                 self.settle(lambda: None)
                 # Not in the thread: none starts any more while the interpreter ends.
-                self._manifest = _write_shard(self.path, self._number, self._records, self._states, self._manifest)
+                self._manifest = _write_shard(
+                    self.path, self._number, self._records, self._states, self._manifest, last=complete and new
+                )
             if self._manifest is not None:
-                if self.before is not None:
+                if not new:
                     write_manifest(self.path, self._manifest)  # which may name less than the one on disk
-                _tidy(self.path, self._manifest)  # before it is finished: nobody tidies a finished run
-                if complete:
+                    _tidy(self.path, self._manifest)
+                if complete and not (new and self._manifest.finished):
                     self._manifest = replace(self._manifest, finished=True)
                     write_manifest(self.path, self._manifest)
         finally:
@@ -286,17 +284,34 @@ def _ours(file: Path, names: re.Pattern[str]) -> bool:
     return bool(ASIDE.fullmatch(file.name) or (names.fullmatch(file.name) and file.is_file()))
 
 
+def _write_start(path: Path, manifest: Manifest, initial: State) -> Manifest:
+    """Write the state before the first step, then the manifest that names it."""
+    write_tensors(path / INITIAL, kept_states.flatten(initial))
+    config = path / CONFIG
+    sums = {"initial_crc32": checksum(path / INITIAL), "config_crc32": checksum(config) if config.exists() else None}
+    manifest = replace(manifest, **sums)
+    write_manifest(path, manifest)
+    return manifest
+
+
 def _write_shard(
-    path: Path, number: int, records: Sequence[Record], states: dict[int, State | Used], manifest: Manifest
+    path: Path,
+    number: int,
+    records: Sequence[Record],
+    states: dict[int, State | Used],
+    manifest: Manifest,
+    *,
+    last: bool = False,
 ) -> Manifest:
-    """Write a shard, then the manifest that names it."""
-    leaves = max(len(record.fingerprint) for record in records)
-    prints = [[*record.fingerprint, *[(-1, -1)] * (leaves - len(record.fingerprint))] for record in records]
+    """Write a shard, then the manifest that names it, which says that the run is finished if it is the last one."""
+    marks = [prints(record) for record in records]
+    leaves = max(map(len, marks))
+    marks = [[*own, *[(-1, -1)] * (leaves - len(own))] for own in marks]
     tensors: dict[str, Tensor | Rows] = {
-        "ids": torch.cat([record.ids for record in records]),
+        "ids": torch.from_numpy(np.concatenate([record.ids.numpy() for record in records])),
         "lengths": torch.tensor([len(record.ids) for record in records]),
         "epochs": torch.tensor([record.epoch for record in records]),
-        "fingerprints": torch.tensor(prints, dtype=torch.int64).reshape(len(records), leaves, 2),
+        "fingerprints": torch.tensor(marks, dtype=torch.int64).reshape(len(records), leaves, 2),
     }
     tensors |= micro.written([record.parts for record in records])
     tensors |= averages.written([record.average for record in records])
@@ -310,7 +325,7 @@ def _write_shard(
     after = {record.index + 1: record.after for record in records}
     random = [state for index in states if (state := after.get(index)) is not None]
     if random and len(random) == len(states):
-        tensors |= {f"{micro.AFTER}{device}": torch.stack([one[device] for one in random]) for device in random[0]}
+        tensors |= {f"{micro.AFTER}{device}": [one[device] for one in random] for device in random[0]}
     for record in records:
         for part, batch in enumerate(record.batches):
             tensors |= kept_batches.packed(batch, kept_batches.key(record.index, part))
@@ -325,6 +340,7 @@ def _write_shard(
         modes=tuple(modes),
         autocast=_autocast(records, manifest),
         uneven=manifest.uneven or uneven.PLACES in tensors,
+        finished=manifest.finished or last,
     )
     write_manifest(path, manifest)
     return manifest

@@ -40,7 +40,7 @@ accumulative SGD-influence estimation ([methods](methods.md)).
 
 NOTES = """
 CPU time is what counts on a machine that is busy with other things; "per step" is CPU time. While recording, states
-wait in memory until they fill a shard (64 MB, 4096 steps or 10 seconds): memory rises until the first shard is written,
+wait in memory until they fill a shard (16 MB, 4096 steps or 10 seconds): memory rises until the first shard is written,
 and then only when a shard is larger than those before it. While scoring, memory follows the shard being read, up as its
 pages are touched and down at the next one: a slope of a few hundred bytes, where a state has ten thousand, only
 reflects where in this sawtooth the samples begin and end. A leak of one state per step would show as 10 KB.
