@@ -37,7 +37,7 @@ two; the first layer, whose inputs do not move, takes one and one, as the gradie
 layer dominates, the two are closer (the rates above).
 
 *Recording*: 1.03 to 1.23. Hashing each batch and copying plain SGD's states happen in the training thread, and a short
-run waits for the disk ten times at its beginning and end (16 ms each on this machine). With AdamW nothing is copied in
+run waits for the disk four times at its end (16 ms each on this machine). With AdamW nothing is copied in
 seven steps of eight; there two rounds lay within the machine's noise.
 
 *Replay of 32, MNIST CNN*: 1.15 on a machine with other work. Two models side by side took 8.0 ms each where a plain
