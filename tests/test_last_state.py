@@ -173,13 +173,13 @@ def test_a_model_of_a_single_tensor_is_copied_too(tmp_path):
     """Its states are those of the training, and not one tensor that goes on with it."""
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    weights = [float(model.weight)]
+    weights = [model.weight.item()]
     with lo.Recorder(tmp_path / "run", model, optimizer, keep="all") as recorder:
         for step in range(3):
             recorder.step([step])
             optimizer.zero_grad()
             (model(torch.ones(1, 1)) - 3).square().sum().backward()
             optimizer.step()
-            weights.append(float(model.weight))
+            weights.append(model.weight.item())
     run = lo.open_run(tmp_path / "run")
     assert [float(run.state(i)["param"]["weight"]) for i in range(4)] == weights
