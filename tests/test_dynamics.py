@@ -49,7 +49,7 @@ def test_every_number_is_that_of_a_plain_loop(tmp_path, model):
         expected = torch.tensor([[row[key] for row in rows] for rows in loops])
         torch.testing.assert_close(getattr(seen, name).double(), expected.double(), rtol=1e-5, atol=1e-6)
     hits = [sum(row["predicted"] == int(y) for row, (_, y) in zip(rows, problem.train, strict=True)) for rows in loops]
-    weights = [count**8 / sum(other**8 for other in hits) for count in hits]
+    weights = [count**16 / sum(other**16 for other in hits) for count in hits]
     assert len(set(hits)) > 1  # weights that matter
     for k in range(problem.n):
         label = int(problem.train[k][1])
@@ -140,3 +140,17 @@ def test_another_data_set_is_refused(tmp_path):
     other = lo.Task(problem.task.model, nn.BCEWithLogitsLoss(), TensorDataset(x.flip(0), y.flip(0)))
     with refused(lo.MismatchError, "batch-differs"):
         dynamics(problem.run, other)
+
+
+def test_states_of_a_memorised_run_count_alike(tmp_path):
+    torch.manual_seed(0)
+    x, y = torch.eye(12), torch.arange(12) % 2
+    task = lo.Task(nn.Linear(12, 2), nn.CrossEntropyLoss(), TensorDataset(x, y))
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=2.0)
+    run = lo.train(task, optimizer, epochs=30, batch_size=4, seed=0, out=tmp_path / "run")
+    seen = dynamics(run, task, states=8)
+    assert seen.misfit == 0
+    assert seen.weights.tolist() == pytest.approx([1 / len(seen.steps)] * len(seen.steps))
+    unseen = dynamics(run, task, states=8, folds=3)  # there is nothing to memorise out of sample
+    shares = unseen.fitted.double().mean(1) ** 16
+    assert unseen.weights.tolist() == pytest.approx((shares / shares.sum()).tolist() if shares.sum() else [1 / 8] * 8)

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout.builtin import data, models
 from leaveout.evaluate.duplicates import conflicts, input_hashes
-from leaveout.evaluate.label_issues import MEMORISED
+from leaveout.evaluate.dynamics import MEMORISED
 from leaveout.evaluate.labels import confident_count, influence_weight, robust
 from leaveout.evaluate.metrics import Interval
 from leaveout.task.classes import Reading, class_logits, margins, readings

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -425,40 +426,40 @@ def test_a_single_test_example_has_no_interval(rowed, tmp_path):
         ("at random", 1, 1),
     ]
     broken = replace(curve, table=curve.table.assign(loss=float("nan")))
-    refuse(rowed, tmp_path / "new", "test loss that is NaN or infinite.*leave the curve out", curve=broken)
+    refuse(rowed, tmp_path / "new", "values-not-finite", "leave the curve out", curve=broken)
 
 
-def refuse(rowed, tmp_path, match, **given):
+def refuse(rowed, tmp_path, code, named, **given):
     path = tmp_path / "page.html"
-    with pytest.raises(lo.InputError, match=match):
+    with refused(lo.InputError, code, named):
         lo.report(path, rowed.run, **{"scores": rowed.scores, "task": rowed.task, **given})
     assert not path.exists()
 
 
 def test_refusals(rowed, tmp_path):
-    said = lambda match, **given: refuse(rowed, tmp_path, match, **given)  # noqa: E731
-    said(r"without its task: give task=", task=None, query=rowed.query)
+    said = partial(refuse, rowed, tmp_path)
+    said("query-without-task", "task=", task=None, query=rowed.query)
     holed = rowed.scores.values.clone()
     holed[3] = float("nan")
-    said(r"score of 3 is NaN or infinite: score the run again", scores=replace(rowed.scores, values=holed))
-    said(r"4 feature names for rows of 5 values: name every feature", show=lo.Show(features=FEATURES[:4]))
-    said(r"Example 77 in group 'a' does not exist", show=lo.Show(groups={"a": [77]}))
-    said(r"scored for other queries.*give the query set", query=TensorDataset(*rowed.task.train_set[:5]))
+    said("score-not-finite", "score of 3", scores=replace(rowed.scores, values=holed))
+    said("feature-without-name", "4 feature names for rows of 5 values", show=lo.Show(features=FEATURES[:4]))
+    said("id-out-of-range", "Example 77 in group 'a'", show=lo.Show(groups={"a": [77]}))
+    said("queries-differ", "give the query set", query=TensorDataset(*rowed.task.train_set[:5]))
     each = lo.SGDIE().score(rowed.run, rowed.task, rowed.query, queries="each")
-    said(r"10 queries and the query set 5: give the query set", scores=each, query=TensorDataset(*rowed.query[:5]))
+    said("query-count-differs", "10 queries and the query set 5", scores=each, query=TensorDataset(*rowed.query[:5]))
     by_group = lo.SGDIE().score(rowed.run, rowed.task, rowed.query, groups={"a": [0], "b": [1]})
     by_group = replace(by_group, groups=None)  # as files of before have it
     unknown = lo.Show(groups={"a": [0]})
-    said(r"Group 'b' was scored and is not in", scores=by_group, query=rowed.query, show=unknown)
+    said("group-not-shown", "Group 'b'", scores=by_group, query=rowed.query, show=unknown)
     check = lo.verify(rowed.scores, rowed.run, rowed.task, rowed.query, replays=8)
     other = lo.TracIn().score(rowed.run, rowed.task, rowed.query)
-    said(r"check is of SGD-IE, the scores are of TracIn: give the check of these", scores=other, check=check)
+    said("check-of-other-scores", "of SGD-IE, the scores are of TracIn", scores=other, check=check)
     changed = replace(rowed.scores, values=rowed.scores.values * 1.01)
-    said(r"check is of other scores by SGD-IE than these: verify these", scores=changed, check=check)
+    said("check-of-other-scores", "of other scores by SGD-IE than these", scores=changed, check=check)
     foreign = replace(check, run_fingerprint=1)
-    said(r"check is of other scores by SGD-IE than these", check=foreign)
+    said("check-of-other-scores", "of other scores by SGD-IE than these", check=foreign)
     curve = lo.cleanse(rowed.scores, rowed.run, rowed.task, rowed.query, [1], random=0)
-    said(r"cleansing curve is of another run", curve=replace(curve, run_fingerprint=1))
+    said("curve-of-another-run", "cleansing curve", curve=replace(curve, run_fingerprint=1))
     with refused(lo.InputError, "top-not-a-count", "top=0"):
         lo.Show(top=0)
 

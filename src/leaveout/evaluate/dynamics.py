@@ -37,7 +37,9 @@ BLOCK = 256
 """Examples per forward pass; larger blocks of images are slower."""
 EARLY = 2
 """States that are looked at before the first of the evenly spaced ones."""
-SHARPNESS = 8
+MEMORISED = 0.05
+"""Where a run predicts fewer than this share of its labels otherwise, it may have memorised them."""
+SHARPNESS = 16
 """The power of the share of predicted labels by which a state counts as a judge."""
 PROBES = (4, 16, 64)
 """Steps after which it is asked whether a training keeps to its budget."""
@@ -74,12 +76,13 @@ class Dynamics(Comparable):
 
     @cached_property
     def weights(self) -> Float[Tensor, " states"]:
-        """How much each state counts as a judge, in all 1: as the eighth power of the share of labels it predicts.
+        """How much each state counts as a judge, in all 1: as the 16th power of the share of labels it predicts.
 
-        A state that has learned little says little; states that predict about as many count alike, so that the last
-        ones, which may have memorised labels, do not outweigh the others.
+        A state that has learned little says little. Where the run may have memorised its labels, all states count
+        alike: those that predict most have memorised most.
         """
-        shares = self.fitted.double().mean(1) ** SHARPNESS
+        memorised = self.folds is None and self.misfit < MEMORISED
+        shares = self.fitted.double().mean(1) ** (0 if memorised else SHARPNESS)
         total = shares.sum()
         return (shares / total if total > 0 else torch.full_like(shares, 1 / len(shares))).to(self.margins.dtype)
 

@@ -15,11 +15,9 @@ from leaveout._util import notebook
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_json, save_json, save_text
 from leaveout.errors import RunError
-from leaveout.evaluate.dynamics import STATES
+from leaveout.evaluate.dynamics import MEMORISED, STATES
 from leaveout.scores import LABELS, MEAN, Scores
 
-MEMORISED = 0.05
-"""Where a run predicts fewer than this share of its labels otherwise, it may have memorised them."""
 UNLEARNED = 0.4
 """Where a run predicts more than this share of its labels otherwise, it is more often the model that is wrong."""
 FOLDS, BUDGET = 5, 60.0

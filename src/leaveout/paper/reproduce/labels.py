@@ -16,8 +16,8 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor
 
 from leaveout.estimators import ACC, SGDIE, Estimator, TracIn, score
-from leaveout.evaluate.dynamics import Dynamics, dynamics
-from leaveout.evaluate.label_issues import FOLDS, MEMORISED
+from leaveout.evaluate.dynamics import MEMORISED, Dynamics, dynamics
+from leaveout.evaluate.label_issues import FOLDS
 from leaveout.evaluate.labels import judged, labels
 from leaveout.evaluate.verify import verify
 from leaveout.paper.reproduce.label_runs import RUNS, SHOWN, Mislabelled, mislabelled
