@@ -124,6 +124,8 @@ def test_what_is_no_run_and_no_loader(problem: Problem, tmp_path: Path) -> None:
     single = lo.TracIn().score(problem.run, problem.task, problem.query, queries="each")
     with refused(lo.InputError, "most-not-a-count", "most=0"):
         lo.metrics.brittleness(single, problem.run, problem.task, problem.query, most=0)
+    with refused(lo.InputError, "subset-not-scored", "Subset 1", "999"):
+        lo.metrics.algorithm_lds(single, [[0], [999]], np.zeros((1, 2, 4)))
     with refused(lo.InputError, "seeds-not-a-count", "seeds=0"):
         runner.compute(SPECS["convex"], tmp_path, seeds=0)
     with refused(lo.InputError, "sketch-not-usable", "positive width"):
@@ -150,3 +152,35 @@ def test_a_run_that_maximised_its_loss(tmp_path: Path) -> None:
     climbing = recorded(tmp_path / "run", "logistic", lambda m: torch.optim.SGD(m.parameters(), 0.1, maximize=True))
     with refused(lo.UnsupportedError, "not-a-minimum", "SGDIE()"):
         lo.InfluenceFunction().score(climbing.run, climbing.task, climbing.query)
+
+
+def test_a_step_that_is_nan_when_it_is_computed_again(tmp_path: Path) -> None:
+    """The batch was not shown to the recorder, which therefore cannot tell that the data have changed."""
+    torch.manual_seed(0)
+    x, y, model = torch.randn(4, 3), torch.randint(2, (4,)), nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lo.Recorder(tmp_path / "run", model, optimizer) as recorder:
+        recorder.step([0, 1])
+        nn.functional.cross_entropy(model(x[:2]), y[:2]).backward()
+        optimizer.step()
+    task = lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(x, y), check=False)
+    x[0] = torch.nan
+    with refused(lo.MismatchError, "step-recomputed-nan", "Step 0", "[0, 1]"):
+        lo.Replay().score(lo.open_run(tmp_path / "run"), task, TensorDataset(x[2:], y[2:]), ids=[1])
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable:
+        """Ray as it is where nothing listens; the real one tries for a minute."""
+
+        @staticmethod
+        def is_initialized() -> bool:
+            return False
+
+        @staticmethod
+        def init(**_options: Any) -> None:
+            raise ConnectionError("nothing listens there")
+
+    monkeypatch.setattr(engines, "_ray", Unreachable)
+    with refused(lo.EngineError, "cluster-not-found", "127.0.0.1:1", "nothing listens there"):
+        lo.Ray("127.0.0.1:1")._connected()

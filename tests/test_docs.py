@@ -55,10 +55,18 @@ def run(document: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", mostly_full(RUN, "README.md"))
 def test_the_code_in_the_documents_runs(name, tmp_path, monkeypatch):
+    for needed in ("trl", "peft", "lightning", "accelerate") if name == "docs/trainers.md" else ():
+        pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TTY_COMPATIBLE", "0")  # no progress bars, also under pytest -s
     assert blocks(ROOT / name), "no code was found"
     run(ROOT / name, Path(name).stem)
+
+
+def test_each_trainer_takes_under_ten_further_lines():
+    marked = [block.count("# <-") for block in blocks(ROOT / "docs/trainers.md")]
+    assert len([count for count in marked if 3 <= count < 10]) == 5  # one script per trainer
+    assert max(marked) < 10
 
 
 @pytest.mark.parametrize("name", mostly_full(["README.md", "docs/command-line.md"], "README.md"))

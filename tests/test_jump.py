@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.sweep import checkpoint
+from leaveout.optim import adam, adamw
+from leaveout.sweep import checkpoint, linear_step
 from oracle import Oracle
 from problems import Problem, shared
 from refusal import refused
@@ -42,6 +43,40 @@ def test_jumps_equal_dense_products_for_the_mean_and_for_each_query(problem):
     close(scored(problem), expected.mean(1, keepdim=True))
     plain = scored(problem, lo.SGDIE())
     assert (scored(problem) - plain).norm() > 1e-3 * plain.norm()  # one cannot pass for the other
+
+
+@pytest.mark.parametrize("optimizer", NONLINEAR)
+def test_gradients_that_come_with_the_product_give_the_same(optimizer):
+    """A task whose derivatives were compared takes both in one pass."""
+    problem = shared("mlp", optimizer, batches=BATCHES)
+    task = lo.Task(problem.task.model, problem.task.loss, problem.task.train_set, l2=problem.task.l2)
+    assert task.abilities.together
+    together = lo.ACC().score(problem.run, task, problem.query).values
+    close(together, scored(problem))
+    few = lo.ACC().score(problem.run, task, problem.query, ids=[1]).values  # whose gradient is taken by itself
+    close(few, scored(problem)[1:2])
+
+
+def test_blocks_of_coordinates_change_nothing(problem, monkeypatch):
+    expected = scored(problem)
+    monkeypatch.setattr(linear_step, "BLOCK", 7)
+    close(scored(problem), expected, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"maximize": 1.0}])
+@pytest.mark.parametrize("optimizer", [adam.OPTIMIZER, adamw.OPTIMIZER])
+def test_a_jump_in_closed_form_is_the_difference_of_two_steps(optimizer, settings):
+    draw = torch.Generator().manual_seed(0)
+    hyper = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "step": 3.0, **settings}
+    slots = {slot: torch.randn(5, generator=draw, dtype=torch.float64).square() for slot in optimizer.slots}
+    gradient, leaving = (torch.randn(*size, 5, generator=draw, dtype=torch.float64) for size in ((), (3,)))
+    leaving[0] = 0
+    found = optimizer.jumped(slots, optimizer.step(slots, gradient, hyper), gradient, leaving, hyper)
+    for row in range(3):
+        with_it, without = (optimizer.step(slots, g, hyper) for g in (gradient, gradient - leaving[row]))
+        for slot in slots:
+            torch.testing.assert_close(found[slot][row], without[slot] - with_it[slot], rtol=1e-9, atol=1e-14)
+    assert not any(moved[0].any() for moved in found.values())  # who leaves nothing moves nothing
 
 
 class Derivative(lo.ACC):

@@ -167,3 +167,19 @@ def test_a_module_that_goes_into_training_mode_later_is_followed(tmp_path: Path)
     task = lo.Task(model, nn.MSELoss(), data)
     assert lo.SGDIE().score(run, task, data).values.abs().max() > 0
     assert [record.training for record in map(run.record, (0, 3, 5))] == [(), ("0",), ("", "0", "1", "2")]
+
+
+def test_a_model_of_a_single_tensor_is_copied_too(tmp_path):
+    """Its states are those of the training, and not one tensor that goes on with it."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    weights = [model.weight.item()]
+    with lo.Recorder(tmp_path / "run", model, optimizer, keep="all") as recorder:
+        for step in range(3):
+            recorder.step([step])
+            optimizer.zero_grad()
+            (model(torch.ones(1, 1)) - 3).square().sum().backward()
+            optimizer.step()
+            weights.append(model.weight.item())
+    run = lo.open_run(tmp_path / "run")
+    assert [float(run.state(i)["param"]["weight"]) for i in range(4)] == weights

@@ -58,7 +58,8 @@ def test_predictions_come_within_a_factor(tmp_path, planned):
 
 
 @pytest.mark.full
-def test_planning_takes_seconds_however_long_the_run(tmp_path):
+def test_planning_takes_seconds_however_long_the_run_and_shows_a_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # a terminal, as far as rich can tell
     task, query = problem()
     run = lo.train(task, optimizer(task.model), 400, 32, 0, tmp_path / "run")
     start = time.process_time()
@@ -66,6 +67,7 @@ def test_planning_takes_seconds_however_long_the_run(tmp_path):
     taken = time.process_time() - start
     assert taken < 10
     assert taken < plan["seconds"].sum() / 20
+    assert "measuring" in capsys.readouterr().err
 
 
 def test_nothing_to_plan_is_refused():

@@ -4,9 +4,11 @@ import pickle
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import leaveout as lo
 from problems import recorded
+from refusal import refused
 
 
 @pytest.fixture
@@ -73,12 +75,21 @@ def test_it_travels_as_its_address(tmp_path, shared):
 
 
 @pytest.mark.parametrize(
-    ("address", "error", "words"),
+    ("address", "error", "code", "words"),
     [
-        ("memory://nowhere", lo.RunError, "no manifest.json"),
-        ("nosuch://place", lo.InputError, "correct it, or install"),
+        ("memory://nowhere", lo.RunError, "run-not-found", "no manifest.json"),
+        ("nosuch://place", lo.InputError, "address-not-reachable", "correct it, or install"),
     ],
 )
-def test_addresses_without_a_run_are_refused(shared, address, error, words):
-    with pytest.raises(error, match=words):
+def test_addresses_without_a_run_are_refused(shared, address, error, code, words):
+    with refused(error, code, words):
         lo.open_run(address)
+
+
+def test_a_run_that_may_not_be_read_is_refused(shared, monkeypatch):
+    def forbidden(_system, path, **_options):
+        raise PermissionError(f"not allowed: {path}")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", forbidden)
+    with refused(lo.RunError, "run-not-fetched", "not allowed", "try again"):
+        lo.open_run("memory://shared")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +36,34 @@ def inner_rows(left: Params, right: Params) -> Float[Tensor, " rows"]:
 def flat_rows(stack: Tensor) -> Tensor:
     """Flatten each tensor of a stack to a row; single numbers have one column."""
     return stack.reshape(len(stack), 1) if stack.ndim == 1 else stack.flatten(1)
+
+
+class Block(NamedTuple):
+    """Some coordinates of one parameter, in the order of its memory."""
+
+    name: str
+    columns: slice = slice(None)
+
+    def of(self, params: Params) -> Float[Tensor, " columns"]:
+        """Return them of one vector."""
+        return params[self.name].flatten()[self.columns]
+
+    def of_rows(self, stack: Params) -> Float[Tensor, "rows columns"]:
+        """Return them of every vector of a stack."""
+        return flat_rows(stack[self.name])[:, self.columns]
+
+
+def blocks(stack: Params, size: int) -> Iterator[Block]:
+    """Cut a stack into blocks of at most ``size`` numbers, all rows together; at least a column each.
+
+    >>> [block.columns for block in blocks({"w": torch.zeros(2, 3)}, 4)]
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
+    for name, tensor in stack.items():
+        width = flat_rows(tensor).shape[1]
+        step = max(1, size // max(1, len(tensor)))
+        for start in range(0, width, step):
+            yield Block(name, slice(start, min(start + step, width)))
 
 
 def sum_of(terms: Iterator[Tensor]) -> Tensor:

@@ -211,7 +211,8 @@ def _facts(scores: Scores, file: Path, top: int, new: bool) -> dict[str, Any]:
 
 def _show(scores: Scores, file: Path, top: int, new: bool, flipped: tuple[int, ...]) -> None:
     facts = _facts(scores, file, top, new)
-    took = f"{facts['seconds']:.1f} s, {facts['hvps']} Hessian-vector products" if new else "already there"
+    products = f", {facts['hvps']} Hessian-vector products" if facts["hvps"] else ""
+    took = f"{facts['seconds']:.1f} s{products}" if new else "already there"
     console.print(f"\n[bold]{escape(scores.method)}[/bold]: {len(scores.train_ids)} rows, {took}", highlight=False)
     console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
     if scores.mixed:

@@ -46,6 +46,13 @@ class Adam(Definition):
             old[PARAM] = vector[PARAM].add(along, alpha=decay)
         return old, descent(along, hyper)
 
+    def jumped(self, slots: Slots, after: Slots, gradient: Tensor, leaving: Tensor, hyper: Values) -> Slots:
+        """With λ inside the gradient, d is g + λθ, and ℓ leaves it all the same."""
+        if hyper.get("amsgrad"):
+            return super().jumped(slots, after, gradient, leaving, hyper)
+        used = descent(gradient, hyper).add(slots[PARAM], alpha=hyper["weight_decay"])
+        return jumped(slots, after, used - descent(leaving, hyper), hyper)
+
     def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:
         """(m' − β₁m)/(1 − β₁) − λθ."""
         return descent(direction(slots, after, hyper).sub_(slots[PARAM], alpha=hyper["weight_decay"]), hyper)
@@ -124,6 +131,22 @@ def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tupl
     into = (gradient * bent).mul_(2 * (1 - hyper["beta2"])).add_(along, alpha=1 - hyper["beta1"])
     old = {PARAM: vector[PARAM], "exp_avg": along.mul_(hyper["beta1"]), "exp_avg_sq": bent.mul_(hyper["beta2"])}
     return old, into
+
+
+def jumped(slots: Slots, after: Slots, rest: Tensor, hyper: Values) -> Slots:
+    """The slots after an ``update`` along each row d of ``rest``, minus those after the step.
+
+    θ's old value and its decay cancel: Δθ = s·(m'/D − m″/D″), two dashes for a row's own.
+    """
+    correction, step_size = root_correction(hyper), hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
+
+    def ratio(mean: Tensor, square: Tensor) -> Tensor:
+        return mean / square.sqrt().div_(correction).add_(hyper["eps"])
+
+    mean = torch.lerp(slots["exp_avg"], rest, 1 - hyper["beta1"])  # in the step's own operations: zero where d stays
+    square = torch.addcmul(slots["exp_avg_sq"] * hyper["beta2"], rest, rest, value=1 - hyper["beta2"])
+    moved = ratio(mean, square).sub_(ratio(after["exp_avg"], after["exp_avg_sq"])).mul_(-step_size)
+    return {PARAM: moved, "exp_avg": mean.sub_(after["exp_avg"]), "exp_avg_sq": square.sub_(after["exp_avg_sq"])}
 
 
 def direction(slots: Slots, after: Slots, hyper: Values) -> Tensor:

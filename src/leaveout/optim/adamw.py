@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.adam import Adam, by_kernel, decoupled, direction, pulled, update
-from leaveout.optim.definition import Group, Hyper, Slots, Values, descent, is_plain
+from leaveout.optim.adam import Adam, by_kernel, decoupled, direction, jumped, pulled, update
+from leaveout.optim.definition import Definition, Group, Hyper, Slots, Values, descent, is_plain
 
 
 class AdamW(Adam):
@@ -36,6 +36,12 @@ class AdamW(Adam):
         if hyper["weight_decay"] != 0:
             old[PARAM] = vector[PARAM].mul(1 - hyper["lr"] * hyper["weight_decay"])
         return old, descent(along, hyper)
+
+    def jumped(self, slots: Slots, after: Slots, gradient: Tensor, leaving: Tensor, hyper: Values) -> Slots:
+        """Adam's, along d = g."""
+        if hyper.get("amsgrad"):
+            return Definition.jumped(self, slots, after, gradient, leaving, hyper)
+        return jumped(slots, after, descent(gradient - leaving, hyper), hyper)
 
     def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:
         """(m' − β₁m)/(1 − β₁)."""

@@ -116,6 +116,11 @@ class Definition:
         """∂O(s, g)ᵀ·u in closed form, in the old slots and in g; None where ``torch.func`` takes it."""
         return None
 
+    def jumped(self, slots: Slots, after: Slots, gradient: Tensor, leaving: Tensor, hyper: Values) -> Slots:
+        """O(s, g − ℓ) − O(s, g) for every row ℓ of ``leaving``; ``after`` is O(s, g)."""
+        moved = self.step(slots, gradient - leaving, hyper)
+        return {slot: tensor - after[slot] for slot, tensor in moved.items()}
+
     def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:  # noqa: ARG002
         """The gradient that led from one state to the next; None where no slot tells it."""
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 from torch.func import jvp, vmap
 
 from leaveout._util.trees import PARAM, Params, State, height, memory, pullback
@@ -122,6 +123,21 @@ class Rule:
                 for slot in self.slots
             }
         return self._stacked(self.definition.step, hypers)(state, gradient)
+
+    @property
+    def by_coordinate(self) -> bool:
+        """Say whether a step moves every coordinate by its own slots and gradient alone, and nothing else."""
+        plain = self.clip is None and not self.assigned and AVERAGE not in self.slots
+        return plain and self.definition.stacking == "elementwise"
+
+    def jumped(
+        self, name: str, slots: tuple[Slots, Slots], gradients: tuple[Tensor, Tensor], hypers: Sequence[Hyper]
+    ) -> Slots:
+        """O(s, g − ℓ) − O(s, g) of some coordinates of a parameter; given are s and O(s, g), g and rows ℓ."""
+        hyper = hypers[self.groups[name]]
+        if hyper.get(STILL) or hyper.get(IDLE):
+            return {slot: torch.zeros_like(gradients[1]) for slot in slots[0]}
+        return self.definition.jumped(*slots, *gradients, values(hyper))
 
     def steps_(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """As ``steps``; the state and the gradient are used up."""

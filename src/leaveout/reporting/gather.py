@@ -169,5 +169,6 @@ def _facts(topic: Topic) -> list[tuple[str, str]]:
     if topic.asked is not None:
         facts.append(("Query loss at the end", f"{float(topic.asked.losses.mean()):.4g}"))
     facts.append(("Method", scores.method))
-    facts.append(("Scoring took", f"{scores.cost.seconds:.1f} s, {scores.cost.hvps:,} Hessian-vector products"))
+    products = f", {scores.cost.hvps:,} Hessian-vector products" if scores.cost.hvps else ""
+    facts.append(("Scoring took", f"{scores.cost.seconds:.1f} s{products}"))
     return facts

@@ -124,7 +124,7 @@ def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
 def trusted(scores: Scores, check: Check | None) -> Trust:
     """Say how far the scores can be trusted."""
     if scores.all_exact:
-        words = "Each comes from retraining exactly without the example: nothing is estimated."
+        words = "Each comes from retraining exactly without its example or group: nothing is estimated."
         return Trust("exact", "Every score is exact", words)
     if check is None:
         return Trust(

@@ -55,7 +55,7 @@ class FirstPass:
 def own_functions(outputs: Any) -> list[str]:
     """Return the names of the autograd functions that outputs were computed by, except PyTorch's own."""
     ahead = [tensor.grad_fn for tensor in tensors_of(outputs)]
-    seen, found = set(ahead), set()
+    seen, found = set(ahead), set[str]()
     while ahead:
         node = ahead.pop()
         if node is None:

@@ -109,6 +109,7 @@ def _copied(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Copy tensors, many small ones at once into one piece of memory."""
     first = tensors[0]
     alike = all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in tensors)
-    if alike and first.device.type == "cpu" and sum(tensor.numel() for tensor in tensors) <= FEW * len(tensors):
+    small = sum(tensor.numel() for tensor in tensors) <= FEW * len(tensors)
+    if alike and small and first.device.type == "cpu" and len(tensors) > 1:  # one alone would not be copied
         return torch._utils._unflatten_dense_tensors(torch._utils._flatten_dense_tensors(tensors), tensors)
     return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]

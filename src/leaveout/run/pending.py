@@ -94,8 +94,8 @@ class Pending:
 
     def tell(self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None) -> None:
         """Take a batch that the loop names, before or after its forward pass."""
-        marks = ([], None) if batch is None else _noted(batch)
-        self._batches.append(Drawn(ids, batch, *marks, self._forwards.state(), denominator, autocast))
+        prints, copy = ([], None) if batch is None else _noted(batch)
+        self._batches.append(Drawn(ids, batch, prints, copy, self._forwards.state(), denominator, autocast))
 
     def take(self, *, keep_batches: bool = False) -> Taken:
         """Return what the step that was just taken was taken on, and begin anew.

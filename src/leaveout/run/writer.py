@@ -288,8 +288,11 @@ def _write_start(path: Path, manifest: Manifest, initial: State) -> Manifest:
     """Write the state before the first step, then the manifest that names it."""
     write_tensors(path / INITIAL, kept_states.flatten(initial))
     config = path / CONFIG
-    sums = {"initial_crc32": checksum(path / INITIAL), "config_crc32": checksum(config) if config.exists() else None}
-    manifest = replace(manifest, **sums)
+    manifest = replace(
+        manifest,
+        initial_crc32=checksum(path / INITIAL),
+        config_crc32=checksum(config) if config.exists() else None,
+    )
     write_manifest(path, manifest)
     return manifest
 

@@ -29,8 +29,7 @@ def param_bytes(trajectory: Trajectory) -> int:
 
 def product_bytes(trajectory: Trajectory) -> int:
     """Count the bytes of one vector in a product: the batch's activations and their derivatives, and itself."""
-    activations = trajectory.task.footprint(trajectory.final_whole()[PARAM], trajectory.batch(0))
-    return TWICE * activations + 6 * param_bytes(trajectory)
+    return TWICE * trajectory.activations + 6 * param_bytes(trajectory)
 
 
 def weight_bytes(trajectory: Trajectory) -> int:
@@ -51,9 +50,8 @@ def forward_bytes(trajectory: Trajectory) -> int:
 
 def replay_bytes(trajectory: Trajectory) -> int:
     """Count the bytes of one model trained beside others: its state, its gradient, the batch's activations."""
-    state = trajectory.initial()
-    activations = trajectory.task.footprint(state[PARAM], trajectory.batch(0))
-    return ONCE * activations + nbytes(state) + _passing(trajectory, 4) + 2 * weight_bytes(trajectory)
+    own = nbytes(trajectory.initial()) + _passing(trajectory, 4) + 2 * weight_bytes(trajectory)
+    return ONCE * trajectory.activations + own
 
 
 def pair_bytes(trajectory: Trajectory) -> int:
@@ -75,8 +73,7 @@ def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
 def examples(resources: Resources, trajectory: Trajectory) -> int:
     """Return how many examples' own gradients are taken at a time: each has its share of the batch's activations."""
     count = len(trajectory.run.record(0).ids)
-    activations = trajectory.task.footprint(trajectory.final_whole()[PARAM], trajectory.batch(0))
-    return resources.chunk(2 * (ONCE * activations // count + 4 * param_bytes(trajectory)), count)
+    return resources.chunk(2 * (ONCE * trajectory.activations // count + 4 * param_bytes(trajectory)), count)
 
 
 def check(resources: Resources, trajectory: Trajectory, bytes_each: int, what: str) -> None:

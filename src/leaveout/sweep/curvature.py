@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from leaveout._util.trees import Params, each, height, rows
@@ -29,8 +29,9 @@ from leaveout.task.derivatives import (
     weighted_changes,
 )
 from leaveout.task.forms import COUPLED
+from leaveout.task.joint import directional_by_example
 from leaveout.task.task import Task
-from leaveout.task.training_batch import Window, has_shared_draws, take
+from leaveout.task.training_batch import Window, has_shared_draws, size_of, take
 
 
 class Curvature:
@@ -88,6 +89,11 @@ class Curvature:
         """Compute g(z) for every example."""
         return example_gradients(self.task, self.params, examples, self._examples)
 
+    def shares(self, position: Int[Tensor, " chosen"]) -> Params:
+        """Compute g(z)/|Z| for the examples at these places of the batch."""
+        size = size_of(self.batch)
+        return each(lambda t: t / size, self.gradients(take(self.batch, position)))
+
     @property
     def separable(self) -> bool:
         """Say whether ḡ is a mean over examples that do not depend on each other."""
@@ -129,6 +135,29 @@ class Hessian(Curvature):
         if value is not None:
             self.gradient = value
         return each(lambda t: t[None], one), weights[None]
+
+
+class HessianByExample(Hessian):
+    """The Hessian whose product with one vector comes with every example's gradient, where that can be had at once."""
+
+    _shares: Params | None = None
+
+    def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
+        """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; for one alone, g_z/|Z| as well."""
+        together = self.task.abilities.together and self.separable and not isinstance(self.batch, Window)
+        # Of images, kernels of each example's own would take longer than a pass of their own.
+        if height(vectors) > 1 or not together or self.task.tracer.images:
+            return super().products(vectors)
+        one = each(lambda t: t[0], vectors)
+        curved, reads, self._shares = directional_by_example(self.task, self.params, self.batch, one)
+        return each(lambda t: t[None], curved), reads[None]
+
+    def shares(self, position: Int[Tensor, " chosen"]) -> Params:
+        """Return g(z)/|Z| as it came with the product, or compute it."""
+        if self._shares is None:
+            return super().shares(position)
+        everyone = torch.arange(size_of(self.batch), device=position.device)
+        return self._shares if torch.equal(position, everyone) else rows(self._shares, position)
 
 
 class KinkedHessian(Hessian):

@@ -14,21 +14,26 @@ steps divide saturates (``saturation.py``), since a derivative in them does not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, add_rows, height, inner, nbytes, sum_of
+from leaveout._util.trees import PARAM, Block, Params, add_rows, height, nbytes, sum_of
 from leaveout.compute.cost import Cost
-from leaveout.compute.resources import Resources
+from leaveout.compute.resources import Resources, shard_rows
+from leaveout.optim.definition import Slots
+from leaveout.sweep import budget
 from leaveout.sweep.checkpoint import SweepCheckpoint
+from leaveout.sweep.curvature import Hessian, HessianByExample
 from leaveout.sweep.fast_acc import Products
 from leaveout.sweep.linear_step import Pairs, Pulled
 from leaveout.sweep.saturation import Saturation
 from leaveout.sweep.sweep import Sweep
 from leaveout.trajectory.left_out import LeftOut
+
+LAID_OUT = torch.contiguous_format
 
 ROW = 8
 """How many vectors of the state's size one left-out row takes while its jump is read."""
@@ -55,6 +60,7 @@ def jump_products(
         together: a row's examples leave a batch in one jump; otherwise the jumps of its single examples are added.
         saturated: moments by whose root later steps divide are read with saturation; otherwise by their derivative.
     """
+    sweep = _with_gradients(sweep, left_out, resources)
     checkpoint = SweepCheckpoint(resources.checkpoint, cost, sweep.trajectory.task.device)
     saved = checkpoint.saved()
     like = next(iter(queries.values()))
@@ -83,6 +89,15 @@ def jump_products(
     return Products(sums["plain"], sums["plain"] + sums["extra"])
 
 
+def _with_gradients(sweep: Sweep, left_out: LeftOut, resources: Resources) -> Sweep:
+    """Return the sweep whose products bring the examples' gradients along, where most are wanted and all fit."""
+    trajectory = sweep.trajectory
+    count, bytes_each = len(trajectory.run.record(0).ids), 2 * budget.param_bytes(trajectory)
+    held = shard_rows(bytes_each, count) if resources.memory == "auto" else resources.chunk(bytes_each, count)
+    most = 2 * len(left_out.examples) >= trajectory.task.size
+    return replace(sweep, kind=HessianByExample) if sweep.kind is Hessian and most and held == count else sweep
+
+
 @dataclass(frozen=True)
 class Reading:
     """How jumps are read with the vectors that arrive at their step, and how many rows at a time."""
@@ -95,11 +110,17 @@ class Reading:
         leaving = torch.unique(pairs[0])
         for part in leaving.split(self.chunk):
             inside = torch.isin(pairs[0], part)
-            rows, jump = pulled.step.jumps((pairs[0][inside], pairs[1][inside]))
-            if self.saturation:
-                jump = self.saturation.read(jump, pulled.step.hypers)
-            reads = sum_of(inner(jump[slot], pulled.arriving[slot]) for slot in jump)
+            rows, jumps = pulled.step.jumps((pairs[0][inside], pairs[1][inside]))
+            reads = sum_of(self._read(pulled, block, jump()) for block, jump in jumps)
             add_rows(total, rows, reads)
+
+    def _read(self, pulled: Pulled, block: Block, jump: Slots) -> Float[Tensor, "rows queries"]:
+        """Compute the inner products of all rows' jumps in some coordinates with the arriving vectors."""
+        if self.saturation and (division := self.saturation.divisions(pulled.step.hypers).get(block.name)):
+            jump = self.saturation.read(block, jump, division)
+        # A copy, laid out alike wherever it comes from: how a product rounds depends on that.
+        columns = {slot: block.of_rows(pulled.arriving[slot]).T.clone(memory_format=LAID_OUT) for slot in jump}
+        return sum_of(moved @ columns[slot] for slot, moved in jump.items())
 
     def add_single(
         self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled

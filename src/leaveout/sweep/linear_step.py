@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor
 
 from leaveout._util.trees import (
     PARAM,
+    Block,
     Params,
     State,
     add_rows,
+    blocks,
     each,
     expand,
+    flat_rows,
     gather_sums,
     height,
     inner_rows,
@@ -30,8 +33,8 @@ from leaveout._util.trees import (
     zeros,
 )
 from leaveout.optim import Rule
+from leaveout.optim.definition import Slots
 from leaveout.sweep.curvature import Curvature
-from leaveout.task.training_batch import take
 from leaveout.trajectory.recorded_step import RecordedStep
 
 Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
@@ -39,6 +42,10 @@ Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
 
 Keep: TypeAlias = Bool[Tensor, " pairs"] | None
 """Which pairs are corrected; None: all of them. A row's pairs are all corrected or none."""
+
+
+BLOCK = 1 << 18
+"""Numbers of a jump that are worked on at a time."""
 
 
 class Pulled(NamedTuple):
@@ -169,10 +176,22 @@ class LinearStep:
         without = self._marked(vectors, pairs)
         return _plus(state, self.curvature.changes(along, 1 - without, torch.zeros_like(without))), reads
 
-    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], State]:
-        """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step."""
-        affected, gradient = self._left_out(pairs)
-        return affected, self._jump(self._counterfactual(gradient))
+    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], list[tuple[Block, Callable[[], Slots]]]]:
+        """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step.
+
+        Γ comes in blocks, some coordinates of all rows, small enough to stay in a processor's cache while in use.
+        """
+        affected, leaving = self._left_out(pairs)
+        if not self._rule.by_coordinate:
+            whole = self._jump(self._counterfactual(leaving))
+            return affected, [(Block(name), partial(_slots, whole, name)) for name in leaving]
+        return affected, [(block, partial(self._block_jump, block, leaving)) for block in blocks(leaving, BLOCK)]
+
+    def _block_jump(self, block: Block, leaving: Params) -> Slots:
+        rule, states = self._rule, (self._recorded.before, self.stepped)
+        before, after = ({slot: block.of(state[slot]) for slot in rule.slots} for state in states)
+        gradients = block.of(self.gradient), block.of_rows(leaving)
+        return rule.jumped(block.name, (before, after), gradients, self.hypers)
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
         """Mark with one where a row leaves out an example of the batch, zero elsewhere."""
@@ -214,14 +233,15 @@ class LinearStep:
         affected, local = torch.unique(pairs[0], return_inverse=True)
         if not len(affected):
             return affected, self._nothing()
+        if len(affected) == len(pairs[0]):  # one example per row: in the batch's own order
+            affected, local = pairs[0], torch.arange(len(affected))
         if not self.curvature.separable:
             like = next(iter(self._recorded.before[PARAM].values()))
             marked = like.new_zeros((len(affected), len(self._recorded.record.ids)))
             marked[local, pairs[1]] = 1
             return affected, self._path(self.curvature.missing(marked))
         _, position = self._padded(pairs)
-        gradients = self.curvature.gradients(take(self._recorded.batch, position))
-        return affected, self._path(self._mean(gradients, local, len(affected)))
+        return affected, self._path(_added(self.curvature.shares(position), local, len(affected)))
 
     def _nothing(self) -> Params:
         params = self._recorded.before[PARAM]
@@ -234,14 +254,15 @@ class LinearStep:
         more = -len(row) % quantum if len(row) != len(self._recorded.record.ids) else 0
         return torch.cat([row, row[-1:].expand(more)]), torch.cat([position, position[-1:].expand(more)])
 
-    def _mean(self, terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
-        """Compute (1/|Z|) times the sum of each row's terms; those beyond the pairs are padding."""
-        size = len(self._recorded.record.ids)
-        if count == len(local):  # one example per row: only their order may differ
-            index = torch.empty_like(local).scatter_(0, local, torch.arange(count, device=local.device))
-            return each(lambda tensor: tensor[index].div_(size), terms)
-        actual = each(lambda tensor: tensor[: len(local)], terms)
-        return each(lambda tensor: tensor.div_(size), gather_sums(actual, local, count))
+
+def _added(terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
+    """Compute the sum of each row's terms; those beyond the pairs are padding."""
+    actual = each(lambda tensor: tensor[: len(local)], terms)
+    return actual if count == len(local) else gather_sums(actual, local, count)
+
+
+def _slots(state: State, name: str) -> Slots:
+    return {slot: flat_rows(params[name]) for slot, params in state.items() if name in params}
 
 
 def _plus(state: State, params: Params) -> State:

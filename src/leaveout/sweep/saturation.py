@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from leaveout._util.trees import Params, State
+from leaveout._util.trees import Block, Params, State
 from leaveout.optim import Rule
-from leaveout.optim.definition import Division, Hyper
+from leaveout.optim.definition import Division, Hyper, Slots
 
 FLOOR = 1 / 16
 """A second moment counts as shrunk by this at most: beyond, a coordinate was the left-out example's alone."""
@@ -46,19 +46,17 @@ class Saturation:
         names = rule.groups if rule.divides else ()
         self._held = {part: {name: torch.zeros_like(like[name]) for name in names} for part in PARTS}
 
-    def read(self, jump: State, hypers: Sequence[Hyper]) -> State:
-        """Return the jump whose inner product with the backward vector has a bound. Uses the jump up."""
-        for name, division in self._divisions(hypers):
-            square = jump[division.square][name]
-            if division.mean is not None:
-                jump[division.mean][name] *= _grown(square, self._held["mean_rate"][name]).rsqrt_()
-            grown = _grown(square, self._held["square_rate"][name])
-            jump[division.square][name] = square.mul_(2).div_(grown.sqrt().add_(grown))
-        return jump
+    def read(self, block: Block, jump: Slots, division: Division) -> Slots:
+        """Return a jump whose inner product with the backward vector has a bound. Uses the jump up."""
+        square = jump[division.square]
+        if division.mean is not None:
+            jump[division.mean] *= _grown(square, block.of(self._held["mean_rate"])).rsqrt_()
+        grown = _grown(square, block.of(self._held["square_rate"]))
+        return {**jump, division.square: square.mul_(2).div_(grown.sqrt().add_(grown))}
 
     def note(self, after: State, gradient: Params, hypers: Sequence[Hyper]) -> None:
         """Count this step among the later ones: those before it come next."""
-        for name, division in self._divisions(hypers):
+        for name, division in self.divisions(hypers).items():
             least = max((division.eps / 100) ** 2, SMALLEST)
             square = after[division.square][name].double().clamp_min_(least)
             root = square.sqrt()
@@ -79,10 +77,11 @@ class Saturation:
         """Take up what was carried by an earlier process."""
         self._held = {part: {name: saved[f"{part}/{name}"] for name in held} for part, held in self._held.items()}
 
-    def _divisions(self, hypers: Sequence[Hyper]) -> list[tuple[str, Division]]:
+    def divisions(self, hypers: Sequence[Hyper]) -> dict[str, Division]:
+        """How a step divides, by the parameters for which it does."""
         divisions = self._rule.divisions(hypers)
         by_name = ((name, divisions[group]) for name, group in self._rule.groups.items())
-        return [(name, division) for name, division in by_name if division is not None]
+        return {name: division for name, division in by_name if division is not None}
 
     def _mix(self, part: str, name: str, weight: Tensor, rate: Tensor, keeps: tuple[float, float]) -> None:
         """Add a step to a mean over later steps, and make it the mean as the step before sees it."""

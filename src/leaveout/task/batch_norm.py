@@ -102,16 +102,20 @@ class _Call(NamedTuple):
         return self.input.float() if self.input.dtype in (torch.float16, torch.bfloat16) else self.input
 
     def normalised(self, mean: Tensor, var: Tensor) -> Tensor:
-        """(x − μ)/√(σ² + ε) · γ + β, for μ and σ² per channel, or per example and channel."""
+        """(x − μ)/√(σ² + ε) · γ + β, for μ and σ² per channel, or per example and channel.
+
+        As x times one number and plus another, which PyTorch does, too: x has many elements, channels are few.
+        """
         x = self.values
 
         def spread(values: Tensor) -> Tensor:
             return values.view(*(() if values.ndim == 2 else (1,)), *values.shape, *(1 for _ in x.shape[2:]))
 
-        out = (x - spread(mean)) * spread((var + self.eps).rsqrt())
-        out = out if self.weight is None else out * spread(self.weight)
-        out = out if self.bias is None else out + spread(self.bias)
-        return out.to(self.input.dtype)
+        times = (var + self.eps).rsqrt()
+        times = times if self.weight is None else times * self.weight
+        plus = -mean * times
+        plus = plus if self.bias is None else plus + self.bias
+        return (x * spread(times) + spread(plus)).to(self.input.dtype)
 
 
 class _Weighted(FunctionMode):
@@ -205,13 +209,15 @@ class _Weighted(FunctionMode):
 
 
 def _moments(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """n, μ and σ² per channel."""
-    rows = weights.view(-1, *(1 for _ in x.shape[1:]))
-    dims = (0, *range(2, x.ndim))
+    """n, μ and σ² per channel; the weights meet each example's sums, not its positions, which are many."""
     n = weights.sum() * math.prod(x.shape[2:])
-    mean = (rows * x).sum(dims, keepdim=True) / _above_zero(n)
-    var = (rows * (x - mean).square()).sum(dims) / _above_zero(n)
-    return n, mean.flatten(), var
+    mean = weights @ _positions_summed(x) / _above_zero(n)
+    apart = x - mean.view(1, -1, *(1 for _ in x.shape[2:]))
+    return n, mean, weights @ _positions_summed(apart.square()) / _above_zero(n)
+
+
+def _positions_summed(x: Tensor) -> Float[Tensor, "batch channels"]:
+    return x.sum(list(range(2, x.ndim))) if x.ndim > 2 else x
 
 
 def _above_zero(n: Tensor) -> Tensor:

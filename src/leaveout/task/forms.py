@@ -41,6 +41,7 @@ class Abilities(NamedTuple):
         vectors: Jᵀ·u of a batch for a stack of vectors.
         changes: J(w)·v of a batch, each row with its own weights.
         example: J·v of every example.
+        together: Jᵀ·u of a batch for one vector with every example's gradient, in one pass.
         symmetric: whether J is its own transpose; stop-gradients make it another.
         stops: whether stop-gradients must be passed over to have the derivative of the loss itself.
         slope: whether that derivative is right.
@@ -57,6 +58,7 @@ class Abilities(NamedTuple):
     vectors: Form | None = None
     changes: Form | None = None
     example: Form | None = None
+    together: bool = False
     symmetric: bool = True
     stops: bool = False
     slope: bool = True

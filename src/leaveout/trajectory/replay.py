@@ -262,11 +262,17 @@ def _twins(task: Task, count: int) -> list[Task]:
 def _by_threads(tasks: Sequence[Task], stack: Params, weights: Tensor, batch: Batch) -> Params:
     """(1/|Z|) Σ w_z g(z) of every model of a stack, each by one of the tasks on a thread of its own."""
 
-    def gradient_by(task: Task, row: int) -> Params:
-        return _in_range(task, {name: tensor[row] for name, tensor in stack.items()}, weights[row], batch)
+    def given(row: int) -> tuple[Params, Tensor, Batch]:
+        return {name: tensor[row] for name, tensor in stack.items()}, weights[row], batch
 
+    def gradient_by(task: Task, row: int) -> Params:
+        return trace(*given(row)) if trace else _in_range(task, *given(row))
+
+    plain, trace = tasks[0].autocast is None, None
     # A setting of the whole process: no thread may put it back under another. Within casts, training's kernel rounds.
-    with sdpa_kernel(SDPBackend.MATH) if tasks[0].autocast is None else nullcontext():
+    with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
+        if plain and tasks[0].abilities.vmap:
+            trace = tasks[0].tracer.trace(len(weights), "one gradient", tasks[0].gradient, *given(0))
         rows = spread([partial(gradient_by, task) for task in tasks], range(len(weights)))
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 

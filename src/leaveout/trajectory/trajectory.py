@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, chain, islice, pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -57,13 +59,17 @@ class Trajectory:
     def __len__(self) -> int:
         return len(self.run)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Travels without the last state: other processes read it themselves."""
+        return {name: value for name, value in self.__dict__.items() if name != "_final"}
+
     def compared(self) -> Trajectory:
         """The same, after its derivatives have been compared at the run's last state as they were at the task's own."""
         modes = self._modes.compared_at(self.run.fingerprint, self.final_whole()[PARAM])
         if len(self.run.manifest.modes) <= 1 and modes.first.task.abilities == self.task.abilities:
             return self
         other = copy.copy(self)
-        other._modes = modes
+        other._modes, other._final = modes, self._final
         _, other.trained, other.task = modes.first
         return other
 
@@ -76,8 +82,17 @@ class Trajectory:
         return self._own(self.final_whole())
 
     def final_whole(self) -> State:
-        """The state after the last step, of all parameters."""
+        """The state after the last step, of all parameters; not to be written to, as it is read once."""
+        return self._final
+
+    @cached_property
+    def _final(self) -> State:
         return self._state(len(self))
+
+    @cached_property
+    def activations(self) -> int:
+        """Bytes that the first batch's forward pass keeps for its backward pass."""
+        return self.task.footprint(self.final_whole()[PARAM], self.batch(0))
 
     @property
     def slot(self) -> str:

@@ -24,7 +24,7 @@ QUICKER = "the quicker of two each, traced before"
 
 def gpt_sweeps() -> list[Row]:
     """Compare SGD-IE and TracIn with training on the GPT."""
-    steps = 16
+    steps = 32
     training, sgdie, tracin = _timed(small_gpt(steps, queries=8), SGDIE(), TracIn())
     how = f"{GPT}, {steps} steps: training {training:.1f} s, SGD-IE {sgdie:.1f} s, TracIn {tracin:.1f} s, {QUICKER}"
     return [
@@ -85,7 +85,7 @@ def resnet_jump() -> list[Row]:
 
 def adapter_sweep() -> list[Row]:
     """Compare SGD-IE with training where LoRA adapters alone are trained."""
-    steps = 6
+    steps = 3
     problem = small_gpt(steps, width=512, adapters=True)
     training, sgdie = _timed(problem, SGDIE())
     how = f"LoRA of rank 8 on the GPT at width 512, {steps} steps: training {training:.1f} s, SGD-IE {sgdie:.1f} s, "

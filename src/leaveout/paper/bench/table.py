@@ -37,11 +37,17 @@ two; the first layer, whose inputs do not move, takes one and one, as the gradie
 layer dominates, the two are closer (the rates above).
 
 *Recording*: 1.03 to 1.23. Hashing each batch and copying plain SGD's states happen in the training thread, and a short
-run waits for the disk ten times at its beginning and end (16 ms each on this machine). With AdamW nothing is copied in
+run waits for the disk four times at its end (16 ms each on this machine). With AdamW nothing is copied in
 seven steps of eight; there two rounds lay within the machine's noise.
 
-*Replay of 32, MNIST CNN*: 1.15 on a machine with other work. Two models side by side took 8.0 ms each where a plain
-step took 12.9 ms, when both cores were free; with one core there is nothing to gain but the steps before the first use.
+*Replay of 32, MNIST CNN*: 0.64 with both cores free, 1.15 earlier with other work beside it. Each model's gradient goes
+by a trace on a thread of its own: 13.3 ms of processor time, where it took 15.0 without the trace and an ordinary step
+takes 14.0. Laid out for images a trace takes 11.5 ms; it rounds in another way than the recorded training did, so
+replays do without it. The steps before an example's first use, an eighth of these four epochs, are not taken.
+
+*Replay of 64, GPT*: 1.34. Of one epoch's steps a replay takes those from the example's first use on, a little more than
+half; and the comparison of derivatives and the 100 queries' losses under 65 models are counted, too. What makes two
+gradients side by side slower than one with two threads has not been looked into.
 
 *ACC / SGD-IE*: 1.46. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and moves each
 example's 13,750 numbers in and out of its row.
@@ -65,13 +71,29 @@ calls, reach it (the row with 100 outputs above). Every step's gradient is compa
 query's vector, which costs nothing; the first, the last and every sixteenth step are computed again as a whole, which
 costs a gradient each and weighs more the shorter a run is.
 
-The targets 2.67 and 1.2 of the products alone are this count, not a goal that was set beforehand; whole sweeps of 16
-steps on that GPT take 3.34 and 1.82 times training. The cases on adapters, a ResNet-18, 64 vectors and memory
-(`adapter_sweep`, `resnet_sweep`, `query_vectors`, `scoring_memory`) have no row above as long as they have not been
-measured on a quiet machine.
+The targets 2.67 and 1.2 of the products alone are this count, not a goal that was set beforehand. Whole sweeps of 32
+steps on that GPT take 3.02 and 1.39 times training. Of what a step takes beside the product, reading the state is 11 ms
+of processor time and the optimizer's derivative 13 ms, where training takes some 270; the rest is paid once per sweep:
+three steps computed again (0.3 s each), the queries' gradient, memory that is handed back and asked for again.
 
-The jump's limit is not a product: it takes the optimizer's step once per example of the batch, some thirty passes over
-as many numbers as all these gradients have together.
+*ResNet-18*: 3.74, and 5.03 before BatchNorm was written with fewer passes over the images. The product alone takes 3.4
+times a step by processor time: half of it is convolutions, at the count above; the other half is elementwise, of which
+a step of training has one fused kernel per BatchNorm.
+
+*From cold*: 2.61, where a sweep with everything traced takes 1.85: the comparison of derivatives at the last state and
+the traces are paid once.
+
+*64 query vectors*: 58.7 s for two steps, 0.46 s per vector and step, where the product for one vector takes 0.39 s: a
+stack of products is no quicker than one after the other, as the count says. With two steps the row's ratio was 0.40,
+since the run with one vector pays all that is paid once; it is not in the table for that reason.
+
+The case on adapters (`adapter_sweep`) has no row above, as it has not been measured on a quiet machine.
+
+The jump's limit is not a product. The examples' gradients come with SGD-IE's product for a tenth more (0.81 s of
+processor time for both; 0.74 s for the product and 0.27 s for the gradients by a pass of their own). The optimizer's
+step is then taken once per example of the batch: some 24 passes over 42 million numbers on the GPT, 0.8 s of processor
+time per step, as long as the product. Blocks of 0.5, 1 and 4 MB took about the same, and blocks handed to two threads
+longer, since Python calls each operation. One kernel for all passes would be the way to 1.5.
 """
 
 LOAD = """

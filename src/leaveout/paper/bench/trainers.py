@@ -76,7 +76,7 @@ def adapters() -> list[Row]:
     ]
 
 
-def _sentences(count: int, length: int, label: Any) -> list[dict[str, Any]]:
+def _sentences(count: int, length: int, label: Any) -> Any:
     """Make up sentences; without a rule for their labels, they are their own."""
     order = torch.Generator().manual_seed(0)
     words = torch.randint(WORDS, (count, length), generator=order)

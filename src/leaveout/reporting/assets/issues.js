@@ -40,7 +40,8 @@ function issues() {
       return el("td", {}, button);
     };
     const lines = most.map((a) => el("tr", {}, el("th", { scope: "row" }, nameOf(a)), ...most.map((b) => cell(a, b))));
-    $("matrix").replaceChildren(el("caption", {}, totals.size > MATRIX ? `The ${MATRIX} labels with the most issues. Choose a cell to see its examples.` : "Choose a cell to see its examples."), el("thead", {}, head), el("tbody", {}, ...lines));
+    const caption = totals.size > MATRIX ? [el("caption", {}, `The ${MATRIX} labels with the most issues.`)] : [];
+    $("matrix").replaceChildren(...caption, el("thead", {}, head), el("tbody", {}, ...lines));
   };
   $("more-issues").addEventListener("click", () => {
     const first = shown;

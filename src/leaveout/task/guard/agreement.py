@@ -27,6 +27,7 @@ from leaveout.task.derivatives import (
 )
 from leaveout.task.guard.differences import FLOOR, inner, norm
 from leaveout.task.guard.points import Point, reads
+from leaveout.task.joint import directional_by_example
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -67,6 +68,15 @@ def vector(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
         return True
     right = value is None or point.has_gradient(value)
     return right and _is_transposed(task, point, curved, 0) and point.has_reads(reads)
+
+
+def together(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
+    """Jᵀ·u for one vector with every example's gradient."""
+    curved, reads, shares = directional_by_example(task, at, batch, _directions(at, point)[0])
+    if point is None:
+        return True
+    whole = each(lambda t: t * point.size, shares)
+    return _is_transposed(task, point, curved, 0) and point.has_reads(reads) and point.has_examples(whole)
 
 
 def vectors(task: Task, at: Params, batch: Any, point: Point | None) -> bool:

@@ -47,13 +47,13 @@ class Tracer:
     """
 
     def __init__(self, images: bool = False, never: bool = False) -> None:
-        self._images, self._never = images, never
+        self.images, self._never = images, never
         self._calls: Counter[tuple] = Counter()
         self._traces: dict[tuple, Callable | None] = {}
 
     def fresh(self) -> Tracer:
         """Another of its kind, which has traced nothing yet."""
-        return Tracer(self._images, self._never)
+        return Tracer(self.images, self._never)
 
     def __getstate__(self) -> dict[str, Any]:
         """Traces do not travel to other processes: they make their own."""
@@ -69,12 +69,25 @@ class Tracer:
         key = (name, _signature(args))
         if key not in self._traces:
             self._calls[key] += 1
-            anew = self._images and not exact
+            anew = self.images and not exact
             if self._calls[key] <= WARM_UP * (not anew) or len(self._traces) >= MOST:
                 return function(*args)
             self._traces[key] = _traced(name, function, args, anew)
         trace = self._traces[key]
         return function(*args) if trace is None else trace(*args)
+
+    def trace(self, calls: int, name: str, function: Callable, *args: Any) -> Callable | None:
+        """A trace that keeps every bit, for so many calls with these shapes; None as long as it is not worth its time.
+
+        Other threads may call it, too, while the function itself may have parts that serve one call at a time.
+        """
+        key = (name, _signature(args))
+        if key not in self._traces:
+            self._calls[key] += calls
+            if self._never or self._calls[key] <= WARM_UP or len(self._traces) >= MOST:
+                return None
+            self._traces[key] = _traced(name, function, args, anew=False)
+        return self._traces[key]
 
 
 def _signature(nest: Any) -> Any:

@@ -1,0 +1,46 @@
+"""The product of one vector with a batch's curvature, together with every example's gradient: one pass for both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+from leaveout._util.trees import Params, each
+from leaveout.task.batches import Batch
+from leaveout.task.calls import run
+from leaveout.task.elementary import Elementary
+from leaveout.task.folding import Folded
+from leaveout.task.rewriting import quiet_loops
+from leaveout.task.training_batch import size_of
+
+if TYPE_CHECKING:
+    from leaveout.task.task import Task
+
+
+def directional_by_example(
+    task: Task, params: Params, batch: Batch, vector: Params
+) -> tuple[Params, Float[Tensor, " batch"], Params]:
+    """Jᵀ·u, ⟨u, g(z)⟩/|Z| and g(z)/|Z| for one vector u and every example z of a batch.
+
+    The losses' derivatives along u are linear in u. Where each example has a u of its own, the gradient of their sum in
+    these is each example's gradient, for one matrix product per layer more than Jᵀ·u takes.
+    """
+    size = size_of(batch)
+
+    def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor, Params]:
+        def along(q: Params, stack: Params) -> tuple[Tensor, Tensor]:
+            def one(example: Batch, own: Params) -> Tensor:
+                return jvp(lambda r: task.example_loss({**p, **r}, example), (q,), (own,))[1]
+
+            slopes = vmap(one)(b, stack) / size
+            return slopes.sum(), slopes
+
+        stack = each(lambda t: t.expand(size, *t.shape), v)
+        with Elementary(), Folded(), quiet_loops():
+            (curved, gradients), slopes = grad(along, (0, 1), has_aux=True)(task.own(p), stack)
+        return curved, slopes, gradients
+
+    return run(task, "directional_by_example", products, params, batch, vector)
