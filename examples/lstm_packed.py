@@ -4,7 +4,6 @@ Is a message about the first topic or the second? Words are packed (pack_padded_
 differ. Examples of several lengths cannot be computed side by side then, but one after the other, which is slower.
 
     python examples/lstm_packed.py [directory]    # messages made up here; 20News where LEAVEOUT_DATA has it
-    python examples/lstm_packed.py --linearity    # is the effect of a message linear in its weight, and if not, why?
 """
 
 from __future__ import annotations
@@ -75,9 +74,7 @@ def numbered(messages: list[str], labels: list[int], known: int) -> tuple[list[P
     return [(row, torch.tensor(label)) for row, label in zip(rows, labels, strict=True)], 1 + len(number)
 
 
-def trained(
-    folder: Path, pairs: list[Pair], words: int, epochs: int, eps: float = 1e-6, clip: float = 0.5
-) -> nn.Module:
+def trained(folder: Path, pairs: list[Pair], words: int, epochs: int, eps: float = 1e-6, clip: float = 0.5) -> Reader:
     """Train as always, with a recorder, in PyTorch's default type."""
     torch.manual_seed(0)
     model, loss_fn = Reader(words), nn.CrossEntropyLoss()
@@ -119,39 +116,5 @@ def main(folder: Path, examples: int = 160, epochs: int = 5, replays: int = 16) 
     return {"tau": check.extreme.kendall.value, "steps": len(run)}
 
 
-def linearity(folder: Path, examples: int = 160, shortest: tuple[int, ...] = (1, 5, 10)) -> dict[str, float]:
-    """Compare the effect of messages with the derivative in their weight, for several eps and with clipping or without.
-
-    In float64, for eight messages of the first batch. "small" changes their weight by 1e-4, "whole" leaves them out.
-    """
-    torch.set_default_dtype(torch.float64)
-    messages, labels = texts(examples, 60)
-    pairs, words = numbered(messages, labels, examples)
-    off: dict[str, float] = {}
-    print("steps     eps  clipping  SGD-IE, small  SGD-IE, whole  jump, whole")
-    for eps, clip in ((1e-6, 0.5), (1e-6, 1e9), (1e-3, 0.5), (1e-3, 1e9), (1e-1, 0.5), (1e-1, 1e9)):
-        model = trained(folder / f"{eps}-{clip}", pairs[:examples], words, -(-16 * shortest[-1] // examples), eps, clip)
-        task = lo.Task(model, nn.CrossEntropyLoss(), pairs[:examples], collate=collate, clip_norm=clip)
-        run = lo.open_run(folder / f"{eps}-{clip}")
-        ids = run.record(0).ids.tolist()[:8]
-        for steps in shortest:
-            asked = (run.head(steps), task, pairs[examples:])
-            names = {"small": lo.Replay(weight=1 - 1e-4), "whole": lo.Replay(), "sgdie": lo.SGDIE(), "jump": lo.ACC()}
-            found = {name: method.score(*asked, ids=ids).values.flatten() for name, method in names.items()}
-            found["small"] *= 1e4
-            errors = [
-                float((found[a] - found[b]).norm() / found[b].norm())
-                for a, b in (("sgdie", "small"), ("sgdie", "whole"), ("jump", "whole"))
-            ]
-            off[f"{eps} {clip} {steps}"] = errors[1]
-            said = "by norm" if clip < 1e9 else "none"
-            print(f"{steps:5} {eps:7.0e}  {said:8}  {errors[0]:13.2%}  {errors[1]:13.0%}  {errors[2]:11.1%}")
-    torch.set_default_dtype(torch.float32)
-    return off
-
-
 if __name__ == "__main__":
-    place = Path(
-        sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] != "--linearity" else tempfile.mkdtemp(prefix="leaveout-")
-    )
-    (linearity if "--linearity" in sys.argv else main)(place)
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="leaveout-")))
