@@ -101,7 +101,8 @@ def test_a_disk_that_is_full_at_the_end_or_from_the_beginning(on_full: str, tmp_
     assert told["taken"] == STEPS
     assert "no complete step on disk" in told["error"] if on_full == "continue" else "too large" in told["error"]
     told = limited(tmp_path / "begin", on_full, 100)
-    assert told["taken"] == (STEPS if on_full == "continue" else 0)
+    # The first state is written while training goes on: it stops a few steps later.
+    assert told["taken"] == STEPS if on_full == "continue" else told["taken"] < STEPS
     assert ("does not hold a run" if on_full == "continue" else "nothing is on disk yet; make room") in told["error"]
     assert len(told["warnings"]) == (on_full == "continue")
 

@@ -245,5 +245,5 @@ def test_data_sets_are_listed_and_fetched(shell):
     fetched = shell("data", "fetch", "digits")
     assert "digits: 1,000 training, 400 validation, 397 test" in fetched.out
     wrong = shell("data", "fetch", "digitz")
-    assert wrong.code == 1
+    assert wrong.code == 2
     assert "there is no data set 'digitz'" in wrong.words

@@ -79,7 +79,7 @@ def test_the_second_of_two_commands_is_told_before_it_works(shell):
         first.send_signal(signal.SIGSTOP)
         done = shell("score", "runs/x", "--method", "sgd-ie", "--method", "replay")
         assert done.code == 1
-        assert f"replay.safetensors is being written by another leaveout command (process {first.pid})" in done.refusal
+        assert f"is being written by another leaveout command (process {first.pid})" in done.refusal
         assert "wait until that has ended" in done.refusal
         assert not list((shell.folder / "runs/x/scores").glob("*.safetensors"))  # its first method was not begun
         assert shell("score", "runs/x", "--method", "sgd-ie").code == 0  # what nobody else writes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import socket
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -157,6 +158,7 @@ class Ray(Engine):
         if ray.is_initialized():
             return ray
         try:
+            _check_listens(self.address or os.environ.get("RAY_ADDRESS"))
             options = {"include_dashboard": False} if own else {"address": self.address}
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -165,6 +167,16 @@ class Ray(Engine):
                 f"No Ray cluster answers at {where} ({error}): start one, or correct it.", code="cluster-not-found"
             ) from None
         return ray
+
+
+def _check_listens(address: str | None) -> None:
+    """Raise ConnectionError where nothing listens at an address of the form host:port; Ray itself tries for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except (OSError, OverflowError) as error:
+            raise ConnectionError(str(error)) from None
 
 
 def engine_of(engine: str | Engine) -> Engine:
