@@ -246,4 +246,4 @@ def test_data_sets_are_listed_and_fetched(shell):
     assert "digits: 1,000 training, 400 validation, 397 test" in fetched.out
     wrong = shell("data", "fetch", "digitz")
     assert wrong.code == 2
-    assert "there is no data set 'digitz'" in wrong.words
+    assert "there is no data set 'digitz'" in wrong.refusal

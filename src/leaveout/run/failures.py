@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from leaveout.errors import InputError, RunError, UnsupportedError
+from leaveout.run.manifest import MANIFEST
 
 
 def finished(path: Path) -> RunError:
@@ -89,9 +90,10 @@ def not_finite(step: int, name: str, ids: list[int], bad: list[int]) -> RunError
     )
 
 
-def disk_full(path: Path, error: OSError, steps: int) -> str:
+def disk_full(path: Path, error: OSError) -> str:
     """The disk takes no more: what is there, and how to go on."""
-    there = "nothing is on disk yet" if steps == 0 else "open_run(path, partial=True) reads what is on disk"
+    begun = (path / MANIFEST).exists()
+    there = "open_run(path, partial=True) reads what is on disk" if begun else "nothing is on disk yet"
     return (
         f"The run in {path} could not be written further ({error}): {there}; make room and continue it with resume=True"
     )

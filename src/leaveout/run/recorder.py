@@ -286,7 +286,7 @@ class Recorder:
         self._pending.clear()
         self._writer.abandon()
         self._full = True
-        message = failures.disk_full(self._writer.path, error, self._steps)
+        message = failures.disk_full(self._writer.path, error)
         if self._stop_when_full:
             self._cut = True
             raise failures.stopped(message) from error
