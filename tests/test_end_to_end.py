@@ -200,6 +200,7 @@ def test_acc_with_a_subspace(dense_of, name):
     assert_near(estimator.score(dense.run, dense.task, dense.query, queries="each").values, known)
 
 
+@pytest.mark.full
 def test_acc_with_a_subspace_of_one_direction(dense_of):
     """The largest direction stands apart, so that a few rounds find it."""
     dense = dense_of("TransformerEncoderLayer")

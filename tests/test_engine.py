@@ -183,8 +183,9 @@ def test_deaths_are_counted_for_each_item(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("retries", mostly_full([1, 3], 1))
-@pytest.mark.parametrize("engine", mostly_full(["processes", "ray"], "processes"), indirect=True)
+@pytest.mark.full
+@pytest.mark.parametrize("retries", [1, 3])
+@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
 def test_a_worker_that_always_dies_is_given_up(tmp_path, engine, retries, monkeypatch):
     monkeypatch.setattr("leaveout.compute.engines.RETRIES", retries)
     with refused(lo.EngineError, "worker-died", f"{retries + 1} times"):

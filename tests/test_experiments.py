@@ -55,6 +55,7 @@ def test_one_pass_gives_what_separate_runs_of_every_length_give():
             assert steps == marks
 
 
+@pytest.mark.full
 def test_epochs_rows_are_those_of_a_shorter_run():
     rows = epochs.compute(SMALL)
     assert {row["epoch"] for row in rows} == {2, 6}
@@ -137,6 +138,7 @@ def test_errors_of_displacements_are_norms_over_all_parameters():
 
 
 @REAL
+@pytest.mark.full
 def test_a_cleansing_cell():
     cell = {**cleansing.cells(1, True)[1], "n": 200, "val": 100, "test": 100, "epochs": 1, "remove": [20], "random": 1}
     rows = cleansing.compute(cell)

@@ -121,7 +121,7 @@ def test_cheap_transports_of_layers_are_that_of_the_restricted_model(tmp_path, l
     assert (orders[0] - everything).norm() > 1e-3 * everything.norm()
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", mostly_full(["momentum", "adamw"], "adamw"))
 @pytest.mark.parametrize("options", mostly_full(OPTIONS, OPTIONS[0]))
 def test_corrections_where_they_are_asked_for(tmp_path, optimizer, options):
     problem = shared("mlp", optimizer, batches=BATCHES)
@@ -156,6 +156,7 @@ def _one_group(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.full
 def test_options_at_their_ends(tmp_path):
     problem = shared("conv", "nesterov", batches=BATCHES)
     sgdie, acc = score(problem, lo.SGDIE()), score(problem, lo.ACC("exact"))
@@ -350,6 +351,7 @@ def test_self_influence_of_adamie(tmp_path):
     close(lo.AdamIE(True).self_influence(problem.run, problem.task).values[:, 0], whole)
 
 
+@pytest.mark.full
 def test_interpolated_checkpoints_serve_everyone(tmp_path):
     """Between two kept states the line between them is taken: near the run's own scores, and not equal to them."""
     whole = shared("mlp", "adam", batches=LONG)

@@ -62,6 +62,7 @@ def rewritten(run: lo.Run, path: Path, shard_bytes: int) -> lo.Run:
 # Shards
 
 
+@pytest.mark.full
 def test_the_size_of_the_shards_changes_neither_states_nor_scores(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("leaveout.run.writer.SHARD_SECONDS", 1e9)  # nor does the machine's speed
     run, task = trained(tmp_path / "run")

@@ -20,7 +20,7 @@ ALIKE = {
 }
 """The same settings for all parameters, as the subspace needs."""
 PAIRS = [(model, optimizer) for model in MODELS for optimizer in LINEAR]
-FEW = [("logistic", "decay"), ("mlp", "sgd"), ("mlp", "nesterov"), ("conv", "momentum")]
+FEW = [("logistic", "decay"), ("mlp", "sgd"), ("mlp", "nesterov")]
 
 
 @pytest.mark.parametrize(("model", "optimizer"), mostly_full(PAIRS, *FEW))
