@@ -1,5 +1,6 @@
 """A watched loader is the loader: iterated over as often as one likes, with its length, whoever made it."""
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,18 @@ def test_loaders_of_accelerate(workers: int, seedable: bool, tmp_path: Path) -> 
     assert sorted(i for ids in batches[:5] for i in ids) == list(range(SIZE))
     assert batches[:5] != batches[8:13], "the epochs should be shuffled anew"
     assert torch.equal(model[0].weight, plain[0].weight)
+
+
+def test_workers_that_stay_end_with_the_recording(tmp_path):
+    model, before = nn.Linear(2, 2), set(multiprocessing.active_children())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(8, 2), torch.zeros(8).long())
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    for x, y in recorder.watch(DataLoader(data, batch_size=4, num_workers=2, persistent_workers=True)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    recorder.finish()
+    assert not set(multiprocessing.active_children()) & workers

@@ -295,6 +295,7 @@ class Recorder:
     def _release(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._loaders.release()
         self._last.release()
         self._pending.release()
         _RECORDED.discard(self._optimizer)

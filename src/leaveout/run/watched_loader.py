@@ -122,6 +122,10 @@ class IndexedLoaders:
             self._known[id(loader)], self.size = indexed, indexed.size
         return self._known[id(loader)]
 
+    def release(self) -> None:
+        """Let go of the loaders: workers that stay between epochs end with them, and not some day with a cycle."""
+        self._known.clear()
+
 
 class NotingSampler:
     """A sampler that appends what it draws to a queue; loaders hand batches out in the order they were drawn.
