@@ -97,6 +97,7 @@ def test_optimism_is_what_choosing_among_equals_brings():
     assert selection.optimism(clear, truth) == 0
 
 
+@pytest.mark.full
 def test_networks_with_kinks_are_also_scored_with_their_curvature(tmp_path):
     found = lo.data.load("digits-1v7", 140, 30)
     torch.manual_seed(0)

@@ -57,6 +57,7 @@ def test_demo_takes_a_directory_that_is_free(tmp_path, monkeypatch):
         (tmp_path / expected).mkdir()
 
 
+@pytest.mark.full
 def test_plan_of_a_run_that_is_not_there_yet(shell, tmp_path):
     (tmp_path / "mine.py").write_text(MADE)
     done = shell("plan", "--task", "mine:make_task", "--epochs", "3")

@@ -153,7 +153,7 @@ class Deadly:
         return item * item
 
 
-@pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+@pytest.mark.parametrize("engine", mostly_full(["processes", "ray"], "ray"), indirect=True)
 def test_a_worker_that_dies_is_replaced(tmp_path, engine):
     function = Deadly(tmp_path, deaths=1, after=(0,))
     found = {}

@@ -76,7 +76,9 @@ def lora():
     return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "adapters", [pytest.param(False, marks=pytest.mark.full), True], ids=["all weights", "adapters"]
+)
 def test_every_step_follows_and_replays_are_training_again(tmp_path, adapters: bool) -> None:
     options = {"peft_config": lora(), "learning_rate": 5e-2} if adapters else ACCUMULATED
     trainer, recorder = train(tmp_path / "run", **options)

@@ -136,6 +136,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])[:, 0]
 
 
+@pytest.mark.full
 def test_a_recurrent_network(tmp_path):
     model = Recurrent().double()
     x = torch.randn(8, 4, 2, dtype=torch.float64)
@@ -144,6 +145,7 @@ def test_a_recurrent_network(tmp_path):
     check_all(run, task, TensorDataset(x[:3].flip(0), x[:3, 0, 1]))
 
 
+@pytest.mark.full
 def test_the_loop_stands_in_for_vmap(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1), nn.Flatten(0)).double()
     x = torch.randn(7, 3, dtype=torch.float64)

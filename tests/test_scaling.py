@@ -55,7 +55,7 @@ def convolutions() -> tuple[nn.Module, torch.Tensor]:
 @pytest.mark.parametrize(
     ("made", "methods"),
     # The counter has no right number for the convolutions of many models that vmap joins into one with groups.
-    [(network, METHODS), (convolutions, ["TracIn", "SGD-IE"])],
+    [pytest.param(network, METHODS, marks=pytest.mark.full), (convolutions, ["TracIn", "SGD-IE"])],
 )
 def test_counted_work_is_what_is_really_done(tmp_path, monkeypatch, made, methods):
     """Within a fifth: checks of steps, the queries and padding come on top."""

@@ -77,6 +77,7 @@ def test_the_ceiling_is_the_mean_spearman_between_moved_starts():
     assert "| GELU, pixels standardised, moved by 1e-01 |" in shown("ceiling", settings, [row])
 
 
+@pytest.mark.full
 def test_the_choice_is_compared_with_every_method_in_the_list():
     settings = {"data": "digits", "n": 140, "epochs": 1, "seed": 0}
     rows = choosing.compute(settings)

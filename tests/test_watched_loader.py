@@ -62,7 +62,7 @@ def test_batches_from_elsewhere_are_refused(tmp_path: Path) -> None:
         next(iter(recorder.watch(Elsewhere(Numbered(), batch_size=2))))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("seedable", [True, False])
 def test_loaders_of_accelerate(workers: int, seedable: bool, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
