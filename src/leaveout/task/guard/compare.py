@@ -17,6 +17,7 @@ from leaveout.task.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Abilities, Fo
 from leaveout.task.guard import agreement
 from leaveout.task.guard.coupled import coupled_abilities
 from leaveout.task.guard.culprit import culprit
+from leaveout.task.guard.differences import MISSING
 from leaveout.task.guard.points import Point, Trial, trial
 from leaveout.task.training_batch import TrainingBatch
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from leaveout.task.task import Task
 
 Check: TypeAlias = Callable[["Task", Params, Any, Point | None], bool]
-
-MISSING = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
-"""What PyTorch raises where it has no rule for an operation."""
 
 
 def compared(task: Task, params: Params, batch: Any, before: Abilities | None = None) -> tuple[str | None, Abilities]:

@@ -20,7 +20,7 @@ from leaveout.task import batches
 from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
 from leaveout.task.forms import COUPLED, Abilities, Form
-from leaveout.task.guard.differences import Difference, difference, like, norm
+from leaveout.task.guard.differences import MISSING, Difference, difference, like, norm
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def coupled_abilities(
         wide.abilities = abilities
         try:
             problem = _differs(wide, at, given, measured, abilities)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+        except MISSING:
             continue
         if problem is None:
             return None, _quickest(wide, at, given, abilities)
@@ -81,7 +81,7 @@ def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities
             task.abilities = abilities._replace(vector=form)
             _, curved, reads = directional(task, at, batch, vector)
             found.append((curved, {"weights": reads}))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+    except MISSING:
         return abilities
     same = all(_near(quick, slow) for slow, quick in zip(*found, strict=True))
     return abilities._replace(vector=forms[1]) if same else abilities

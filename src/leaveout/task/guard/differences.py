@@ -14,6 +14,9 @@ from torch import Tensor
 
 from leaveout._util.trees import Params, each
 
+MISSING = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
+"""What PyTorch raises where it has no rule for an operation."""
+
 STEPS = {torch.float64: (1e-5, 1e-7, 1e-6, 1e-8), torch.float32: (1e-2, 1e-3)}
 """Step lengths to try, relative to the parameters."""
 
