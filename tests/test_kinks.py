@@ -232,6 +232,14 @@ def test_widths_are_of_units(shape, axis):
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
+def test_widths_of_large_images_are_those_of_every_few_rows_and_columns():
+    a = torch.randn(16, 3, 64, 32, dtype=torch.float64)
+    assert torch.equal(inverse_width(a), inverse_width(a[..., ::2, ::2].contiguous()))
+    other = a.clone()
+    other[..., 1::2, :] = 100.0
+    assert torch.equal(inverse_width(other), inverse_width(a))
+
+
 def test_a_window_has_one_width():
     task = task_of(functional.relu, trace=False)
     x, y = task.train_set.tensors

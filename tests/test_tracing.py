@@ -164,6 +164,8 @@ def test_what_is_computed_twice_is_computed_once():
         (lambda x: x.clone().exp() * 1, 1),
         (lambda x: torch.ones_like(x.exp().log()) / 3 + x, 1),
         (lambda x: x.new_zeros(2, 2) @ x + x.exp(), 1),
+        (lambda x: (x - x).square() + x.exp(), 1),
+        (lambda x: x.exp() * x.pow(0), 1),
         (lambda x: x.t() + x.t().exp(), 3),
         (lambda x: x.expand(2, 2, 3).sum(0) + 1, 3),
     ],

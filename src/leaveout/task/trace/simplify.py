@@ -126,13 +126,19 @@ def _equal(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
         return given[0]
     if node.target in COPIES:
         same = given[COPIES[node.target]]
-    elif node.target in UNITS and type(given[1]) in (int, float) and given[1] == 1:
+    elif node.target in UNITS and _is_one(given[1]):
         same = given[0]
     elif node.target is aten.add.Tensor and not node.kwargs:
         same = next((term for zero, term in (given[:2], given[1::-1]) if zero in zeros), None)
     elif node.target in VIEWS:
         return _unviewed(node)
     return same if _alike(same, node) else None
+
+
+def _is_one(factor: Any) -> bool:
+    if isinstance(factor, fx.Node):
+        return factor.target is aten.full.default and factor.args[1] == 1
+    return type(factor) in (int, float) and factor == 1
 
 
 def _unviewed(node: fx.Node) -> fx.Node | None:
@@ -170,6 +176,8 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
         return given[1] == 0
     if node.target in VIEWS or node.target in LINEAR:
         return given[0] in zeros
+    if node.target is aten.pow.Tensor_Scalar:
+        return given[0] in zeros and given[1] > 0
     if node.target is aten.where.self:
         return given[1] in zeros and given[2] in zeros
     if node.target is aten.scatter_add.default:
