@@ -150,7 +150,7 @@ def test_refine_replaces_the_most_extreme(trained):
     again = lo.refine(plain, lo.open_run("runs/x"), subject.task, subject.query, top=8)
     assert torch.equal(refined.values, again.values)
     before = Path(told["file"]).stat().st_mtime_ns
-    assert "8 of 60 scores are exact" in trained("refine", "runs/x", "--top", "8").words
+    assert "the 8 most extreme of 60 scores are exact now" in trained("refine", "runs/x", "--top", "8").words
     assert Path(told["file"]).stat().st_mtime_ns == before
     refused = trained("refine", "runs/x", "--top", "10")
     assert (refused.code, refused.error, "other replays: give --again" in refused.refusal) == (

@@ -464,6 +464,14 @@ def test_refusals(rowed, tmp_path):
         lo.Show(top=0)
 
 
+def test_labels_of_another_run_are_refused(tmp_path):
+    run, task = trained(tmp_path, nn.Linear(4, 3), nn.CrossEntropyLoss(), TensorDataset(X, KINDS))
+    other = replace(lo.labels(run, task), run_fingerprint=1)
+    scores = lo.SGDIE().score(run, task, task.train_set)
+    with refused(lo.InputError, "labels-of-another-run", "give those of this run"):
+        lo.report(tmp_path / "page.html", run, scores, labels=other, task=task)
+
+
 def test_every_class_needs_a_name(tmp_path):
     run, task = trained(tmp_path, nn.Linear(4, 3), nn.CrossEntropyLoss(), TensorDataset(X, KINDS))
     scores = lo.SGDIE().score(run, task, TensorDataset(X, KINDS))

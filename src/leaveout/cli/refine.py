@@ -66,9 +66,12 @@ def refine(
     if as_json:
         print_json({"run": str(run), "file": str(out), "method": refined.method, "exact": exact})
         return
-    harmful = ", ".join(str(i) for i in refined.harmful(min(10, refined.harmful_count)))
+    values = dict(zip(refined.train_ids, refined.mean().tolist(), strict=True))
+    harmful = ", ".join(f"{i} ({values[i]:+.2g})" for i in refined.harmful(min(10, refined.harmful_count)))
     console.print(
-        f"{refined.method}: {exact} of {len(refined.train_ids)} scores are exact.", highlight=False, markup=False
+        f"{refined.method}: the {exact} most extreme of {len(refined.train_ids)} scores are exact now.",
+        highlight=False,
+        markup=False,
     )
     console.print(f"  most harmful: {harmful}\n  {out}", highlight=False, markup=False, soft_wrap=True)
     print_next("report", run, task, results)
@@ -83,8 +86,8 @@ def _plain(files: list[Path], run: Path) -> Scores:
     ]
     if not estimates:
         raise InputError(
-            f"{run} has no estimates to refine: run leaveout score {run} first, or use the scores that are there, "
-            "which are exact or not changes of the loss.",
+            f"{run} has no estimates to refine: the scores that are there are exact already, or are not changes of "
+            f"the loss. Look at them with leaveout report {run}, or estimate with leaveout score {run} --method acc.",
             code="nothing-to-refine",
         )
     return estimates[-1]

@@ -19,7 +19,7 @@ from leaveout.errors import InputError
 from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.verify import Check
-from leaveout.reporting import Show
+from leaveout.reporting import Page, Show
 from leaveout.reporting import report as lo_report
 from leaveout.reporting.show import built_in, show_of
 from leaveout.run.paths import RunPaths
@@ -97,7 +97,10 @@ def report(
             {"run": str(run), "report": str(target), "method": scores.method, "checked": scores.method in checks}
         )
         return
-    console.print(f"{scores.method}: {target} (open it in a browser)", highlight=False, markup=False)
+    for headline in Page(target).headlines:
+        console.print(f"{headline}.", highlight=False, markup=False)
+    words = f"\n{target} (open it in a browser; the scores are {scores.method}'s)"
+    console.print(words, highlight=False, markup=False, soft_wrap=True)
     if not known:
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
     if scores.method not in checks and not scores.all_exact:
