@@ -226,7 +226,10 @@ def test_a_change_in_words():
     assert curve.change("ACC", 5) == "falls by 20.0 points (16.0 to 23.8)"
     same = replace(curve, table=curve.table.assign(error=[0.3, 0.31]))
     assert same.change("ACC", 5) == "does not change measurably, +1.0 points (-2.9 to +4.9)"
-    assert "5 removed: +1.0 points (-2.9 to +4.9), no measurable change" in str(same)
+    words = "does not change measurably, +1.0 points (-2.9 to +4.9)"
+    first = f"Without the 5 most harmful examples by ACC the test error {words}"
+    assert str(same).startswith(f"{first}: 30.00% → 31.00%.\n"), "the answer comes first"
+    assert repr(same) == "Curve(test error of 400 examples without 5 by ACC)"
     low = replace(curve, table=curve.table.assign(error=[0.0, 0.0], error_se=[0.0, 0.0])).to_frame()
     assert (low["error_low"] >= 0).all()
     assert (low["error_high"] > 0).all(), "none wrong of 400 does not mean that none ever is"

@@ -10,6 +10,7 @@ import torch
 import leaveout as lo
 from commands import OWN, SMALL, Shell
 from leaveout.builtin import config
+from leaveout.reporting import Page
 
 
 @pytest.fixture
@@ -159,6 +160,54 @@ def test_refine_replaces_the_most_extreme(trained):
         True,
     )
     assert trained("refine", "runs/x", "--top", "10", "--again", "--json").told["exact"] == 10
+
+
+def test_exact_scores_need_no_verifying(trained):
+    trained("score", "runs/x", "--method", "replay")
+    done = trained("verify", "runs/x")
+    assert done.words.startswith("Replay: every score is an exact replay, nothing is estimated.")
+    assert "Next: leaveout report runs/x" in done.words
+    assert not Path("runs/x/checks").exists(), "nothing was replayed again"
+    assert trained("verify", "runs/x", "--json").told["exact"] == ["Replay"]
+    told = trained("verify", "runs/x", "--method", "replay", "--replays", "8", "--json").told
+    assert told["checks"][0]["extreme"]["kendall"]["value"] == 1.0, "asked for by name they are"
+
+
+def test_report_prints_what_the_page_opens_with(trained):
+    trained("labels", "runs/x")
+    trained("score", "runs/x")
+    done = trained("report", "runs/x")
+    page = Page("runs/x/report.html")
+    assert len(page.headlines) == 3
+    assert done.out.splitlines()[:3] == [f"{headline}." for headline in page.headlines]
+    assert done.out == trained("report", "runs/x").out, "from disk too"
+
+
+def test_show_says_what_is_there_and_what_comes_next(trained):
+    assert "Next: leaveout labels runs/x" in trained("show", "runs/x").words
+    said = trained("labels", "runs/x").out.splitlines()[0][:40]
+    done = trained("show", "runs/x")
+    assert said in done.words
+    assert "Next: leaveout score runs/x" in done.words
+    trained("score", "runs/x")
+    assert "Next: leaveout report runs/x" in trained("show", "runs/x").words
+    trained("report", "runs/x")
+    assert "Next" not in trained("show", "runs/x").words
+    assert len(trained("show", "runs/x", "--json").told["labels"]) == 1
+
+
+def test_a_run_with_another_name_is_suggested_by_its_name(trained):
+    Path("runs/x").rename("runs/digits")
+    assert "(did you mean digits?)" in trained("score", "runs/digts").refusal
+    assert "did you mean" not in trained("score", "runs/mnist17").refusal
+
+
+def test_columns_of_chosen_scores_have_their_methods_name(trained):
+    trained("score", "runs/x")
+    assert trained("export", "runs/x", "--json").told["columns"] == ["replay", "replay_exact"]
+    trained("score", "runs/x", "--method", "replay")
+    columns = trained("export", "runs/x", "--again", "--json").told["columns"]
+    assert columns == ["auto", "auto_exact", "replay", "replay_exact"]
 
 
 def test_refine_without_estimates(trained):

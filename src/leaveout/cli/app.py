@@ -48,8 +48,8 @@ def opened(path: Path, *, partial: bool = False) -> Run:
     from leaveout.run.reader import open_run
 
     if not (path / MANIFEST).exists() and path.parent.is_dir():
-        near = [str(folder) for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
-        if suggestion := closest(str(path), near):
+        near = [folder.name for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
+        if suggestion := closest(path.name, near):
             raise RunError(f"{path} does not hold a run{suggestion}.", code="run-not-found")
     if not partial and RunPaths(path).config.exists() and cut_short(path):
         raise RunError(

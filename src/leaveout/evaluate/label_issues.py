@@ -97,7 +97,7 @@ class Labels(Comparable):
     def sentence(self) -> str:
         """Say the answer in a sentence."""
         count = len(self)
-        answer = f"{count} of {len(self.table)} labels {'looks' if count == 1 else 'look'} wrong"
+        answer = f"{count or 'None'} of {len(self.table)} labels {'looks' if count < 2 else 'look'} wrong"
         answer += " to a weak model" if self.doubtful else ""
         if count:
             answer += f" ({', '.join(self.changes(3))})"
