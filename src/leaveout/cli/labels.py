@@ -155,7 +155,8 @@ def _print(answer: Labels, flipped: tuple[int, ...], files: list[Path], top: int
     if len(answer) > top:
         console.print(f"  and {len(answer) - top} more: --top {len(answer)}, or --csv", highlight=False)
     if answer.question.influence is not None:
-        words = f"{answer.question.influence} counts with weight {answer.weight:.2f} beside the margins."
+        counts = f"counts with weight {answer.weight:.2f}" if answer.weight else "does not count"
+        words = f"{answer.question.influence} {counts} beside what the run showed (docs/labels.md says why)."
         console.print(words, highlight=False, markup=False)
     if flipped:
         count = len(flipped)

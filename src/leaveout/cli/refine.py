@@ -86,8 +86,9 @@ def _plain(files: list[Path], run: Path) -> Scores:
     ]
     if not estimates:
         raise InputError(
-            f"{run} has no estimates to refine: the scores that are there are exact already, or are not changes of "
-            f"the loss. Look at them with leaveout report {run}, or estimate with leaveout score {run} --method acc.",
+            f"{run} has no estimates to refine: of the scores that are there at least the most extreme are exact "
+            f"already, or they are not changes of the loss. Look at them with leaveout report {run}; leaveout score "
+            f"{run} --method replay makes all exact.",
             code="nothing-to-refine",
         )
     return estimates[-1]

@@ -140,7 +140,8 @@ def _check(paths: RunPaths, file: Path) -> Check:
 
 
 def _sentence(result: Check | Curve | Labels) -> dict[str, Any]:
-    return {"sentence": str(result)}
+    first, *more = str(result).splitlines()
+    return {"sentence": f"{first} ({len(more)} more lines: leaveout cleanse)" if more else first}
 
 
 def _print(facts: dict[str, Any], run: Path) -> None:

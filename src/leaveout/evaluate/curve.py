@@ -132,21 +132,32 @@ class Curve(Comparable):
 
     def __str__(self) -> str:
         """Say what each removal changed, a line each, and then how that was measured."""
-        means = self.to_frame().set_index(["choice", "removed"])[self.measure]
         style = "{:.4g}" if self.measure == "loss" else "{:.2%}"
-        base = style.format(means[NOTHING, 0])
+        base = style.format(self.to_frame().set_index("choice")[self.measure][NOTHING])
         lines = [
-            f"Without {self._removed(choice, removed)} the test {self.measure} {self.change(choice, removed)}: "
-            f"{base} → {style.format(means[choice, removed])}."
-            for choice, removed in means.index
-            if choice != NOTHING
+            f"Without {self.removed(choice, removed)} the test {self.measure} {self.change(choice, removed)}: "
+            f"{base} → {style.format(value)}."
+            for choice, removed, value, _ in self.rows()
         ]
         kind = f"{self.batches} batches"
         return "\n".join(
             [*lines, f"Measured on {self.test_size} test examples, in pairs with nothing removed; {kind}."]
         )
 
-    def _removed(self, choice: str, removed: int) -> str:
+    def rows(self) -> list[tuple[str, int, float, str]]:
+        """List each choice and number removed, with the mean error or loss without them, and the change in words."""
+        means, changes = self.to_frame().set_index(["choice", "removed"])[self.measure], self.changes()
+        return [
+            (
+                str(row["choice"]),
+                int(row["removed"]),
+                float(means[row["choice"], row["removed"]]),
+                _words(row, self.measure),
+            )
+            for _, row in changes.iterrows()
+        ]
+
+    def removed(self, choice: str, removed: int) -> str:
         """Say what was removed, and whether that is all that the method would remove."""
         if choice == RANDOM:
             return f"{removed:,} at random"

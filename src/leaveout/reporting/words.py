@@ -136,10 +136,10 @@ def trusted(scores: Scores, check: Check | None) -> Trust:
             "These scores have not been compared with exact replays, so it is not known how far they can be trusted. "
             "Run lo.verify(scores, run, task, query), or leaveout verify, to find out.",
         )
-    return Trust(check.verdict.level, _title(check), check.sentence, _brief(check))
+    return Trust(check.verdict.level, _title(check), check.sentence, _brief(scores, check))
 
 
-def _brief(check: Check) -> str:
+def _brief(scores: Scores, check: Check) -> str:
     """Say what the verdict rests on, and where it is a bad one what to do, in two sentences."""
     extreme, random = check.extreme.kendall.value, check.random.kendall.value
     words = (
@@ -152,7 +152,8 @@ def _brief(check: Check) -> str:
         return f"{words} Look at labels, or at groups, instead."
     if check.ceiling is not None and check.ceiling.undecided:
         return f"{words} Verify with more replays."
-    return f"{words} Go by those that are marked exact, and make more of them so: refine."
+    more = "refine" if scores.exact is None else "replay every example"  # chosen scores have their extremes replayed
+    return f"{words} Go by those that are marked exact; to make more of them so, {more}."
 
 
 def _title(check: Check) -> str:
