@@ -94,6 +94,15 @@ def test_ctrl_c_before_the_first_step_does_not_say_that_steps_were_kept(shell, m
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("command", ["plan", "report", "labels"])
+def test_ctrl_c_before_the_work_is_answered_too(trained, monkeypatch, command):
+    if command == "report":
+        trained("score", "runs/x", "--method", "tracin")
+    monkeypatch.setattr(config, "read", interrupted)
+    done = trained(command, "runs/x")
+    assert (done.code, "Interrupted. The same command" in done.refusal) == (130, True)
+
+
 def interrupted(*args, **options):
     raise KeyboardInterrupt
 
@@ -197,9 +206,11 @@ def test_show_says_what_is_there_and_what_comes_next(trained):
 
 
 def test_a_run_with_another_name_is_suggested_by_its_name(trained):
+    assert "(did you mean runs/x?)" in trained("score", "runs/mnist17").refusal, "the only one"
     Path("runs/x").rename("runs/digits")
-    assert "(did you mean digits?)" in trained("score", "runs/digts").refusal
-    assert "did you mean" not in trained("score", "runs/mnist17").refusal
+    trained("train", *SMALL, "--out", "runs/news")
+    assert "(did you mean runs/digits?)" in trained("score", "runs/digts").refusal
+    assert "(there are digits, news)" in trained("score", "runs/mnist17").refusal
 
 
 def test_columns_of_chosen_scores_have_their_methods_name(trained):

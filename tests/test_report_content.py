@@ -178,7 +178,7 @@ def test_the_cleansing_curve_is_told(pictured):
     said = data(report.path)
     assert f"the {removed} most harmful examples by ACC(free)" in said["cleansing"]["sentence"]
     assert again.change("ACC(free)", removed) in said["cleansing"]["sentence"]
-    assert f"Removing {removed}" in said["answers"][1]["headline"]
+    assert f"Without the {removed} most " in said["answers"][1]["headline"]
     assert len(said["cleansing"]["changes"]) == 6
 
 
@@ -200,7 +200,7 @@ def test_what_does_not_change_measurably_is_said_to_be_so(pictured):
     curve = lo.cleanse(report.scores, report.run, report.task, few, [1, 2], random=0)
     assert not curve.changes()["measurable"].any()
     answer = answers(None, curve, report.scores.method, 9, 160, Trust("good", "", ""), groups=False)[0]
-    assert answer.headline == "Removing 2: no measurable change"
+    assert answer.headline == "Without the 2 most harmful examples: no measurable change"
     assert curve.interval(report.scores.method, 2) in answer.sentence
 
 
