@@ -10,6 +10,7 @@ import torch
 import leaveout as lo
 from commands import OWN, SMALL, Shell
 from leaveout.builtin import config
+from leaveout.evaluate import choose
 from leaveout.reporting import Page
 
 
@@ -160,7 +161,7 @@ def test_refine_replaces_the_most_extreme(trained):
     again = lo.refine(plain, lo.open_run("runs/x"), subject.task, subject.query, top=8)
     assert torch.equal(refined.values, again.values)
     before = Path(told["file"]).stat().st_mtime_ns
-    assert "the 8 most extreme of 60 scores are exact now" in trained("refine", "runs/x", "--top", "8").words
+    assert "8 of 60 scores are exact now, the 8 most" in trained("refine", "runs/x", "--top", "8").words
     assert Path(told["file"]).stat().st_mtime_ns == before
     refused = trained("refine", "runs/x", "--top", "10")
     assert (refused.code, refused.error, "other replays: give --again" in refused.refusal) == (
@@ -219,6 +220,24 @@ def test_columns_of_chosen_scores_have_their_methods_name(trained):
     trained("score", "runs/x", "--method", "replay")
     columns = trained("export", "runs/x", "--again", "--json").told["columns"]
     assert columns == ["auto", "auto_exact", "replay", "replay_exact"]
+
+
+def test_chosen_scores_are_refined_and_keep_their_check(trained, monkeypatch):
+    monkeypatch.setattr(choose, "FEWEST", 16)
+    assert trained("score", "runs/x", "--budget", "0").code == 0
+    chosen = lo.Scores.load("runs/x/scores/auto.safetensors")
+    assert not chosen.all_exact
+    told = trained("refine", "runs/x", "--top", "50", "--json").told
+    refined = lo.Scores.load(told["file"])
+    assert told["method"] == refined.method == chosen.method
+    assert refined.exact[chosen.extreme(50)].all()
+    assert refined.exact[chosen.exact].all()
+    assert torch.equal(refined.values[chosen.exact], chosen.values[chosen.exact]), "not replayed again"
+    subject = config.prepare(config.read("runs/x/config.toml"))
+    truth = lo.Replay().score(lo.open_run("runs/x"), subject.task, subject.query).values
+    assert torch.allclose(refined.values[refined.exact], truth[refined.exact], rtol=1e-4, atol=1e-6)
+    assert "exact now" in trained("refine", "runs/x", "--top", "50").words, "from disk"
+    assert trained("report", "runs/x", "--json").told["checked"], "the choice's own check still holds"
 
 
 def test_refine_without_estimates(trained):

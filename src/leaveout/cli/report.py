@@ -11,6 +11,7 @@ import typer
 
 from leaveout._util.files import check_writable, checksum, save_text
 from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, resumable
+from leaveout.cli.auto import is_of_the_choice
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
@@ -114,9 +115,11 @@ def _answers(files: list[Path], paths: RunPaths) -> tuple[list[Scores], dict[str
     for file in sorted(files, key=lambda one: one.stat().st_mtime):
         one = Scores.load(file)
         scores = [*(other for other in scores if other.method != one.method), one]  # of two variants the newer
-        checks.pop(one.method, None)
+        before = checks.pop(one.method, None)
         if paths.check(file).exists():
             checks[one.method] = Check.load(paths.check(file))
+        elif before is not None and is_of_the_choice(before, one):
+            checks[one.method] = before  # chosen scores that were refined since
     first = most_trusted(scores, checks)
     assert first is not None  # noqa: S101 - chosen refuses a run without scores
     together = [first, *(one for one in scores if one is not first and same_rows(one, first))]

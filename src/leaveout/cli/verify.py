@@ -148,12 +148,6 @@ def _advice(checks: list[tuple[Check, Scores]]) -> tuple[str, str]:
     comparable = [check for check, scores in checks if scores.is_effect]
     if not comparable:
         return f"By these scores {verdict.value}: score with a method that gives changes of the loss.", "score"
-    if any(scores.exact is not None and scores.exact.any() for _, scores in checks):
-        return (
-            f"By these scores {verdict.value}. Those that were replayed are exact, the most extreme among them: go by "
-            "these, or replay every example (score --method replay), if leaveout plan says that you can afford it.",
-            "report",
-        )
     ceilings = [check.ceiling for check in comparable if check.ceiling is not None]
     if ceilings and not any(ceiling.extreme.value >= REPRODUCIBLE for ceiling in ceilings):
         return "Exact replays would answer for the last digits of this run alone: look at its labels.", "labels"

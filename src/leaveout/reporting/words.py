@@ -21,8 +21,8 @@ ALIKE = 0.8
 """The rank correlation from which on two methods tell the same story."""
 TITLES = {
     Verdict.GOOD: "The ranking can be trusted",
-    Verdict.COARSE: "Right overall, not in detail",
-    Verdict.HINT: "Only a hint",
+    Verdict.COARSE: "The ranking is right overall, not in detail",
+    Verdict.HINT: "The ranking is only a hint",
     Verdict.NONE: "The ranking cannot be trusted",
 }
 
@@ -136,10 +136,10 @@ def trusted(scores: Scores, check: Check | None) -> Trust:
             "These scores have not been compared with exact replays, so it is not known how far they can be trusted. "
             "Run lo.verify(scores, run, task, query), or leaveout verify, to find out.",
         )
-    return Trust(check.verdict.level, _title(check), check.sentence, _brief(scores, check))
+    return Trust(check.verdict.level, _title(check), check.sentence, _brief(check))
 
 
-def _brief(scores: Scores, check: Check) -> str:
+def _brief(check: Check) -> str:
     """Say what the verdict rests on, and where it is a bad one what to do, in two sentences."""
     extreme, random = check.extreme.kendall.value, check.random.kendall.value
     words = (
@@ -152,8 +152,7 @@ def _brief(scores: Scores, check: Check) -> str:
         return f"{words} Look at labels, or at groups, instead."
     if check.ceiling is not None and check.ceiling.undecided:
         return f"{words} Verify with more replays."
-    more = "refine" if scores.exact is None else "replay every example"  # chosen scores have their extremes replayed
-    return f"{words} Go by those that are marked exact; to make more of them so, {more}."
+    return f"{words} Go by those that are marked exact, and make more of them so: refine."
 
 
 def _title(check: Check) -> str:
@@ -163,7 +162,8 @@ def _title(check: Check) -> str:
     if check.ceiling.undecided:
         return "Too few replays to tell"
     if check.ceiling.reproducible:
-        return "The scores are wrong" if check.verdict is Verdict.NONE else "Only a hint: the scores are off"
+        hint = f"{TITLES[Verdict.HINT]}: the scores are off"
+        return "The scores are wrong" if check.verdict is Verdict.NONE else hint
     if check.ceiling.extreme.value >= REPRODUCIBLE:
         return "Only the largest effects are reproducible"
     return f"{'Single examples' if check.ceiling.single else 'These groups'} have no reproducible effect"
