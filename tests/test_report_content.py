@@ -464,6 +464,15 @@ def test_refusals(rowed, tmp_path):
         lo.Show(top=0)
 
 
+def test_when_influence_arose_is_doubted_where_sgdie_ranks_otherwise(rowed, tmp_path):
+    assert data(rowed.path)["timing"] == "", "SGD-IE agrees with itself"
+    turned = replace(rowed.scores, values=-rowed.scores.values, method="turned")
+    page = lo.report(tmp_path / "page.html", rowed.run, turned, task=rowed.task, query=rowed.query)
+    words = "SGD-IE ranks the examples otherwise than turned does (tau -1.00)"
+    assert data(page)["timing"].startswith(words)
+    assert page.read_text().count(words) >= 2, "beside the cards too"
+
+
 def test_labels_of_another_run_are_refused(tmp_path):
     run, task = trained(tmp_path, nn.Linear(4, 3), nn.CrossEntropyLoss(), TensorDataset(X, KINDS))
     other = replace(lo.labels(run, task), run_fingerprint=1)

@@ -140,7 +140,7 @@ class Labels(Comparable):
         if not self.doubtful:
             return ""
         return (
-            f" Such trainings agree with only {self.agreed:.1%} of the labels: unless that many of your labels are "
+            f" The {self.folds} trainings agree with only {self.agreed:.1%} of the labels: unless that many of your labels are "
             "wrong, it is mostly the trainings that are, so look at the first ones at most."
         )
 
