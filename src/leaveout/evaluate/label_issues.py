@@ -140,8 +140,8 @@ class Labels(Comparable):
         if not self.doubtful:
             return ""
         return (
-            f" The {self.folds} trainings agree with only {self.agreed:.1%} of the labels: unless that many of your labels are "
-            "wrong, it is mostly the trainings that are, so look at the first ones at most."
+            f" The {self.folds} trainings agree with only {self.agreed:.1%} of the labels: unless that many of your "
+            "labels are wrong, it is mostly the trainings that are, so look at the first ones at most."
         )
 
     def __repr__(self) -> str:
