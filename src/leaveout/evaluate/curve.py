@@ -161,7 +161,7 @@ class Curve(Comparable):
         """Say what was removed, and whether that is all that the method would remove."""
         if choice == RANDOM:
             return f"{removed:,} at random"
-        if self.harmful.get(choice) != removed:
+        if self.harmful.get(choice) != removed or removed == 1:
             return chosen(choice, removed)
         return f"all {removed:,} labels that look wrong" if choice == LABELS else f"all {removed:,} harmful by {choice}"
 
@@ -230,12 +230,13 @@ class Curve(Comparable):
 def chosen(method: str, removed: int) -> str:
     """Say what was removed.
 
-    >>> chosen("labels", 20), chosen("ACC", 20)
-    ('the 20 labels that look most wrong', 'the 20 most harmful examples by ACC')
+    >>> chosen("labels", 20), chosen("ACC", 20), chosen("ACC", 1)
+    ('the 20 labels that look most wrong', 'the 20 most harmful examples by ACC', 'the most harmful example by ACC')
     """
     if method == LABELS:
-        return f"the {removed:,} labels that look most wrong"
-    return f"the {removed:,} most harmful examples by {method}"
+        return "the label that looks most wrong" if removed == 1 else f"the {removed:,} labels that look most wrong"
+    what = "most harmful example" if removed == 1 else f"{removed:,} most harmful examples"
+    return f"the {what} by {method}"
 
 
 def normal(value: float, error: float, level: float = 0.95) -> tuple[float, float]:

@@ -68,7 +68,8 @@ def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted:
     numbers = [amount(curve, name, wanted) for name in measured]
     row = rows[(rows["choice"] == measured[0]) & (rows["removed"] == numbers[0])].iloc[0]
     change = float(row[curve.measure])
-    start = f"Without the {numbers[0]:,} most {'suspicious labels' if measured[0] == LABELS else 'harmful examples'}"
+    what = "suspicious label" if measured[0] == LABELS else "harmful example"
+    start = f"Without the {numbers[0]:,} most {what}s" if numbers[0] > 1 else f"Without the most {what}"
     if not row["measurable"]:
         headline, level = f"{start}: no measurable change", "unchecked"
     else:
