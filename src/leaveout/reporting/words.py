@@ -173,7 +173,7 @@ def timing(sums: Sequence[float], scores: Sequence[float], method: str) -> str:
     """Say how far to trust when influence arose, which is SGD-IE's whatever method the scores are from.
 
     >>> timing([1.0, 2.0, 3.0, 4.0], [4.0, 1.0, 3.0, 2.0], "Replay")
-    "SGD-IE ranks the examples otherwise than Replay does (tau -0.33), so take when influence arose as a hint."
+    'SGD-IE ranks the examples otherwise than Replay does (tau -0.33), so take when influence arose as a hint.'
     >>> timing([1.0, 2.0, 3.0], [1.0, 2.0, 3.5], "Replay")
     ''
     """
