@@ -96,7 +96,7 @@ def test_only_harmful_examples_are_removed(case, tmp_path):
     row = curve.table.set_index(["choice", "removed"]).loc[("few", 2)]
     assert (row["loss"], row["error"]) == pytest.approx(expected, abs=1e-10)
     assert curve.harmful == {"few": 2, "many": 9}
-    assert "(all 2 that are harmful)" in str(curve)
+    assert "Without all 2 harmful by few the test " in str(curve)
     assert lo.Curve.load(curve.save(tmp_path / "curve.json")).harmful == curve.harmful
     good = lo.Scores(values.abs(), tuple(range(12)), ("mean",), "good")
     with refused(lo.InputError, "nothing-harmful"):
@@ -223,10 +223,13 @@ def test_a_change_in_words():
     rows |= {"loss": [0.5, 0.4], "loss_se": [0.1, 0.1], "error": [0.3, 0.1], "error_se": [0.05, 0.05]}
     rows |= {"loss_change_se": [0.0, 0.02], "error_change_se": [0.0, 0.02]}
     curve = lo.Curve(pd.DataFrame(rows), "recorded", 400, lo.Cost())
-    assert curve.change("ACC", 5) == "falls by 20.0 points (16.0 to 23.8 points)"
+    assert curve.change("ACC", 5) == "falls by 20.0 points (16.0 to 23.8)"
     same = replace(curve, table=curve.table.assign(error=[0.3, 0.31]))
     assert same.change("ACC", 5) == "does not change measurably, +1.0 points (-2.9 to +4.9)"
-    assert "5 removed: +1.0 points (-2.9 to +4.9), no measurable change" in str(same)
+    words = "does not change measurably, +1.0 points (-2.9 to +4.9)"
+    first = f"Without the 5 most harmful examples by ACC the test error {words}"
+    assert str(same).startswith(f"{first}: 30.00% → 31.00%.\n"), "the answer comes first"
+    assert repr(same) == "Curve(test error of 400 examples without 5 by ACC)"
     low = replace(curve, table=curve.table.assign(error=[0.0, 0.0], error_se=[0.0, 0.0])).to_frame()
     assert (low["error_low"] >= 0).all()
     assert (low["error_high"] > 0).all(), "none wrong of 400 does not mean that none ever is"

@@ -10,6 +10,8 @@ import torch
 import leaveout as lo
 from commands import OWN, SMALL, Shell
 from leaveout.builtin import config
+from leaveout.evaluate import choose
+from leaveout.reporting import Page
 
 
 @pytest.fixture
@@ -93,6 +95,15 @@ def test_ctrl_c_before_the_first_step_does_not_say_that_steps_were_kept(shell, m
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("command", ["plan", "report", "labels"])
+def test_ctrl_c_before_the_work_is_answered_too(trained, monkeypatch, command):
+    if command == "report":
+        trained("score", "runs/x", "--method", "tracin")
+    monkeypatch.setattr(config, "read", interrupted)
+    done = trained(command, "runs/x")
+    assert (done.code, "Interrupted. The same command" in done.refusal) == (130, True)
+
+
 def interrupted(*args, **options):
     raise KeyboardInterrupt
 
@@ -150,7 +161,7 @@ def test_refine_replaces_the_most_extreme(trained):
     again = lo.refine(plain, lo.open_run("runs/x"), subject.task, subject.query, top=8)
     assert torch.equal(refined.values, again.values)
     before = Path(told["file"]).stat().st_mtime_ns
-    assert "8 of 60 scores are exact" in trained("refine", "runs/x", "--top", "8").words
+    assert "8 of 60 scores are exact now, the 8 most" in trained("refine", "runs/x", "--top", "8").words
     assert Path(told["file"]).stat().st_mtime_ns == before
     refused = trained("refine", "runs/x", "--top", "10")
     assert (refused.code, refused.error, "other replays: give --again" in refused.refusal) == (
@@ -159,6 +170,74 @@ def test_refine_replaces_the_most_extreme(trained):
         True,
     )
     assert trained("refine", "runs/x", "--top", "10", "--again", "--json").told["exact"] == 10
+
+
+def test_exact_scores_need_no_verifying(trained):
+    trained("score", "runs/x", "--method", "replay")
+    done = trained("verify", "runs/x")
+    assert done.words.startswith("Replay: every score is an exact replay, nothing is estimated.")
+    assert "Next: leaveout report runs/x" in done.words
+    assert not Path("runs/x/checks").exists(), "nothing was replayed again"
+    assert trained("verify", "runs/x", "--json").told["exact"] == ["Replay"]
+    told = trained("verify", "runs/x", "--method", "replay", "--replays", "8", "--json").told
+    assert told["checks"][0]["extreme"]["kendall"]["value"] == 1.0, "asked for by name they are"
+
+
+def test_report_prints_what_the_page_opens_with(trained):
+    trained("labels", "runs/x")
+    trained("score", "runs/x")
+    done = trained("report", "runs/x")
+    page = Page("runs/x/report.html")
+    assert len(page.headlines) == 3
+    assert done.out.splitlines()[:3] == [f"{headline}." for headline in page.headlines]
+    assert done.out == trained("report", "runs/x").out, "from disk too"
+
+
+def test_show_says_what_is_there_and_what_comes_next(trained):
+    assert "Next: leaveout labels runs/x" in trained("show", "runs/x").words
+    said = trained("labels", "runs/x").out.splitlines()[0][:40]
+    done = trained("show", "runs/x")
+    assert said in done.words
+    assert "Next: leaveout score runs/x" in done.words
+    trained("score", "runs/x")
+    assert "Next: leaveout report runs/x" in trained("show", "runs/x").words
+    trained("report", "runs/x")
+    assert "Next" not in trained("show", "runs/x").words
+    assert len(trained("show", "runs/x", "--json").told["labels"]) == 1
+
+
+def test_a_run_with_another_name_is_suggested_by_its_name(trained):
+    assert "(did you mean runs/x?)" in trained("score", "runs/mnist17").refusal, "the only one"
+    Path("runs/x").rename("runs/digits")
+    trained("train", *SMALL, "--out", "runs/news")
+    assert "(did you mean runs/digits?)" in trained("score", "runs/digts").refusal
+    assert "(there are digits, news)" in trained("score", "runs/mnist17").refusal
+
+
+def test_columns_of_chosen_scores_have_their_methods_name(trained):
+    trained("score", "runs/x")
+    assert trained("export", "runs/x", "--json").told["columns"] == ["replay", "replay_exact"]
+    trained("score", "runs/x", "--method", "replay")
+    columns = trained("export", "runs/x", "--again", "--json").told["columns"]
+    assert columns == ["auto", "auto_exact", "replay", "replay_exact"]
+
+
+def test_chosen_scores_are_refined_and_keep_their_check(trained, monkeypatch):
+    monkeypatch.setattr(choose, "FEWEST", 16)
+    assert trained("score", "runs/x", "--budget", "0").code == 0
+    chosen = lo.Scores.load("runs/x/scores/auto.safetensors")
+    assert not chosen.all_exact
+    told = trained("refine", "runs/x", "--top", "50", "--json").told
+    refined = lo.Scores.load(told["file"])
+    assert told["method"] == refined.method == chosen.method
+    assert refined.exact[chosen.extreme(50)].all()
+    assert refined.exact[chosen.exact].all()
+    assert torch.equal(refined.values[chosen.exact], chosen.values[chosen.exact]), "not replayed again"
+    subject = config.prepare(config.read("runs/x/config.toml"))
+    truth = lo.Replay().score(lo.open_run("runs/x"), subject.task, subject.query).values
+    assert torch.allclose(refined.values[refined.exact], truth[refined.exact], rtol=1e-4, atol=1e-6)
+    assert "exact now" in trained("refine", "runs/x", "--top", "50").words, "from disk"
+    assert trained("report", "runs/x", "--json").told["checked"], "the choice's own check still holds"
 
 
 def test_refine_without_estimates(trained):

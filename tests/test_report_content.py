@@ -178,7 +178,7 @@ def test_the_cleansing_curve_is_told(pictured):
     said = data(report.path)
     assert f"the {removed} most harmful examples by ACC(free)" in said["cleansing"]["sentence"]
     assert again.change("ACC(free)", removed) in said["cleansing"]["sentence"]
-    assert f"Removing {removed}" in said["answers"][1]["headline"]
+    assert f"Without the {removed} most " in said["answers"][1]["headline"]
     assert len(said["cleansing"]["changes"]) == 6
 
 
@@ -200,7 +200,7 @@ def test_what_does_not_change_measurably_is_said_to_be_so(pictured):
     curve = lo.cleanse(report.scores, report.run, report.task, few, [1, 2], random=0)
     assert not curve.changes()["measurable"].any()
     answer = answers(None, curve, report.scores.method, 9, 160, Trust("good", "", ""), groups=False)[0]
-    assert answer.headline == "Removing 2: no measurable change"
+    assert answer.headline == "Without the 2 most harmful examples: no measurable change"
     assert curve.interval(report.scores.method, 2) in answer.sentence
 
 
@@ -462,6 +462,23 @@ def test_refusals(rowed, tmp_path):
     said("curve-of-another-run", "cleansing curve", curve=replace(curve, run_fingerprint=1))
     with refused(lo.InputError, "top-not-a-count", "top=0"):
         lo.Show(top=0)
+
+
+def test_when_influence_arose_is_doubted_where_sgdie_ranks_otherwise(rowed, tmp_path):
+    assert data(rowed.path)["timing"] == "", "SGD-IE agrees with itself"
+    turned = replace(rowed.scores, values=-rowed.scores.values, method="turned")
+    page = lo.report(tmp_path / "page.html", rowed.run, turned, task=rowed.task, query=rowed.query)
+    words = "SGD-IE ranks the examples otherwise than turned does (tau -1.00)"
+    assert data(page)["timing"].startswith(words)
+    assert page.read_text().count(words) >= 2, "beside the cards too"
+
+
+def test_labels_of_another_run_are_refused(tmp_path):
+    run, task = trained(tmp_path, nn.Linear(4, 3), nn.CrossEntropyLoss(), TensorDataset(X, KINDS))
+    other = replace(lo.labels(run, task), run_fingerprint=1)
+    scores = lo.SGDIE().score(run, task, task.train_set)
+    with refused(lo.InputError, "labels-of-another-run", "give those of this run"):
+        lo.report(tmp_path / "page.html", run, scores, labels=other, task=task)
 
 
 def test_every_class_needs_a_name(tmp_path):

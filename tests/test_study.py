@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
 from leaveout.study import most_trusted
+from refusal import refused
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +101,70 @@ def test_a_report_of_a_regression(tmp_path):
     study = lo.Study(run, task, data)
     assert study.report(tmp_path / "page.html").exists()
     assert study.issues is None
+
+
+def test_a_run_is_opened_by_its_directory(problem):
+    run, task, *_ = problem
+    study = lo.Study(str(run.path), task)
+    assert study.run.fingerprint == run.fingerprint
+    assert len(study.labels().table) == 80, "labels need no query"
+    with refused(lo.InputError, "query-missing", "lo.Study(run, task, query)"):
+        study.score(lo.SGDIE())
+
+
+def test_the_page_goes_beside_the_run(problem):
+    run, task, query, test = problem
+    study = lo.Study(run, task, query)
+    study.score(lo.SGDIE())
+    assert study.report(overwrite=True) == run.path / "report.html"
+    assert study.cleanse(test_set=test, remove=4, random=0).table["removed"].tolist() == [0, 4]
+
+
+WRONG = {
+    "a loader": (lambda run, task, query: lo.Study(run, task, DataLoader(query)), "dataset-expected", "loader.dataset"),
+    "a tensor": (lambda run, task, query: lo.Study(run, task, query[0][0]), "dataset-expected", "TensorDataset(inputs"),
+    "a pair": (lambda run, task, query: lo.Study(run, task, tuple(query[0])), "dataset-expected", "TensorDataset(*"),
+    "a task first": (lambda run, task, query: lo.Study(task, run, query), "run-expected", "not a Task"),
+    "a model second": (lambda run, task, query: lo.Study(run, task.model, query), "task-expected", "not a Linear"),
+    "a name": (lambda run, task, query: lo.Study(run, task, query).score("acc"), "estimator-expected", "lo.ACC()"),
+    "a class": (
+        lambda run, task, query: lo.Study(run, task, query).score(lo.SGDIE),
+        "estimator-expected",
+        "lo.SGDIE()",
+    ),
+    "no scores": (lambda run, task, query: lo.Study(run, task, query).verify("acc"), "scores-expected", "not a str"),
+    "a training loader": (
+        lambda run, task, query: lo.Task(task.model, task.loss, DataLoader(query)),
+        "dataset-expected",
+        "loader.dataset",
+    ),
+    "loss and model": (
+        lambda run, task, query: lo.Task(task.loss, task.model, query),
+        "model-expected",
+        "CrossEntropy",
+    ),
+    "data first": (lambda run, task, query: lo.Task(query, task.model, task.loss), "model-expected", "not an Examples"),
+    "a loss class": (lambda run, task, query: lo.Task(task.model, nn.MSELoss, query), "loss-expected", "MSELoss()"),
+    "a loss name": (lambda run, task, query: lo.Task(task.model, "mse", query), "loss-expected", "not a str"),
+    "parameters": (lambda run, task, query: recorder(task.model.parameters()), "model-expected", "not a generator"),
+    "an optimizer class": (
+        lambda run, task, query: recorder(task.model, torch.optim.SGD),
+        "optimizer-expected",
+        "the class SGD",
+    ),
+}
+
+
+def recorder(model, optimizer=None):
+    return lo.Recorder("nowhere", model, optimizer or torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_newcomer_gets_wrong_is_said_with_the_remedy(problem, name, untyped):
+    ask, code, words = WRONG[name]
+    with refused(lo.InputError, code, words):
+        ask(*problem[:3])
+
+
+def test_a_task_says_what_it_is(problem):
+    assert repr(problem[1]) == "Task(Linear, CrossEntropyLoss, 80 training examples)"

@@ -64,6 +64,16 @@ def closest(word: str, among: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def kind(value: Any) -> str:
+    """Name the type of a value with its article.
+
+    >>> kind(1.5), kind(3)
+    ('a float', 'an int')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0].upper() in 'AEIOU' else 'a'} {name}"
+
+
 def is_whole(value: Any, low: int, high: int | None = None) -> bool:
     """Say whether a value is a whole number in this range; those of numpy and PyTorch count, True does not.
 

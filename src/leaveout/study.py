@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from leaveout._util import notebook
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, UnsupportedError
+from leaveout.errors import InputError, UnsupportedError, kind
 from leaveout.estimators import Estimator
 from leaveout.estimators.timeline import Timeline, timeline
 from leaveout.evaluate.choose import Chosen, choose
@@ -25,8 +25,10 @@ from leaveout.evaluate.refine import refine
 from leaveout.evaluate.verify import Check, verify
 from leaveout.reporting import Page, Show, report
 from leaveout.reporting.show import show_of
-from leaveout.run.reader import Run
+from leaveout.run.paths import RunPaths
+from leaveout.run.reader import Run, open_run
 from leaveout.scores import SELF, Scores
+from leaveout.task import batches
 from leaveout.task.task import Task
 
 _BY_IDENTITY = (Scores, Check, Labels, Dataset)
@@ -43,23 +45,37 @@ class Study:
     twice.
 
     Args:
-        run: the recorded run.
+        run: the recorded run, or its directory.
         task: what was trained.
-        query: the examples whose mean loss is explained.
+        query: the examples whose mean loss is explained; ``labels`` does without them.
         show: how examples are shown, for labels and the report: a ``Show``, or a function of an example.
         resources: memory budget, engine and progress of everything that is asked.
+
+    >>> from tempfile import mkdtemp
+    >>> import torch
+    >>> from leaveout.builtin import data
+    >>> from leaveout.run.train import train
+    >>> digits = data.load("digits", n_train=60, n_val=20)
+    >>> task = Task(torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss(), data.flip(digits.train, 0.1, seed=1).examples)
+    >>> optimizer = torch.optim.SGD(task.model.parameters(), lr=0.5)
+    >>> study = Study(train(task, optimizer, epochs=5, batch_size=20, seed=0, out=mkdtemp()), task, digits.val)
+    >>> labels, scores = study.labels(), study.score()  # which labels look wrong; which examples helped or did harm
+    >>> scores.all_exact, len(scores.harmful(3)), "Replay" in repr(study)
+    (True, 3, True)
     """
 
     def __init__(
         self,
-        run: Run,
+        run: Run | str | Path,
         task: Task,
-        query: Dataset,
+        query: Dataset | None = None,
         *,
         show: Show | Callable[[Any], Any] | None = None,
         resources: Resources | None = None,
     ) -> None:
-        self.run, self.task, self.query = run, task, query
+        self.run, self.task, self._query = _opened(run), _checked(task), query
+        if query is not None:
+            batches.size(query)  # refuses a loader, or tensors
         self.show, self.resources = show_of(show), resources or Resources()
         self.scores: dict[str, Scores] = {}
         self.checks: dict[str, Check] = {}
@@ -67,6 +83,17 @@ class Study:
         self.curve: Curve | None = None
         self.choice: Chosen | None = None
         self._answers: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    @property
+    def query(self) -> Dataset:
+        """The examples whose mean loss is explained."""
+        if self._query is None:
+            raise InputError(
+                "Whose loss is to be explained? Give lo.Study(run, task, query) a query set, such as the validation "
+                "set.",
+                code="query-missing",
+            )
+        return self._query
 
     def score(self, estimator: Estimator | None = None, *, budget: float = 60.0, **options: Any) -> Scores:
         """Score every training example; without an ``estimator`` the method is chosen.
@@ -118,13 +145,17 @@ class Study:
         self,
         scores: Scores | Labels | Sequence[Scores | Labels] | None = None,
         test_set: Dataset | None = None,
-        remove: Sequence[int] | None = None,
+        remove: int | Sequence[int] | None = None,
         **options: Any,
     ) -> Curve:
-        """Remove the most harmful examples, train again, and measure on the test set; by default 2, 5 and 10 %."""
+        """Remove the most harmful examples, train again, and measure on the test set; by default 2, 5 and 10 %.
+
+        ``scores`` are those to go by, or labels, or several of them; by default the most trustworthy ones.
+        """
         if test_set is None:
             raise InputError(
-                "cleanse measures on examples that neither training nor the scores have seen: give test_set=.",
+                "cleanse measures on examples that neither training nor the scores have seen: give test_set=, as in "
+                "study.cleanse(scores, test_set).",
                 code="test-set-missing",
             )
         given = [scores] if scores is None or isinstance(scores, Scores | Labels) else list(scores)
@@ -135,7 +166,7 @@ class Study:
             self.curve = cleanse(methods, self.run, self.task, test_set, amounts, resources=self.resources, **options)
             return self.curve
 
-        return self._once(("cleanse", *methods, test_set, list(amounts), options), measured)
+        return self._once(("cleanse", *methods, test_set, amounts, options), measured)
 
     def timeline(self, **options: Any) -> Timeline:
         """Say when in training each example's influence arose."""
@@ -150,19 +181,22 @@ class Study:
 
     def report(
         self,
-        path: str | Path,
+        path: str | Path | None = None,
         *,
         show: Show | Callable[[Any], Any] | None = None,
         overwrite: bool = False,
     ) -> Page:
-        """Write the page about everything that was asked; scores and labels are computed if nobody asked before."""
+        """Write the page about everything that was asked; scores and labels are computed if nobody asked before.
+
+        It goes to ``path``, by default to ``report.html`` in the run's directory.
+        """
         first = self._known(None)
         rest = [one for one in self.scores.values() if one is not first and same_rows(one, first)]
         if self.issues is None and _of_all(first, self.task):
             with suppress(UnsupportedError):  # not a classifier
                 self.labels()
         return report(
-            path,
+            RunPaths(self.run.path).report if path is None else path,
             self.run,
             [first, *rest],
             [self.checks[one.method] for one in (first, *rest) if one.method in self.checks],
@@ -200,6 +234,12 @@ class Study:
 
     def _scored(self, estimator: Estimator | None, budget: float, options: dict[str, Any]) -> Scores:
         if estimator is not None:
+            if not isinstance(estimator, Estimator):
+                name = estimator.__name__ if isinstance(estimator, type) else "ACC"
+                raise InputError(
+                    f"estimator={estimator!r} is not an estimator: give one such as lo.{name}(), or nothing.",
+                    code="estimator-expected",
+                )
             scores = estimator.score(self.run, self.task, self.query, resources=self.resources, **options)
             return self._remember(scores)
         self.choice = choose(self.run, self.task, self.query, budget=budget, resources=self.resources, **options)
@@ -218,6 +258,12 @@ class Study:
         """These scores, else the best that were computed, else new ones."""
         if scores is None:
             return self.best or self.score()
+        if not isinstance(scores, Scores):
+            there = f", such as study.scores[{next(iter(self.scores))!r}]" if self.scores else ""
+            raise InputError(
+                f"Scores are needed, not {kind(scores)}: give what study.score() returned{there}.",
+                code="scores-expected",
+            )
         scores.check_same_run(self.run)
         if self.scores.get(scores.method) is not scores:
             self._remember(scores)
@@ -229,6 +275,28 @@ class Study:
         if key not in self._answers:
             self._answers[key] = (compute(), question)  # the question, so that nothing else gets its identity
         return self._answers[key][0]
+
+
+def _opened(run: Any) -> Run:
+    """Return the run, or the one in a directory."""
+    if isinstance(run, str | Path):
+        return open_run(run)
+    if not isinstance(run, Run):
+        raise InputError(
+            f"A run is needed first, not {kind(run)}: give what recorder.finish() or lo.open_run(path) "
+            "returned, or the run's directory.",
+            code="run-expected",
+        )
+    return run
+
+
+def _checked(task: Any) -> Task:
+    if not isinstance(task, Task):
+        raise InputError(
+            f"A task is needed second, not {kind(task)}: give lo.Task(model, loss, train_set).",
+            code="task-expected",
+        )
+    return task
 
 
 def most_trusted(scores: Sequence[Scores], checks: dict[str, Check]) -> Scores | None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,6 +27,14 @@ from leaveout.errors import InputError, RunError
 
 LOCK = ".lock"
 BLOCK = 1 << 20
+
+
+def cache_directory() -> Path:
+    """Return the place of this user's cache, which need not be there yet."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pooch imports tqdm, which complains in notebooks without widgets
+        import pooch
+    return Path(pooch.os_cache("leaveout"))
 
 
 def write_text(file: Path, text: str) -> None:

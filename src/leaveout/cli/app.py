@@ -6,13 +6,14 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from leaveout.errors import RunError, closest
+from leaveout.errors import RunError
 from leaveout.run.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -48,9 +49,11 @@ def opened(path: Path, *, partial: bool = False) -> Run:
     from leaveout.run.reader import open_run
 
     if not (path / MANIFEST).exists() and path.parent.is_dir():
-        near = [str(folder) for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
-        if suggestion := closest(str(path), near):
-            raise RunError(f"{path} does not hold a run{suggestion}.", code="run-not-found")
+        near = [folder.name for folder in sorted(path.parent.iterdir()) if (folder / MANIFEST).exists()]
+        likely = near[0] if len(near) == 1 else next(iter(get_close_matches(path.name, near, 1)), None)
+        if near:
+            hint = f"did you mean {path.parent / likely}?" if likely else f"there are {', '.join(near[:8])}"
+            raise RunError(f"{path} does not hold a run ({hint}).", code="run-not-found")
     if not partial and RunPaths(path).config.exists() and cut_short(path):
         raise RunError(
             f"The run in {path} was cut short: give the leaveout train command that began it again, and it goes on.",

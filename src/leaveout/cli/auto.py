@@ -37,10 +37,10 @@ def automatic(question: Question, budget: float, file: Path, paths: RunPaths, *,
 
 
 def show(chosen: Chosen) -> None:
-    """Print what was chosen and the methods that were compared."""
-    console.print(f"\n{chosen}", highlight=False, markup=False)
+    """Print what was chosen and the methods that were compared; exact scores need no such comparison."""
     if chosen.exact:
         return
+    console.print(f"\n{chosen}", highlight=False, markup=False)
     table = Table("method", title="Compared with exact replays")
     for heading in ("tau", "seconds", ""):
         table.add_column(heading, justify="right")

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 from torch.utils.data import Dataset
 
 from leaveout.builtin.config import Subject
@@ -30,9 +32,10 @@ from leaveout.errors import InputError
 from leaveout.evaluate.cleanse import cleanse as lo_cleanse
 from leaveout.evaluate.curve import NOTHING, RANDOM, Curve
 from leaveout.evaluate.label_issues import Labels
+from leaveout.reporting.answer import amount, removal
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
-from leaveout.scores import MEAN, Scores
+from leaveout.scores import LABELS, MEAN, Scores
 
 SHARES = (0.02, 0.05, 0.1)
 """What is removed by default, as shares of the training examples."""
@@ -96,9 +99,22 @@ def cleanse(
     if as_json:
         print_json({"run": str(run), "file": str(out), "curve": json.loads(out.read_text())})
     else:
-        console.print(str(curve), highlight=False, markup=False)
+        _print(curve, len(Labels.load(paths.labels)) if paths.labels.exists() else None)
         console.print(f"  {out}", highlight=False, markup=False, soft_wrap=True)
         print_next("score" if alone else "report", run, task, results)
+
+
+def _print(curve: Curve, wanted: int | None) -> None:
+    """Print what the page says of it, for the number nearest to the labels that look wrong, then every number."""
+    first = LABELS if LABELS in curve.choices else curve.choices[0]
+    console.print(removal(curve, first, amount(curve, first, wanted)), highlight=False, markup=False)
+    base = curve.to_frame().set_index(["choice", "removed"])[curve.measure][NOTHING, 0]
+    style = "{:.4g}" if curve.measure == "loss" else "{:.2%}"
+    table = Table("without", f"test {curve.measure}", "change, in pairs (95% interval)")
+    table.add_row("nothing removed", style.format(base), "")
+    for choice, removed, value, change in curve.rows():
+        table.add_row(Text(f"{curve.removed(choice, removed)}"), style.format(value), change)
+    console.print(table)
 
 
 def _labels(paths: RunPaths, run: Run) -> Scores:

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
+from leaveout.cli.app import resumable
 from leaveout.errors import closest
 
 DAILY, DATA, PROJECT = "From a run to an answer", "Data", "Measurements of the project itself"
@@ -79,6 +80,11 @@ class LazyGroup(TyperGroup):
             return None
         summary, panel, _ = COMMANDS[cmd_name]
         return TyperCommand(cmd_name, help=summary, rich_help_panel=panel, hidden=panel == PROJECT)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; Ctrl-C before there is anything to keep ends in a sentence too."""
+        with resumable("The same command begins again."):
+            return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Load the command that the arguments name; a mistyped one is answered by those that are like it."""

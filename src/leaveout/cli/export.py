@@ -11,10 +11,11 @@ import typer
 
 from leaveout._util.files import save_text
 from leaveout.cli.app import AsJson, ResultsOption, console, opened, print_json
+from leaveout.cli.auto import AUTO
 from leaveout.cli.commands import app
 from leaveout.errors import InputError
 from leaveout.evaluate.label_issues import Labels
-from leaveout.run.paths import RunPaths
+from leaveout.run.paths import RunPaths, slug
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 
@@ -57,24 +58,35 @@ def export(
     if as_json:
         print_json({"run": str(run), "file": str(target), "rows": len(table), "columns": list(table.columns)})
         return
-    console.print(f"{len(table)} rows, columns {', '.join(table.columns)}", highlight=False, markup=False)
-    console.print(f"  {target}", highlight=False, markup=False, soft_wrap=True)
+    words = f"{target} has a row for each of {len(table)} training examples:"
+    console.print(f"{words} {', '.join(table.columns)}.", highlight=False, markup=False)
 
 
 def gathered(run: Run, paths: RunPaths) -> pd.DataFrame:
-    """Join labels and scores of single examples; columns of scores are called by their files' names."""
+    """Join labels and scores of single examples; columns of scores have their files' names.
+
+    Scores whose method was chosen are called by that method, unless there is such a file too.
+    """
     tables = []
     if paths.labels.exists():
         labels = Labels.load(paths.labels)
         if labels.run_fingerprint == run.fingerprint:
             tables.append(labels.to_frame())
-    for file in paths.scored():
+    scored = paths.scored()
+    stems = {file.stem for file in scored}
+    for file in scored:
         scores = Scores.load(file)
         scores.check_same_run(run)
         if all(isinstance(i, int) for i in scores.train_ids):
-            column = pd.DataFrame({file.stem: scores.mean().tolist()}, index=list(scores.train_ids))
+            name = file.stem
+            if (
+                name.partition("-")[0] == AUTO
+                and (method := slug(scores.method) + name.removeprefix(AUTO)) not in stems
+            ):
+                name = method
+            column = pd.DataFrame({name: scores.mean().tolist()}, index=list(scores.train_ids))
             if scores.exact is not None:
-                column[f"{file.stem}_exact"] = scores.exact.tolist()
+                column[f"{name}_exact"] = scores.exact.tolist()
             tables.append(column)
     if not tables:
         raise InputError(

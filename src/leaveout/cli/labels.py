@@ -90,8 +90,8 @@ def labels(
         print_json(_content(answer, run, out, top))
     else:
         _print(answer, flipped, [out, *([csv] if csv else [])], top)
-        if len(answer) and task is None:  # tasks of one's own may have no test set
-            print_next("cleanse --labels", run, task, results)
+        found = len(answer) and task is None  # tasks of one's own may have no test set
+        print_next("cleanse --labels" if found else "score", run, task, results)
 
 
 def _folds(words: str) -> int | str | None:
@@ -147,7 +147,7 @@ def _print(answer: Labels, flipped: tuple[int, ...], files: list[Path], top: int
     console.print(str(answer), highlight=False, markup=False)
     issues = answer.issues[:top]
     if len(issues):
-        table = Table("example", "given → suggested", "score", "why")
+        table = Table("example", "given → suggested", "label score", "why")
         for row in issues.itertuples():
             words = f"{row.given_label} → {row.predicted_label}"
             table.add_row(str(row.Index), Text(words), f"{row.label_score:.3f}", Text(str(row.why)))
@@ -155,7 +155,8 @@ def _print(answer: Labels, flipped: tuple[int, ...], files: list[Path], top: int
     if len(answer) > top:
         console.print(f"  and {len(answer) - top} more: --top {len(answer)}, or --csv", highlight=False)
     if answer.question.influence is not None:
-        words = f"{answer.question.influence} counts with weight {answer.weight:.2f} beside the margins."
+        counts = f"counts with weight {answer.weight:.2f}" if answer.weight else "does not count"
+        words = f"{answer.question.influence} {counts} beside what the run showed (docs/labels.md says why)."
         console.print(words, highlight=False, markup=False)
     if flipped:
         count = len(flipped)

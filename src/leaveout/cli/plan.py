@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.table import Table
 
-from leaveout.cli.app import AsJson, MemoryOption, console, opened, print_json
+from leaveout.cli.app import AsJson, MemoryOption, console, opened, print_json, print_next
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, called, subject, subject_of
 from leaveout.compute.resources import Resources, parse_bytes
@@ -66,6 +66,8 @@ def plan(
         resources=Resources(memory),
     )
     _show(prediction, as_json)
+    if run is not None and not as_json:
+        print_next("score", run, task)
 
 
 def _counted(model: str, planned: Planned, rate: str, memory: int) -> pd.DataFrame:

@@ -19,6 +19,7 @@ from leaveout.cli.app import (
     print_next,
     working,
 )
+from leaveout.cli.auto import AUTO
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
@@ -54,7 +55,7 @@ def refine(
     recorded, paths = opened(run), RunPaths(run, results)
     scores = _plain(chosen(recorded, paths, [method] if method else None), run)
     variant = "each" if scores.queries == "each" else ""
-    out = paths.scores(scores.method + REPLAY, variant)
+    out = paths.scores(scores.method.removesuffix(REPLAY) + REPLAY, variant)
     if out.exists() and not again:
         refined = _answering(out, scores, top)
     else:
@@ -66,25 +67,27 @@ def refine(
     if as_json:
         print_json({"run": str(run), "file": str(out), "method": refined.method, "exact": exact})
         return
-    harmful = ", ".join(str(i) for i in refined.harmful(min(10, refined.harmful_count)))
-    console.print(
-        f"{refined.method}: {exact} of {len(refined.train_ids)} scores are exact.", highlight=False, markup=False
-    )
+    values = dict(zip(refined.train_ids, refined.mean().tolist(), strict=True))
+    harmful = ", ".join(f"{i} ({values[i]:+.2g})" for i in refined.harmful(min(10, refined.harmful_count)))
+    count = f"{exact} of {len(refined.train_ids)} scores are exact now, the {min(top, exact)} most extreme among them"
+    console.print(f"{refined.method}: {count}.", highlight=False, markup=False)
     console.print(f"  most harmful: {harmful}\n  {out}", highlight=False, markup=False, soft_wrap=True)
     print_next("report", run, task, results)
 
 
 def _plain(files: list[Path], run: Path) -> Scores:
-    """The newest scores that are estimates of a change of the loss."""
+    """The newest scores that are estimates of a change of the loss, or the chosen ones, some of which are exact."""
     estimates = [
         scores
         for file in sorted(files, key=lambda one: one.stat().st_mtime)
-        if (scores := Scores.load(file)).is_effect and not scores.all_exact and not scores.method.endswith(REPLAY)
+        if (scores := Scores.load(file)).is_effect
+        and not scores.all_exact
+        and (not scores.method.endswith(REPLAY) or file.stem.partition("-")[0] == AUTO)
     ]
     if not estimates:
         raise InputError(
-            f"{run} has no estimates to refine: run leaveout score {run} first, or use the scores that are there, "
-            "which are exact or not changes of the loss.",
+            f"{run} has no estimates to refine: the scores that are there are exact already, or are not changes of "
+            f"the loss. Look at them with leaveout report {run}, or estimate with leaveout score {run} --method acc.",
             code="nothing-to-refine",
         )
     return estimates[-1]
@@ -93,7 +96,8 @@ def _plain(files: list[Path], run: Path) -> Scores:
 def _answering(file: Path, scores: Scores, top: int) -> Scores:
     """The refined scores in a file, if they are of these scores and of as many replays."""
     refined = Scores.load(file)
-    rows = set(scores.extreme(top))
+    before = set() if scores.exact is None else set(scores.exact.nonzero().flatten().tolist())
+    rows = before | set(scores.extreme(top))
     exact = set() if refined.exact is None else set(refined.exact.nonzero().flatten().tolist())
     same = [row for row in range(len(scores.train_ids)) if row not in exact]
     if (

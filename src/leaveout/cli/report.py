@@ -11,6 +11,7 @@ import typer
 
 from leaveout._util.files import check_writable, checksum, save_text
 from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, resumable
+from leaveout.cli.auto import is_of_the_choice
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
@@ -19,7 +20,7 @@ from leaveout.errors import InputError
 from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.verify import Check
-from leaveout.reporting import Show
+from leaveout.reporting import Page, Show
 from leaveout.reporting import report as lo_report
 from leaveout.reporting.show import built_in, show_of
 from leaveout.run.paths import RunPaths
@@ -97,7 +98,10 @@ def report(
             {"run": str(run), "report": str(target), "method": scores.method, "checked": scores.method in checks}
         )
         return
-    console.print(f"{scores.method}: {target} (open it in a browser)", highlight=False, markup=False)
+    for headline in Page(target).headlines:
+        console.print(f"{headline}.", highlight=False, markup=False)
+    words = f"\n{target} (open it in a browser; the scores are {scores.method}'s)"
+    console.print(words, highlight=False, markup=False, soft_wrap=True)
     if not known:
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
     if scores.method not in checks and not scores.all_exact:
@@ -111,9 +115,11 @@ def _answers(files: list[Path], paths: RunPaths) -> tuple[list[Scores], dict[str
     for file in sorted(files, key=lambda one: one.stat().st_mtime):
         one = Scores.load(file)
         scores = [*(other for other in scores if other.method != one.method), one]  # of two variants the newer
-        checks.pop(one.method, None)
+        before = checks.pop(one.method, None)
         if paths.check(file).exists():
             checks[one.method] = Check.load(paths.check(file))
+        elif before is not None and is_of_the_choice(before, one):
+            checks[one.method] = before  # chosen scores that were refined since
     first = most_trusted(scores, checks)
     assert first is not None  # noqa: S101 - chosen refuses a run without scores
     together = [first, *(one for one in scores if one is not first and same_rows(one, first))]

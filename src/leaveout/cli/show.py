@@ -11,10 +11,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from leaveout.cli.app import AsJson, ResultsOption, complaints, console, opened, print_json
+from leaveout.cli.app import AsJson, ResultsOption, complaints, console, opened, print_json, print_next
 from leaveout.cli.commands import app
 from leaveout.errors import LeaveoutError
 from leaveout.evaluate.curve import Curve
+from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.verify import Check
 from leaveout.run.checking import check_run
 from leaveout.run.manifest import INITIAL, MANIFEST
@@ -53,8 +54,19 @@ def show(
             complaints.print(sentence, style="red", markup=False, soft_wrap=True)
         if check and not damage:
             console.print("Every file is as it was written.")
+        paths = RunPaths(run, results)
+        if step := _next(facts, paths) if facts and paths.config.exists() else None:
+            print_next(step, run, None, results)
     if damage:
         raise typer.Exit(1)
+
+
+def _next(facts: dict[str, Any], paths: RunPaths) -> str | None:
+    """Name the first step from a run to its answer that was not taken yet."""
+    if not facts["finished"]:
+        return None
+    taken = {"labels": facts["labels"], "score": facts["scores"], "report": paths.report.exists()}
+    return next((step for step, there in taken.items() if not there), None)
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -96,6 +108,7 @@ def _results(paths: RunPaths, run: Run | None) -> dict[str, list[dict[str, Any]]
     return {
         "scores": [_result(file, run, Scores.load, _scores) for file in paths.scored()],
         "checks": [_result(file, run, partial(_check, paths), _sentence) for file in paths.checked()],
+        "labels": [_result(file, run, Labels.load, _sentence) for file in [paths.labels] if file.exists()],
         "curves": [_result(file, run, Curve.load, _sentence) for file in [paths.cleanse] if file.exists()],
     }
 
@@ -126,8 +139,9 @@ def _check(paths: RunPaths, file: Path) -> Check:
     return check
 
 
-def _sentence(result: Check | Curve) -> dict[str, Any]:
-    return {"sentence": result.sentence if isinstance(result, Check) else str(result)}
+def _sentence(result: Check | Curve | Labels) -> dict[str, Any]:
+    first, *more = str(result).splitlines()
+    return {"sentence": f"{first} ({len(more)} more lines: leaveout cleanse)" if more else first}
 
 
 def _print(facts: dict[str, Any], run: Path) -> None:
@@ -151,7 +165,7 @@ def _print(facts: dict[str, Any], run: Path) -> None:
     for entry in facts["scores"]:
         kind = f"{entry['method']}, {entry['rows']} x {entry['queries']}" if "method" in entry else entry["problem"]
         table.add_row("scores", kind)
-    for kind, part in (("check", "checks"), ("cleansing", "curves")):
+    for kind, part in (("check", "checks"), ("labels", "labels"), ("cleansing", "curves")):
         for entry in facts[part]:
             table.add_row(kind, entry.get("sentence") or entry["problem"])
     console.print(table, markup=False)  # names in a stranger's files are no markup

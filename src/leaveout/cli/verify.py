@@ -75,13 +75,16 @@ def verify(
     """
     recorded, paths = opened(run), RunPaths(run, results)
     files = chosen(recorded, paths, method)
-    entries, few, checks = [], [], []
+    entries, few, exact, checks = [], [], [], []
     targets = [paths.check(file) for file in files]
     question = ("verify", files, replays, seed, moves, jitter)
     subject = later(run, task)
     with working(recorded, question, targets, memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), paths.check(file)
+            if method is None and scores.all_exact:
+                exact.append(scores.method)
+                continue  # asked for by name, they are replayed once more
             if method is None and len(scores.train_ids) < 2 * MINIMUM:
                 few.append({"file": str(file), "method": scores.method, "rows": len(scores.train_ids)})
                 continue  # asked for by name, they are refused
@@ -94,21 +97,27 @@ def verify(
             entries.append({"file": str(out), **json.loads(out.read_text())})
             checks.append((check, scores))
     if as_json:
-        print_json({"run": str(run), "checks": entries, "too_few": few})
+        print_json({"run": str(run), "checks": entries, "too_few": few, "exact": exact})
         return
     if checks:
-        console.print(_table([check for check, _ in checks]))
-        for check, _ in checks:
-            if check.diagnosis:
-                console.print(f"{check.method}: {in_commands(check.diagnosis)}", highlight=False, markup=False)
-        for one in entries:
-            console.print(f"  {one['file']}", highlight=False, markup=False, soft_wrap=True)
+        _print([check for check, _ in checks], [one["file"] for one in entries])
+    for name in exact:
+        console.print(f"{name}: every score is an exact replay, nothing is estimated.", highlight=False, markup=False)
     for one in few:
         console.print(f"\n{_too_few(one, run)}", highlight=False, markup=False, soft_wrap=True)
     advice, command = _advice(checks)
     if advice:
         console.print(f"\n{advice}", highlight=False, markup=False)
     print_next(command, run, task, results)
+
+
+def _print(checks: list[Check], files: list[str]) -> None:
+    console.print(_table(checks))
+    for check in checks:
+        if check.diagnosis:
+            console.print(f"{check.method}: {in_commands(check.diagnosis)}", highlight=False, markup=False)
+    for file in files:
+        console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(checks: list[Check]) -> Table:

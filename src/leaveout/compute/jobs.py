@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import pooch
 from torch import Tensor
 
-from leaveout._util.files import read_sealed, save_sealed
+from leaveout._util.files import cache_directory, read_sealed, save_sealed
 from leaveout.compute import progress
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
@@ -102,7 +101,7 @@ def cached_work(run_fingerprint: int, *question: object) -> Path:
     Not beside the run: a run may come from a stranger, and shards of his must not be found.
     """
     name = hashlib.sha256(repr(question).encode()).hexdigest()[:16]
-    return Path(pooch.os_cache("leaveout")) / "work" / f"{run_fingerprint:08x}" / name
+    return cache_directory() / "work" / f"{run_fingerprint:08x}" / name
 
 
 def _write(file: Path, shard: Shard) -> None:

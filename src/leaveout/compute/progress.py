@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from html import escape
 from typing import TypeVar
 
 from rich.console import Console
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 MOMENT = 1.0
 """Seconds that work may take without a bar."""
+REDRAWN = 0.25
+"""Seconds between two pictures of a notebook's bar."""
 
 _SHOWING: list[str] = []
 """What the bar on the screen is about: work within other work shows none of its own."""
@@ -46,19 +49,20 @@ def part(number: int, count: int) -> Iterator[None]:
 
 
 def track(items: Iterable[T], total: int, what: str, visible: bool | None) -> Iterator[T]:
-    """Yield the items, with a bar that shows rate and remaining time; ``visible=None`` shows it on a terminal only.
+    """Yield the items, with a bar that shows how far the work is and the time left, one bar at a time.
 
-    Notebooks show it where ipywidgets is there, which rich draws with; without, they show nothing.
+    ``visible=None`` shows it on a terminal and in a notebook, and nowhere else.
     """
-    if in_notebook() and find_spec("ipywidgets") is None:
+    if _SHOWING or visible is False:
         return iter(items)
-    console = Console() if in_notebook() else Console(stderr=True)
-    visible = console.is_terminal or console.is_jupyter if visible is None else visible
-    return _shown(items, total, what, console) if visible and not _SHOWING else iter(items)
+    if in_notebook():
+        return _in_cell(items, total, what)
+    console = Console(stderr=True)
+    return _shown(items, total, what, console) if visible or console.is_terminal else iter(items)
 
 
 def in_notebook() -> bool:
-    """Say whether a Jupyter kernel runs this code, whose cells show bars that rich draws as HTML."""
+    """Say whether a Jupyter kernel runs this code."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell"
 
@@ -98,3 +102,41 @@ def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Itera
         timer.join()
         bar.stop()
         _SHOWING.remove(what)
+
+
+def _in_cell(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """Yield the items, with one bar below the cell that is redrawn in place and goes away when they are done.
+
+    It is plain HTML, so that it needs no widgets, and a notebook that is kept holds nothing of it.
+    """
+    from IPython.display import HTML, display
+
+    number, count = _PART[-1] if _PART else (0, 1)
+    began = time.monotonic()
+    drawn, handle = began + MOMENT - REDRAWN, None
+    _SHOWING.append(what)
+    try:
+        for done, item in enumerate(items):
+            now = time.monotonic()
+            if now - drawn >= REDRAWN:
+                bar = HTML(_bar(what, number * total + done, count * total, done, now - began))
+                if handle is None:
+                    handle = display(bar, display_id=True)
+                else:
+                    handle.update(bar)
+                drawn = now
+            yield item
+    finally:
+        if handle is not None:
+            handle.update(HTML(""))
+        _SHOWING.remove(what)
+
+
+def _bar(what: str, done: int, total: int, here: int, seconds: float) -> str:
+    """Write a bar as HTML; ``here`` of the items took the ``seconds``.
+
+    >>> _bar("replaying", 30, 120, 30, 10)
+    'replaying <progress value="30" max="120"></progress> 30/120, 10 s, 30 s left'
+    """
+    left = f", {seconds / here * (total - done):.0f} s left" if here else ""
+    return f'{escape(what)} <progress value="{done}" max="{total}"></progress> {done}/{total}, {seconds:.0f} s{left}'

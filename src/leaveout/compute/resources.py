@@ -63,7 +63,7 @@ class Resources:
             files, and 32 MB for traces and other code. Longer work is cut into chunks that fit; what does not fit is
             kept in temporary files. A budget that does not hold one vector and its product is refused with the least
             that is needed. ``"auto"`` is half of what the machine has free. Each worker of an engine has this budget.
-        progress: show progress bars; by default only on a terminal.
+        progress: show progress bars; by default on a terminal and in a notebook only.
         engine: where shards of work are done: ``"local"``, ``"ray"``, ``Local(processes)`` or ``Ray(address)``.
         work: a directory where finished shards are kept. The same work, begun again after a crash, goes on from there.
             They stay when all is done: delete the directory when the scores are saved.

@@ -40,7 +40,7 @@ def cleanse(
     run: Run,
     task: Task,
     test_set: Dataset,
-    remove: Sequence[int] = (10, 100, 1000),
+    remove: int | Sequence[int] = (10, 100, 1000),
     *,
     random: int = 5,
     shuffles: int = 0,
@@ -58,7 +58,7 @@ def cleanse(
         run: the run that was scored.
         task: what was trained.
         test_set: examples that neither training nor the scores have seen.
-        remove: how many to remove.
+        remove: how many to remove: a number, or several.
         random: how many random choices for each of these numbers; 0 for no control.
         shuffles: 0 trains with the recorded batches; k trains k times, each in a fresh order of the examples.
         seed: of the random choices and the fresh orders.
@@ -66,7 +66,7 @@ def cleanse(
     """
     rankings = [scores] if isinstance(scores, Scores | Labels) else list(scores)
     methods = [one.to_scores() if isinstance(one, Labels) else one for one in rankings]
-    amounts = _checked(methods, run, task, remove, random, shuffles)
+    amounts = _checked(methods, run, task, [remove] if isinstance(remove, int) else remove, random, shuffles)
     check_seed(seed, 0, 2**32 - 1)
     ranked = _ranked(methods, amounts[-1])
     resources, cost = resources or Resources(), Cost()

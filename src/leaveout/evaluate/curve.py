@@ -16,6 +16,7 @@ from leaveout._util.files import free, or_null, read_json, save_json
 from leaveout.compute.cost import Cost
 from leaveout.errors import InputError, RunError
 from leaveout.run.reader import Run
+from leaveout.scores import LABELS
 
 NOTHING, RANDOM = "nothing", "random"
 MEASURES = ("loss", "error")
@@ -113,7 +114,7 @@ class Curve(Comparable):
         if not row["measurable"]:
             return f"does not change measurably, {_signed(value, low, high, self.measure)}"
         ends = sorted((abs(low), abs(high)))
-        words = f"{size.format(scale * ends[0]).removesuffix(' points')} to {size.format(scale * ends[1])}"
+        words = " to ".join(size.format(scale * end).removesuffix(" points") for end in ends)
         return f"{'falls' if value < 0 else 'rises'} by {size.format(scale * abs(value))} ({words})"
 
     def interval(self, choice: str, removed: int) -> str:
@@ -125,27 +126,44 @@ class Curve(Comparable):
         rows = self.changes()
         return rows[(rows["choice"] == choice) & (rows["removed"] == removed)].iloc[0]
 
+    def __repr__(self) -> str:
+        amounts = ", ".join(f"{m}" for m in sorted(set(self.table["removed"]) - {0}))
+        return f"Curve(test {self.measure} of {self.test_size} examples without {amounts} by {', '.join(self.choices)})"
+
     def __str__(self) -> str:
-        frame, measure = self.to_frame(), self.measure
-        style = "{:.4g}" if measure == "loss" else "{:.2%}"
+        """Say what each removal changed, a line each, and then how that was measured."""
+        style = "{:.4g}" if self.measure == "loss" else "{:.2%}"
+        base = style.format(self.to_frame().set_index("choice")[self.measure][NOTHING])
+        lines = [
+            f"Without {self.removed(choice, removed)} the test {self.measure} {self.change(choice, removed)}: "
+            f"{base} → {style.format(value)}."
+            for choice, removed, value, _ in self.rows()
+        ]
+        kind = f"{self.batches} batches"
+        return "\n".join(
+            [*lines, f"Measured on {self.test_size} test examples, in pairs with nothing removed; {kind}."]
+        )
 
-        def words(row: pd.Series) -> str:
-            value, low, high = (style.format(row[key]) for key in (measure, f"{measure}_low", f"{measure}_high"))
-            return f"{value} ({low} to {high})"
+    def rows(self) -> list[tuple[str, int, float, str]]:
+        """List each choice and number removed, with the mean error or loss without them, and the change in words."""
+        means, changes = self.to_frame().set_index(["choice", "removed"])[self.measure], self.changes()
+        return [
+            (
+                str(row["choice"]),
+                int(row["removed"]),
+                float(means[row["choice"], row["removed"]]),
+                _words(row, self.measure),
+            )
+            for _, row in changes.iterrows()
+        ]
 
-        base = frame[frame["choice"] == NOTHING].iloc[0]
-        lines = [f"test {measure} of {self.test_size} examples, {self.batches} batches; nothing removed: {words(base)}"]
-        for choice, part in frame[frame["choice"] != NOTHING].groupby("choice", sort=False):
-            shown = "; ".join(f"{row['removed']} removed: {words(row)}" for _, row in part.iterrows())
-            most = int(part["removed"].max())
-            every = f" (all {most} that are harmful)" if self.harmful.get(str(choice)) == most else ""
-            lines.append(f"  {choice}: {shown}{every}")
-        changes = self.changes()
-        for choice in self.choices:
-            part = changes[changes["choice"] == choice]
-            shown = "; ".join(f"{row['removed']} removed: {_words(row, measure)}" for _, row in part.iterrows())
-            lines.append(f"  change by {choice}, in pairs: {shown}")
-        return "\n".join(lines)
+    def removed(self, choice: str, removed: int) -> str:
+        """Say what was removed, and whether that is all that the method would remove."""
+        if choice == RANDOM:
+            return f"{removed:,} at random"
+        if self.harmful.get(choice) != removed or removed == 1:
+            return chosen(choice, removed)
+        return f"all {removed:,} labels that look wrong" if choice == LABELS else f"all {removed:,} harmful by {choice}"
 
     def _repr_html_(self) -> str:
         measure, rows = self.measure, []
@@ -207,6 +225,18 @@ class Curve(Comparable):
                 f"{path} does not hold a cleansing curve ({error}): give a file that Curve.save wrote.",
                 code="curve-unreadable",
             ) from None
+
+
+def chosen(method: str, removed: int) -> str:
+    """Say what was removed.
+
+    >>> chosen("labels", 20), chosen("ACC", 20), chosen("ACC", 1)
+    ('the 20 labels that look most wrong', 'the 20 most harmful examples by ACC', 'the most harmful example by ACC')
+    """
+    if method == LABELS:
+        return "the label that looks most wrong" if removed == 1 else f"the {removed:,} labels that look most wrong"
+    what = "most harmful example" if removed == 1 else f"{removed:,} most harmful examples"
+    return f"the {what} by {method}"
 
 
 def normal(value: float, error: float, level: float = 0.95) -> tuple[float, float]:

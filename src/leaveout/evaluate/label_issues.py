@@ -14,12 +14,15 @@ import torch
 from leaveout._util import notebook
 from leaveout._util.equality import Comparable
 from leaveout._util.files import free, read_json, save_json, save_text
-from leaveout.errors import RunError
+from leaveout.errors import InputError, RunError
 from leaveout.evaluate.dynamics import MEMORISED, STATES
+from leaveout.run.reader import Run
 from leaveout.scores import LABELS, MEAN, Scores
 
 UNLEARNED = 0.4
 """Where a run predicts more than this share of its labels otherwise, it is more often the model that is wrong."""
+WEAK = 0.8
+"""Trainings that did not see the examples and agree with less than this share of the labels are weak judges of them."""
 FOLDS, BUDGET = 5, 60.0
 """Trainings that judge labels out of sample where the run may have memorised them, and the seconds they may take."""
 AUTO = "auto"
@@ -94,10 +97,21 @@ class Labels(Comparable):
     def sentence(self) -> str:
         """Say the answer in a sentence."""
         count = len(self)
-        answer = f"{count} of {len(self.table)} labels {'looks' if count == 1 else 'look'} wrong"
+        answer = f"{count or 'None'} of {len(self.table)} labels {'looks' if count < 2 else 'look'} wrong"
+        answer += " to a weak model" if self.doubtful else ""
         if count:
             answer += f" ({', '.join(self.changes(3))})"
         return f"{answer}.{f' {self.advice}' if self.advice else ''}"
+
+    @property
+    def agreed(self) -> float:
+        """The share of the given labels that the judging states, or trainings, would have given too."""
+        return float((self.table["given_label"] == self.table["predicted_label"]).mean())
+
+    @property
+    def doubtful(self) -> bool:
+        """Say whether the model is too weak a judge for the count to be believed."""
+        return self.misfit > UNLEARNED or (bool(self.folds) and self.agreed < WEAK)
 
     @property
     def advice(self) -> str:
@@ -112,7 +126,7 @@ class Labels(Comparable):
         if self.question.folds == AUTO and self.folds:
             return f"{fitted}, so each was judged by a training that did not see it ({self.folds} folds).{self._doubt}"
         if self.folds is not None or self.misfit >= MEMORISED:
-            return ""
+            return self._doubt.strip()
         minutes = 0 if self.too_long is None else math.ceil(self.too_long / 60)
         long = "" if not minutes else f", in about {minutes} minute{'s' * (minutes > 1)}"
         return (
@@ -122,13 +136,12 @@ class Labels(Comparable):
 
     @property
     def _doubt(self) -> str:
-        """Say where trainings that did not see the examples agree with few labels: the judges are poor then."""
-        agreed = float((self.table["given_label"] == self.table["predicted_label"]).mean())
-        if agreed > 1 - UNLEARNED:
+        """Say where trainings that did not see the examples agree with few labels: the judges are weak then."""
+        if not self.doubtful:
             return ""
         return (
-            f" These agree with only {agreed:.1%} of the labels: they are wrong more often than the labels are, so "
-            "look at the first ones at most."
+            f" The {self.folds} trainings agree with only {self.agreed:.1%} of the labels: unless that many of your "
+            "labels are wrong, it is mostly the trainings that are, so look at the first ones at most."
         )
 
     def __repr__(self) -> str:
@@ -152,6 +165,13 @@ class Labels(Comparable):
         ax.set_yticks(range(counts.shape[0]), counts.index)
         ax.set(xlabel="suggested label", ylabel="given label", title=f"{len(self)} labels look wrong")
         return ax
+
+    def check_same_run(self, run: Run) -> None:
+        """Refuse to speak of another run than the one whose labels were judged."""
+        if self.run_fingerprint not in (None, run.fingerprint):
+            raise InputError(
+                f"The labels are of another run than {run}: give those of this run.", code="labels-of-another-run"
+            )
 
     def to_scores(self) -> Scores:
         """Return the order of the labels as scores, so that ``cleanse`` can remove those that look wrong.

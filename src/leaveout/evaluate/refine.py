@@ -26,7 +26,8 @@ def refine(
 ) -> Scores:
     """Replace the ``top`` most extreme scores (of examples or groups) by exact leave-one-out replays.
 
-    Half of them are the most harmful, half the most helpful; ``scores.exact`` says which.
+    Half of them are the most harmful, half the most helpful; ``scores.exact`` says which. Rows that are exact already
+    are not replayed again.
     """
     if not scores.is_effect:
         raise InputError(
@@ -35,11 +36,13 @@ def refine(
         )
     if top < 1:
         raise InputError(f"top={top} leaves nothing to replay: give at least 1.", code="top-not-a-count")
-    rows = scores.extreme(top)
+    exact = torch.zeros(len(scores.values), dtype=torch.bool) if scores.exact is None else scores.exact.clone()
+    rows = [row for row in scores.extreme(top) if not exact[row]]
+    if not rows:
+        return scores
     truth = replayed(scores, rows, run, task, query, resources)
     values = scores.values.clone()
     values[rows] = truth.values.to(values)
-    exact = torch.zeros(len(values), dtype=torch.bool) if scores.exact is None else scores.exact.clone()
     exact[rows] = True
     method = scores.method if scores.method.endswith("+ Replay") else f"{scores.method} + Replay"
     return replace(scores, values=values, method=method, exact=exact, cost=scores.cost + truth.cost)

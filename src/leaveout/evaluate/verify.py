@@ -78,6 +78,9 @@ class Check(Comparable):
     def __str__(self) -> str:
         return self.sentence
 
+    def __repr__(self) -> str:
+        return f"Check({self.method}, {len(self.table)} exact replays: {self.verdict.value})"
+
     def _repr_html_(self) -> str:
         rows = [
             (name, part.count, Verdict.of(part.kendall).value, str(part.kendall), str(part.spearman), str(part.rmse))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM
-from leaveout.errors import UnsupportedError
+from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim.definition import FUSED, Definition, Group, Hyper, counter, listed
 from leaveout.optim.registry import optimizers
 from leaveout.optim.rule import DTYPES, TYPE, Rule, allowed_extras, has_kernel
@@ -112,6 +112,11 @@ def _definition(optimizer: torch.optim.Optimizer) -> Definition:
     for definition in optimizers().values():
         if definition.describes(optimizer):
             return definition
+    if isinstance(optimizer, type):
+        raise InputError(
+            f"The optimizer is the class {optimizer.__name__}: give the one that the loop steps.",
+            code="optimizer-expected",
+        )
     kind = type(optimizer).__name__
     above = [one.__name__ for one in type(optimizer).__mro__ if one.__name__ in optimizers()]
     why = f", because it overrides the step of {above[0]}: train" if above else ": train"

@@ -68,7 +68,9 @@ def report(
     if curve is not None:
         curve.check_same_run(run)
     how, resources = show_of(show), resources or Resources()
-    if labels is None:
+    if labels is not None:
+        labels.check_same_run(run)
+    else:
         labels = _labels(run, task, methods[0], how, resources)
     by_method = {one.method: one for one in checks}
     topic = Topic(run, methods[0], task, query, how, resources, tuple(methods[1:]), by_method, labels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from leaveout.evaluate.curve import RANDOM, Curve
+from leaveout.evaluate.curve import RANDOM, Curve, chosen
 from leaveout.evaluate.label_issues import Labels
 from leaveout.reporting.content import Answer, Trust
 from leaveout.scores import LABELS
@@ -31,19 +31,6 @@ def amount(curve: Curve, method: str, wanted: int | None) -> int:
     return min(amounts, key=lambda removed: (abs(removed - wanted), removed))
 
 
-def chosen(method: str, removed: int) -> str:
-    """Say what was removed.
-
-    >>> chosen("labels", 20), chosen("ACC", 20)
-    ('the 20 labels that look most wrong', 'the 20 most harmful examples by ACC')
-    """
-    return (
-        f"the {removed:,} labels that look most wrong"
-        if method == LABELS
-        else (f"the {removed:,} most harmful examples by {method}")
-    )
-
-
 def removal(curve: Curve, method: str, removed: int) -> str:
     """What removing this many brought, beside as many at random."""
     size = f"{curve.test_size:,} test examples"
@@ -57,12 +44,13 @@ def removal(curve: Curve, method: str, removed: int) -> str:
 
 def _labels(labels: Labels) -> Answer:
     count, total = len(labels), len(labels.table)
-    words = f"Of {total:,} training labels"
     if not count:
-        return Answer("labels", "good", "No label looks wrong", f"{words}. {labels.advice}".rstrip())
+        words = f"All {total:,} training labels were looked at. {labels.advice}".rstrip()
+        return Answer("labels", "good", "No label looks wrong", words)
     changes = ", ".join(labels.changes(3)).removesuffix(", ...")
-    more = f"{words}. Most often, given → suggested: {changes}. {labels.advice}".rstrip()
-    return Answer("labels", "hint", f"{count:,} {'label looks' if count == 1 else 'labels look'} wrong", more)
+    more = f"Of {total:,} training labels; given → suggested, most often: {changes}. {labels.advice}".rstrip()
+    headline = f"{count:,} {'label looks' if count == 1 else 'labels look'} wrong"
+    return Answer("labels", "hint", headline + (" to a weak model" if labels.doubtful else ""), more)
 
 
 def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted: int | None, *, groups: bool) -> Answer:
@@ -80,7 +68,8 @@ def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted:
     numbers = [amount(curve, name, wanted) for name in measured]
     row = rows[(rows["choice"] == measured[0]) & (rows["removed"] == numbers[0])].iloc[0]
     change = float(row[curve.measure])
-    start = f"Removing {numbers[0]:,}"
+    what = "suspicious label" if measured[0] == LABELS else "harmful example"
+    start = f"Without the {numbers[0]:,} most {what}s" if numbers[0] > 1 else f"Without the most {what}"
     if not row["measurable"]:
         headline, level = f"{start}: no measurable change", "unchecked"
     else:

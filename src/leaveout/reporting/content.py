@@ -203,6 +203,7 @@ class Content:
     shown: dict[int, Shown]
     called: dict[int, str]
     spans: list[str]
+    timing: str
     lines: dict[int, list[float]]
     queries: list[Query]
     parts_of: str

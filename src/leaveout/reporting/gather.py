@@ -68,6 +68,7 @@ def gather(topic: Topic, curve: Curve | None) -> content.Content:
         shown=shown,
         called=_called(topic, listed),
         spans=list(when.spans) if when else [],
+        timing=words.timing(when.values.double().sum(1).tolist(), mean.tolist(), scores.method) if when else "",
         lines={i: rounded(when.values[listed[i]].tolist()) for i in places} if when else {},
         queries=[rows.query_of(topic, column, drivers[column], place, asked) for column in columns],
         parts_of=parts_of,

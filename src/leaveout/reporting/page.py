@@ -7,6 +7,7 @@ remains, and the script sets it as text, never as markup.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -19,8 +20,17 @@ from leaveout.reporting.content import Content
 SCRIPTS = ("dom.js", "charts.js", "plots.js", "marks.js", "examples.js", "issues.js", "page.js")
 
 
+_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+
+
 class Page(PosixPath):
     """The path of a page that was written; a notebook shows the page itself."""
+
+    @property
+    def headlines(self) -> list[str]:
+        """What the page opens with: labels that look wrong, what removing examples brings, how far to trust it."""
+        block = _DATA.search(self.read_text(encoding="utf-8"))
+        return [answer["headline"] for answer in json.loads(block[1])["answers"]] if block else []
 
     def _repr_html_(self) -> str:
         style = "width:100%;height:46rem;border:1px solid #8888;border-radius:8px"

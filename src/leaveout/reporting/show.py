@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ class Show:
     """
 
     example: Callable[[Any], Any] | None = None
+    _: KW_ONLY
     train: Sequence[Any] | None = None
     query: Sequence[Any] | None = None
     ids: Sequence[Any] | None = None

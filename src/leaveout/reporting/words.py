@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from leaveout.evaluate.ceiling import REPRODUCIBLE
+from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import Check
 from leaveout.reporting.content import Table, Trust, Verdicts
@@ -16,10 +17,12 @@ from leaveout.run.reader import Run
 from leaveout.scores import MEAN, SELF, UNIT, Scores
 from leaveout.task.task import Task
 
+ALIKE = 0.8
+"""The rank correlation from which on two methods tell the same story."""
 TITLES = {
     Verdict.GOOD: "The ranking can be trusted",
-    Verdict.COARSE: "Right overall, not in detail",
-    Verdict.HINT: "Only a hint",
+    Verdict.COARSE: "The ranking is right overall, not in detail",
+    Verdict.HINT: "The ranking is only a hint",
     Verdict.NONE: "The ranking cannot be trusted",
 }
 
@@ -159,10 +162,28 @@ def _title(check: Check) -> str:
     if check.ceiling.undecided:
         return "Too few replays to tell"
     if check.ceiling.reproducible:
-        return "The scores are wrong" if check.verdict is Verdict.NONE else "Only a hint: the scores are off"
+        hint = f"{TITLES[Verdict.HINT]}: the scores are off"
+        return "The scores are wrong" if check.verdict is Verdict.NONE else hint
     if check.ceiling.extreme.value >= REPRODUCIBLE:
         return "Only the largest effects are reproducible"
     return f"{'Single examples' if check.ceiling.single else 'These groups'} have no reproducible effect"
+
+
+def timing(sums: Sequence[float], scores: Sequence[float], method: str) -> str:
+    """Say how far to trust when influence arose, which is SGD-IE's whatever method the scores are from.
+
+    >>> timing([1.0, 2.0, 3.0, 4.0], [4.0, 1.0, 3.0, 2.0], "Replay")
+    'SGD-IE ranks the examples otherwise than Replay does (tau -0.33), so take when influence arose as a hint.'
+    >>> timing([1.0, 2.0, 3.0], [1.0, 2.0, 3.5], "Replay")
+    ''
+    """
+    tau = kendall(sums, scores)
+    if not tau < ALIKE:
+        return ""
+    return (
+        f"SGD-IE ranks the examples otherwise than {method} does (tau {tau:.2f}), so take when influence arose as a "
+        "hint."
+    )
 
 
 def measures(check: Check) -> list[tuple[str, str, str]]:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import pooch
 
-from leaveout._util.files import checksum, write_whole
+from leaveout._util.files import cache_directory, checksum, write_whole
 from leaveout.errors import InputError, RunError
 
 MANIFEST = "manifest.json"
@@ -60,7 +59,7 @@ def source(path: Path) -> str:
 def _fetched(system: Any, root: str, address: str) -> Path:
     manifest = system.cat_file(f"{root}/{MANIFEST}")
     name = hashlib.sha256(address.encode() + b"\0" + manifest).hexdigest()[:32]
-    folder = Path(pooch.os_cache("leaveout")) / "runs" / name
+    folder = cache_directory() / "runs" / name
     folder.mkdir(parents=True, exist_ok=True)
     sums = _checksums(manifest)
     for entry in system.ls(root, detail=True):

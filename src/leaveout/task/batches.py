@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from leaveout._util.hashing import mixed, row_sums, weights
-from leaveout.errors import InputError
+from leaveout.errors import InputError, kind
 
 Batch: TypeAlias = Any
 """What a loader yields: a tensor, or tuples, lists and dicts of them."""
@@ -83,7 +83,9 @@ def numbers(ids: Any) -> Tensor:
 
 
 def size(dataset: Dataset) -> int:
-    """How many examples a data set holds."""
+    """How many examples a data set holds; what only looks like one is refused."""
+    if remedy := _not_a_dataset(dataset):
+        raise InputError(f"A data set is needed, not {kind(dataset)}: give {remedy}.", code="dataset-expected")
     if isinstance(dataset, IterableDataset):
         raise InputError(
             f"{type(dataset).__name__} is an IterableDataset, whose examples have no numbers: use a map-style Dataset.",
@@ -96,6 +98,17 @@ def size(dataset: Dataset) -> int:
             f"{type(dataset).__name__} has no length, so its examples have no numbers: use a map-style Dataset.",
             code="examples-without-numbers",
         ) from None
+
+
+def _not_a_dataset(given: Any) -> str | None:
+    """Say what to give in place of a loader, or of tensors that stand for a data set."""
+    if isinstance(given, DataLoader):
+        return "the loader's own, loader.dataset"
+    if isinstance(given, Tensor):
+        return "inputs and targets together, TensorDataset(inputs, targets)"
+    if isinstance(given, tuple) and len(given) > 1 and all(isinstance(part, Tensor) for part in given):
+        return "one whose examples are their rows, TensorDataset(*tensors); for a single example, a list that holds it"
+    return None
 
 
 def pick(batch: Batch, i: int) -> Batch:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leaveout.errors import InputError, UnsupportedError, is_whole
+from leaveout.errors import InputError, UnsupportedError, is_whole, kind
 from leaveout.task import batches
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called
@@ -176,8 +176,23 @@ def is_coupled(called: Called, training: frozenset[str], buffers: tuple[str, ...
     return bool(buffers) or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained)
 
 
-def check_options(train_set: Any, l2: Any, statistics: str, accumulation: str | int) -> None:
+def check_options(model: Any, loss: Any, train_set: Any, l2: Any, statistics: str, accumulation: str | int) -> None:
     """Refuse arguments of a task that mean nothing."""
+    if not isinstance(model, nn.Module) or isinstance(model, nn.modules.loss._Loss):
+        raise InputError(
+            f"A model is needed first, not {kind(model)}: give lo.Task(model, loss, train_set).",
+            code="model-expected",
+        )
+    if isinstance(loss, type):
+        raise InputError(
+            f"The loss is the class {loss.__name__}: give one of its kind, {loss.__name__}().", code="loss-expected"
+        )
+    if not callable(loss):
+        raise InputError(
+            f"A loss is needed second, not {kind(loss)}: give an nn loss module, or a function "
+            "(outputs, targets) -> one loss per example.",
+            code="loss-expected",
+        )
     if batches.size(train_set) == 0:
         raise InputError("The training set is empty: give one with at least one example.", code="train-set-empty")
     if not is_strength(l2):

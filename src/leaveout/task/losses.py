@@ -36,6 +36,15 @@ class LossParts(NamedTuple):
     by_targets: bool = False
 
 
+def call_name(loss: nn.Module | Loss) -> str:
+    """Return the name of a function, or of the class of another callable.
+
+    >>> call_name(nn.MSELoss()), call_name(taken_apart)
+    ('MSELoss', 'taken_apart')
+    """
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
 def taken_apart(loss: nn.Module | Loss) -> LossParts:
     """Return the parts of an ``nn`` loss module, or of a callable."""
     if not isinstance(loss, nn.modules.loss._Loss):

@@ -31,7 +31,7 @@ from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.kinks import kinked
-from leaveout.task.losses import Loss, taken_apart
+from leaveout.task.losses import Loss, call_name, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
 from leaveout.task.preparing import trial_batch
 from leaveout.task.rewriting import Unstopped
@@ -89,21 +89,18 @@ class Task:
         trace: bool = True,
         check: bool = True,
     ) -> None:
-        check_options(train_set, l2, statistics, accumulation)
+        check_options(model, loss, train_set, l2, statistics, accumulation)
         self.clip = clip_of(clip_norm, clip_value)
         self.measure, self._measured = measure, measure_of(measure)
         self.statistics, self.accumulation = statistics, accumulation
         self.model = model = uncast(bare(model))
-        self.train_set = train_set
-        self.l2 = l2
-        self.collate = collate
+        self.train_set, self.l2, self.collate = train_set, l2, collate
         self._first = next(model.parameters(), None)  # asked for at every turn, and modules are slow to search
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.chosen = self.names
         self.check = check
         self._at: dict[int, Abilities] = {}
-        images = any(isinstance(module, nn.Conv2d) for module in model.modules())
-        self.tracer = Tracer(images, never=not trace)
+        self.tracer = Tracer(any(isinstance(module, nn.Conv2d) for module in model.modules()), never=not trace)
         self.loss = loss
         self.parts = taken_apart(loss)
         self.counted = self.random_data = False
@@ -120,6 +117,9 @@ class Task:
             # What the modules' types do not show, a trial on the first examples does.
             problems, self.abilities = trial_problems(self, check)
         refuse(problems)
+
+    def __repr__(self) -> str:
+        return f"Task({type(self.model).__name__}, {call_name(self.loss)}, {self.size} training examples)"
 
     @property
     def device(self) -> torch.device:

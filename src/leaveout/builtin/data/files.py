@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import pooch
-
+from leaveout._util.files import cache_directory
 from leaveout.errors import InputError
 
 _DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
@@ -40,7 +39,7 @@ def roots() -> list[Path]:
             f"LEAVEOUT_DATA names {directory}, which is not a directory; create it or unset the variable.",
             code="data-directory-missing",
         )
-    return ([Path(directory)] if directory else []) + [Path(pooch.os_cache("leaveout"))]
+    return ([Path(directory)] if directory else []) + [cache_directory()]
 
 
 def find(folder: str, *patterns: str) -> Path | None:
@@ -56,8 +55,10 @@ def variants(name: str) -> tuple[str, ...]:
 
 def download(remote: Remote) -> Path:
     """Fetch a file into the cache; say what to put where if that cannot be done."""
+    cache = cache_directory() / remote.folder
+    import pooch  # only where something is fetched
+
     try:
-        cache = Path(pooch.os_cache("leaveout")) / remote.folder
         return Path(pooch.retrieve(remote.url, remote.checksum, fname=remote.name, path=cache))
     except OSError as error:  # every failure of the network or of the disk
         reason = f"could not be fetched from {remote.url} ({type(error).__name__})"
