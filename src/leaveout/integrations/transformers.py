@@ -92,8 +92,7 @@ class RecorderCallback(TrainerCallback):
         """
         _ = self.run
         model: Any = self._model
-        if getattr(model, "is_gradient_checkpointing", False):  # Trainer switches it on itself whenever it trains
-            model.gradient_checkpointing_disable()
+        _without_checkpointing(model)
         model = unfused(model) if self._fused else model
         loader = self._tap.loader
         collate = Collated(loader.collate_fn, _columns(loader.dataset))
@@ -252,6 +251,13 @@ class Collated:
 def _columns(data: Any) -> frozenset[str] | None:
     names = getattr(data, "column_names", None)
     return frozenset(names) if isinstance(names, list) else None
+
+
+def _without_checkpointing(model: Any) -> None:
+    """Switch off what Trainer switches on itself whenever it trains; transformers 5 renamed it, and warns."""
+    kind = "activation" if hasattr(type(model), "activation_checkpointing_disable") else "gradient"
+    if getattr(model, f"is_{kind}_checkpointing", False):
+        getattr(model, f"{kind}_checkpointing_disable")()
 
 
 def _needs_labels(model: nn.Module) -> bool:
