@@ -59,7 +59,7 @@ def coupled_abilities(
     except Exception as error:  # noqa: BLE001 - a model that insists on its own type, or fails; it is passed on in words
         return f"its gradient cannot be computed in training mode ({_line(error)})", abilities
     once = {"vmap": abilities.vmap, "stacks": abilities.stacks, "vector": Form.TRANSPOSED, "vectors": Form.TRANSPOSED}
-    plain = ({}, {"vmap": False}, {"stacks": False})
+    plain: tuple[dict[str, Any], ...] = ({}, {"vmap": False}, {"stacks": False})
     for over in (*plain, once, {"vmap": False}, {"changes": Form.THROUGH}, {"changes": None}):
         abilities = abilities._replace(**over)
         wide.abilities = abilities
