@@ -77,10 +77,17 @@ class RecorderCallback(TrainerCallback):
         if self._run is None:
             raise RunError(
                 "Training has not ended yet, so there is no run: call trainer.train() first, with this callback among "
-                "the Trainer's callbacks.",
+                "the Trainer's callbacks."
+                if self._recorder is None
+                else "Training has not ended: where it was interrupted, recorder.finish() gives the run of its steps.",
                 code="training-not-ended",
             )
         return self._run
+
+    def finish(self) -> Run:
+        """End the recording of a training that was interrupted (Ctrl-C, an error), and return the run of its steps."""
+        self.on_train_end()
+        return self.run
 
     def task(self, loss: Any = None, **options: Any) -> Task:
         """Return the task of the run: the model, its loss per example, the training set, collator and clipping.
