@@ -238,6 +238,32 @@ def test_random_data_is_kept(tmp_path) -> None:
     lo.SGDIE().score(recorder.run, recorder.task(), data(6, 9))
 
 
+class Interrupting(lightning.Callback):
+    """Ctrl-C, or an error, after three steps."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3:
+            raise self.error
+
+
+def test_an_interrupted_training_has_the_run_of_its_steps(tmp_path) -> None:
+    recorder = RecorderCallback(tmp_path / "run")
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(Net, {}, callbacks=[Interrupting(KeyboardInterrupt()), recorder])
+    assert len(recorder.run) == 3
+    assert torch.isfinite(lo.SGDIE().score(recorder.run, recorder.task(), data(4, 9)).values).all()
+    failed = RecorderCallback(tmp_path / "run", overwrite=True)
+    with pytest.raises(ValueError, match="mine"):
+        fit(Net, {}, callbacks=[Interrupting(ValueError("mine")), failed])
+    with pytest.raises(lo.LeaveoutError, match="partial") as error:
+        _ = failed.run
+    assert error.value.code == "training-not-ended"
+    assert len(lo.open_run(tmp_path / "run", partial=True)) == 3
+
+
 def test_two_optimizers_are_refused(tmp_path) -> None:
     class Two(Net):
         def configure_optimizers(self):

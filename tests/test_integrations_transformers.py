@@ -312,6 +312,71 @@ def test_the_run_is_there_once_training_has_ended(tmp_path) -> None:
     assert error.value.code == "training-not-ended"
 
 
+class Interrupting(transformers.TrainerCallback):
+    """Ctrl-C between the micro-batches of a step."""
+
+    def on_substep_end(self, args, state, control, **_):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_training_has_the_run_of_its_steps(tmp_path) -> None:
+    name, query = "GPT-2, accumulated", rows("causal", 4, seed=9)
+    recorder = RecorderCallback(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(name, callbacks=[recorder, Interrupting()]).train()
+    with pytest.raises(lo.LeaveoutError, match="finish") as error:
+        _ = recorder.run
+    assert error.value.code == "training-not-ended"
+    assert len(recorder.finish()) == 3
+    scores = lo.SGDIE().score(recorder.run, recorder.task(), query)
+    whole = lo.SGDIE().score(recorded(name)[0].run, recorded(name)[0].task(), query, at=3)
+    assert torch.allclose(scores.values, whole.values, rtol=1e-4, atol=1e-9)
+    again = RecorderCallback(tmp_path / "run", overwrite=True)  # the cell is run once more
+    trainer_of(name, callbacks=[again]).train()
+    assert len(again.run) == len(recorded(name)[0].run)
+
+
+def test_a_word_with_the_number_of_padding(tmp_path) -> None:
+    """Its row of the embeddings has no gradient; scores are those of the training, in float64."""
+    data, query = ([{**row, "input_ids": [0, *row["input_ids"]][:4]} for row in rows("class", n, n)] for n in (12, 4))
+
+    def train(example: int = 0, change: float = 0.0, callbacks=()) -> nn.Module:
+        gone = torch.tensor(data[example]["input_ids"])
+
+        class Weighted(transformers.Trainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                if not change:
+                    return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+                weights = 1 + change * (inputs["input_ids"] == gone).all(1)
+                outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+                return (
+                    nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction="none") * weights
+                ).mean()
+
+        transformers.set_seed(2)
+        model = bert("BertForSequenceClassification", num_labels=3).double()
+        own = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-3, "adam_epsilon": 1e-2}
+        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+        args = transformers.TrainingArguments(tmp_path / "out", weight_decay=0.01, **own, **quiet)
+        Weighted(model, args, train_dataset=data, callbacks=list(callbacks)).train()
+        return model.eval()
+
+    def loss(model: nn.Module) -> float:
+        batch = transformers.default_data_collator(query)
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(model(batch["input_ids"]).logits, batch["labels"]))
+
+    recorder = RecorderCallback(tmp_path / "run")
+    base, task = loss(train(callbacks=[recorder])), recorder.task()
+    truth = torch.tensor([loss(train(k, -1.0)) - base for k in LEFT_OUT], dtype=torch.float64)
+    exact = lo.Replay().score(recorder.run, task, query, ids=LEFT_OUT).mean()
+    assert torch.allclose(exact, truth, rtol=1e-7, atol=1e-12)
+    slopes = [(loss(train(k, -1e-3)) - loss(train(k, 1e-3))) / 2e-3 for k in LEFT_OUT]
+    scores = lo.SGDIE().score(recorder.run, task, query, ids=LEFT_OUT).mean()
+    assert torch.allclose(scores, torch.tensor(slopes, dtype=torch.float64), rtol=1e-4, atol=1e-10)
+
+
 def test_what_cannot_be_followed_is_refused(tmp_path) -> None:
     trainer = trainer_of("GPT-2", callbacks=[RecorderCallback(tmp_path / "run")])
     trainer.args._n_gpu = 2

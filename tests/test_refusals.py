@@ -88,6 +88,14 @@ class Attentive(nn.Module):
         return self.head(self.slope(self.instance(self.memory(self.attention(x, x, x)[0])[0])).squeeze(1))
 
 
+def test_buffers_of_one_kind_are_one_line() -> None:
+    model = nn.Sequential(*(nn.Sequential(Odd("count"), nn.Linear(3, 4)) for _ in range(3)), nn.Linear(4, 3))
+    with refused(lo.UnsupportedError, "task-not-supported", "changes 3 buffers ('0.0.calls', ...)") as error:
+        task_of(model, examples())
+    assert str(error.value).count("\n") == 1
+    assert all(float(buffer) == 0 for buffer in model.buffers())
+
+
 @every_method
 def test_layers_that_draw_are_followed_in_training_mode(method: lo.Estimator, tmp_path: Path) -> None:
     data = examples()

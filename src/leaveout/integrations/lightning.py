@@ -50,7 +50,8 @@ class RecorderCallback(Callback):
         if self._run is None:
             raise RunError(
                 "Training has not ended yet, so there is no run: call trainer.fit() first, with this callback among "
-                "the Trainer's callbacks.",
+                "the Trainer's callbacks. (Of a training that ended with an error, open_run(path, partial=True) reads "
+                "the steps that are on disk.)",
                 code="training-not-ended",
             )
         return self._run
@@ -140,8 +141,10 @@ class RecorderCallback(Callback):
             self._recorder.flush()
 
     def on_exception(self, _trainer: Trainer, _module: LightningModule, exception: BaseException) -> None:
-        """Leave the run as cut short."""
-        if self._recorder is not None and self._noted is not None:
+        """Leave the run as cut short; where a user has interrupted the training, it is the run of its steps."""
+        if isinstance(exception, KeyboardInterrupt):
+            self.on_train_end()
+        elif self._recorder is not None and self._noted is not None:
             self._noted.release()
             recorder, self._recorder = self._recorder, None
             recorder.__exit__(type(exception), exception, None)

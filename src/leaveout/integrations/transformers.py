@@ -77,10 +77,17 @@ class RecorderCallback(TrainerCallback):
         if self._run is None:
             raise RunError(
                 "Training has not ended yet, so there is no run: call trainer.train() first, with this callback among "
-                "the Trainer's callbacks.",
+                "the Trainer's callbacks."
+                if self._recorder is None
+                else "Training has not ended: where it was interrupted, recorder.finish() gives the run of its steps.",
                 code="training-not-ended",
             )
         return self._run
+
+    def finish(self) -> Run:
+        """End the recording of a training that was interrupted (Ctrl-C, an error), and return the run of its steps."""
+        self.on_train_end()
+        return self.run
 
     def task(self, loss: Any = None, **options: Any) -> Task:
         """Return the task of the run: the model, its loss per example, the training set, collator and clipping.
@@ -92,8 +99,7 @@ class RecorderCallback(TrainerCallback):
         """
         _ = self.run
         model: Any = self._model
-        if getattr(model, "is_gradient_checkpointing", False):  # Trainer switches it on itself whenever it trains
-            model.gradient_checkpointing_disable()
+        _without_checkpointing(model)
         model = unfused(model) if self._fused else model
         loader = self._tap.loader
         collate = Collated(loader.collate_fn, _columns(loader.dataset))
@@ -252,6 +258,13 @@ class Collated:
 def _columns(data: Any) -> frozenset[str] | None:
     names = getattr(data, "column_names", None)
     return frozenset(names) if isinstance(names, list) else None
+
+
+def _without_checkpointing(model: Any) -> None:
+    """Switch off what Trainer switches on itself whenever it trains; transformers 5 renamed it, and warns."""
+    kind = "activation" if hasattr(type(model), "activation_checkpointing_disable") else "gradient"
+    if getattr(model, f"is_{kind}_checkpointing", False):
+        getattr(model, f"{kind}_checkpointing_disable")()
 
 
 def _needs_labels(model: nn.Module) -> bool:

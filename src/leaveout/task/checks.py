@@ -154,10 +154,12 @@ def _side_effects(model: nn.Module, buffers: dict[str, Tensor], rng: Tensor) -> 
     if not torch.equal(torch.get_rng_state(), rng):
         torch.set_rng_state(rng)
         problems.append("the forward pass draws random numbers in evaluation mode; make it a function of its inputs")
-    for name, buffer in model.named_buffers():
-        if not torch.equal(buffer, buffers[name]):
-            buffer.copy_(buffers[name])
-            problems.append(f"the forward pass changes the buffer {name!r} in evaluation mode; leave it as it is there")
+    changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+    for name in changed:
+        model.get_buffer(name).copy_(buffers[name])
+    if changed:
+        which = f"the buffer {changed[0]!r}" if len(changed) == 1 else f"{len(changed)} buffers ({changed[0]!r}, ...)"
+        problems.append(f"the forward pass changes {which} in evaluation mode; leave them as they are there")
     return problems
 
 

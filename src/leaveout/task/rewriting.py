@@ -95,10 +95,10 @@ class Batched(TorchFunctionMode):
             sizes = map(numbers, args[1:at])
             args = (args[0], *sizes, _varied(args[at], [args[0], *args[at + 1]]), *args[at + 1 :])
             packet = getattr(torch.ops.aten, function.__name__)
-            with torch.backends.mkldnn.flags(enabled=False):  # its fused kernels cannot be taken apart
+            with _no_fused_kernels():  # they cannot be taken apart
                 return (packet.data if is_packed else packet.input).decompose(*args, **(kwargs or {}))
         if inside and is_packed:
-            with torch.backends.mkldnn.flags(enabled=False):  # draws of one shape, also where all lengths are equal
+            with _no_fused_kernels():  # draws of one shape, also where all lengths are equal
                 return function(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
@@ -124,8 +124,8 @@ def _varied(state: Any, sources: list[Tensor]) -> Any:
 
 
 class Passing(WrittenOut):
-    """Makes what stops a gradient stop it once: ``detach``, ``.data`` and ``no_grad`` hide a value from the gradient
-    that training takes, but not from that gradient's own derivative in forward mode.
+    """Makes what stops a gradient stop it once: ``detach``, ``.data``, ``no_grad`` and an embedding's ``padding_idx``
+    hide a value from the gradient that training takes, but not from that gradient's own derivative in forward mode.
     """
 
     def __torch_function__(
@@ -133,6 +133,7 @@ class Passing(WrittenOut):
     ) -> Any:
         if stops(function):
             return _Stop.apply(args[0])
+        function = STOPPED.get(function, function)
         if not is_hidden(function):
             return super().__torch_function__(function, types, args, kwargs)
         with torch.enable_grad():
@@ -141,15 +142,45 @@ class Passing(WrittenOut):
 
 
 class Unstopped(TorchFunctionMode):
-    """Takes ``detach``, ``.data`` and ``no_grad`` for nothing: derivatives are then those of the values."""
+    """Takes ``detach``, ``.data``, ``no_grad`` and ``padding_idx`` for nothing: derivatives are those of the values."""
 
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if stops(function):
             return args[0]
+        function = WHOLE.get(function, function)
         with torch.enable_grad():
             return function(*args, **(kwargs or {}))
+
+
+def padding_of(_indices: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> int | None:
+    """Return the row of an embedding that gets no gradient, given the arguments of ``F.embedding``."""
+    return None if padding_idx is None else padding_idx % len(weight)
+
+
+def whole_embedding(indices: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    """An embedding each of whose rows has its gradient."""
+    return F.embedding(indices, weight)
+
+
+def stopped_embedding(indices: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """An embedding with a stop-gradient in the place of ``padding_idx``."""
+    value, row = F.embedding(indices, weight), padding_of(indices, weight, *args, **kwargs)
+    return value if row is None else torch.where((indices == row).unsqueeze(-1), _Stop.apply(value), value)
+
+
+def _innermost(embedding: Callable) -> Callable:
+    """The same with the arguments of ``torch.embedding``, which ``F.embedding`` calls."""
+
+    def called(weight: Tensor, indices: Tensor, padding_idx: int = -1, *_: Any, **__: Any) -> Tensor:
+        return embedding(indices, weight, None if padding_idx < 0 else padding_idx)
+
+    return called
+
+
+WHOLE = {F.embedding: whole_embedding, torch.embedding: _innermost(whole_embedding)}
+STOPPED = {F.embedding: stopped_embedding, torch.embedding: _innermost(stopped_embedding)}
 
 
 def stops(function: Callable) -> bool:
@@ -183,6 +214,17 @@ class _Stop(torch.autograd.Function):
     @staticmethod
     def jvp(_ctx: Any, tangent: Tensor) -> Tensor:
         return tangent.clone()
+
+
+@contextmanager
+def _no_fused_kernels() -> Iterator[None]:
+    """Switches oneDNN off; PyTorch's own way of doing so sets TF32 as well, and warns of that on a CPU."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from leaveout.task import batches
 from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
 from leaveout.task.forms import COUPLED, Abilities, Form
-from leaveout.task.guard.differences import MISSING, Difference, difference, like, norm
+from leaveout.task.guard.differences import MISSING, Difference, difference, like, norm, padding_rows
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
@@ -52,12 +52,15 @@ def coupled_abilities(
     try:
         wide, given = task.widened(), batches.map_leaves(_widened, batch)
         at = each(_widened, task.own(params) | params)
-        measured = difference(_plain(wide, given), at)
+        counters = [name for name, held in wide.model.named_buffers() if not held.is_floating_point()]
+        measured = difference(_plain(wide, given), at, padding=padding_rows(wide.model), counters=counters)
     except LeaveoutError:
         raise
     except Exception as error:  # noqa: BLE001 - a model that insists on its own type, or fails; it is passed on in words
         return f"its gradient cannot be computed in training mode ({_line(error)})", abilities
-    for over in ({}, {"vmap": False}, {"vmap": False, "stacks": False}, {"changes": Form.THROUGH}, {"changes": None}):
+    once = {"vmap": abilities.vmap, "stacks": abilities.stacks, "vector": Form.TRANSPOSED, "vectors": Form.TRANSPOSED}
+    plain: tuple[dict[str, Any], ...] = ({}, {"vmap": False}, {"stacks": False})
+    for over in (*plain, once, {"vmap": False}, {"changes": Form.THROUGH}, {"changes": None}):
         abilities = abilities._replace(**over)
         wide.abilities = abilities
         try:
@@ -71,7 +74,7 @@ def coupled_abilities(
 
 def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities) -> Abilities:
     """The same with the quickest form for one vector, if that gives what the others do."""
-    if not abilities.vmap:
+    if not abilities.vmap or abilities.vector is Form.TRANSPOSED:
         return abilities
     vector = like(task.own(at), torch.Generator().manual_seed(0))
     forms = (Form.REVERSE_REVERSE, Form.REVERSE_FORWARD)

@@ -7,14 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
 from torch.overrides import TorchFunctionMode
 
 from leaveout._util.trees import Params
 from leaveout.task import batches
-from leaveout.task.guard.differences import Difference, difference
-from leaveout.task.rewriting import WrittenOut, is_hidden, stops
+from leaveout.task.guard.differences import Difference, difference, padding_rows
+from leaveout.task.rewriting import WrittenOut, is_hidden, padding_of, stops
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -42,7 +43,8 @@ def culprit(task: Task, params: Params, batch: Any) -> str:
         if name in calls:
             prefix = f"{name}." if name else ""
             own = {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
-            problem = _problem(partial(_module_value, module, own, *calls[name]))
+            padding = {f"own.{weight}": row for weight, row in padding_rows(module).items()}
+            problem = _problem(partial(_module_value, module, own, *calls[name]), padding)
             if problem:
                 wrong[name] = f"'{name or 'model'}' ({type(module).__name__}) {problem}"
     inner = [name for name in wrong if not any(other != name and _within(other, name) for other in wrong)]
@@ -78,7 +80,9 @@ def _is_real(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _problem(given: Callable[[], tuple[Params, Callable[[Params], Tensor]]]) -> str | None:
+def _problem(
+    given: Callable[[], tuple[Params, Callable[[Params], Tensor]]], padding: dict[str, int] | None = None
+) -> str | None:
     """What is wrong with the second derivative of a function, if anything is."""
 
     def slope(point: Params) -> Params:
@@ -91,7 +95,7 @@ def _problem(given: Callable[[], tuple[Params, Callable[[Params], Tensor]]]) -> 
 
     try:
         at, value = given()
-        measured = difference(slope, at) if at else None
+        measured = difference(slope, at, padding=padding) if at else None
     except Exception:  # noqa: BLE001 - what cannot be called alone is not the culprit that can be named
         return None
     if measured is None:
@@ -161,6 +165,8 @@ class _Noting(TorchFunctionMode):
     ) -> Any:
         if stops(function):
             self.stops.add(".data" if function.__name__ == "__get__" else "detach")
+        elif function is F.embedding and padding_of(*args, **(kwargs or {})) is not None:
+            self.stops.add("padding_idx of an embedding that is used elsewhere too")
         elif is_hidden(function):
             self.stops.add("no_grad")
         return function(*args, **(kwargs or {}))

@@ -6,11 +6,11 @@ differences to the two sides then disagree. It is taken again, with another step
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leaveout._util.trees import Params, each
 
@@ -57,16 +57,29 @@ class Difference(NamedTuple):
         return max(norm(self.changes[which]), FLOOR * norm(self.gradient))
 
 
-def difference(slope: Callable[[Params], Params], at: Params, seed: int = 0) -> Difference | None:
-    """The differences of a gradient at a point along two random directions; None where all meet a kink."""
+def difference(
+    slope: Callable[[Params], Params],
+    at: Params,
+    seed: int = 0,
+    padding: Mapping[str, int] | None = None,
+    counters: Collection[str] = (),
+) -> Difference | None:
+    """The differences of a gradient at a point along two random directions; None where all meet a kink.
+
+    ``padding``: rows of embeddings that training may never move, as ``padding_rows`` gives them. Where such a row has
+    no gradient, the directions do not move it either: no displacement and no carried vector ever does. ``counters``
+    are whole numbers, such as BatchNorm's count of batches, and are not moved.
+    """
     dtype = next(iter(at.values())).dtype
     dtype = dtype if dtype in STEPS else torch.float32
     here = slope(at)
     if not finite(here):
         return None
     generator = torch.Generator().manual_seed(seed)
+    still: dict[str, Any] = {n: row for n, row in (padding or {}).items() if n in at and not here[n][row].any()}
+    still |= {name: ... for name in counters if name in at}
     for step in STEPS[dtype]:
-        directions = (like(at, generator), like(at, generator))
+        directions = (_holding(like(at, generator), still), _holding(like(at, generator), still))
         ends = [
             (slope(each(lambda p, d: p + step * d, at, d)), slope(each(lambda p, d: p - step * d, at, d)))  # noqa: B023
             for d in directions
@@ -92,6 +105,21 @@ def like(params: Params, generator: torch.Generator, share: float = 1.0) -> Para
         return noise.to(tensor.device) * (share * (size or 0.1))
 
     return each(draw, params)
+
+
+def padding_rows(model: nn.Module) -> dict[str, int]:
+    """The rows of embeddings by name whose gradient PyTorch leaves out (``padding_idx``)."""
+    return {
+        f"{name}.weight" if name else "weight": module.padding_idx
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None
+    }
+
+
+def _holding(direction: Params, still: Mapping[str, Any]) -> Params:
+    for name, part in still.items():
+        direction[name][part] = 0
+    return direction
 
 
 def finite(params: Params) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from leaveout._util.trees import Params, each
 from leaveout.errors import LeaveoutError
 from leaveout.task import batches
-from leaveout.task.guard.differences import Difference, difference, finite, like, norm
+from leaveout.task.guard.differences import Difference, difference, finite, like, norm, padding_rows
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -136,7 +136,7 @@ def _point(task: Task, at: Params, batch: Any, seed: int) -> tuple[str | None, P
     apart = norm(each(lambda g, e: g - e.mean(0), whole, examples))
     if apart > _rounding(task) * (1e2 * norm(whole) + norm(examples)):
         return _depends("the mean of their gradients is not the batch's"), None
-    measured = difference(slope, at, seed)
+    measured = difference(slope, at, seed, padding_rows(task.model))
     return None, Point(measured, examples) if measured else None
 
 
