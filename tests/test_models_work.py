@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import leaveout as lo
@@ -74,6 +75,35 @@ def test_frozen_parameters_and_a_bare_first_layer(tmp_path):
     run, task = record(tmp_path, model, nn.CrossEntropyLoss(), train, torch.optim.SGD(trained, lr=0.2, momentum=0.5))
     assert "0.weight" not in run.rule.groups
     check_all(run, task, TensorDataset(x[:2] + 0.1, torch.tensor([0, 1])))
+
+
+class Products(TorchDispatchMode):
+    """Notes how many numbers the factors and results of matrix products have, but for a weight itself."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.sizes = weight.untyped_storage().data_ptr(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            others = [one for one in (*args, result) if isinstance(one, torch.Tensor)]
+            self.sizes |= {t.numel() for t in others if t.untyped_storage().data_ptr() != self.weight}
+        return result
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_products_that_recur_have_no_gradient_and_no_tangent_of_a_frozen_weight(tmp_path, frozen):
+    model = nn.Sequential(nn.Linear(3, 37), nn.Tanh(), nn.Linear(37, 41), nn.Tanh(), nn.Linear(41, 2)).double()
+    model[2].weight.requires_grad_(not frozen)
+    x = torch.randn(16, 3, dtype=torch.float64)
+    train = TensorDataset(x, (x[:, 0] > 0).long())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    run, task = record(tmp_path, model, nn.CrossEntropyLoss(), train, torch.optim.SGD(trained, lr=0.1), epochs=2)
+    lo.SGDIE().score(run, task, train)  # what is compared and traced once
+    with Products(model[2].weight) as products:
+        lo.SGDIE().score(run, task, train)
+    assert (37 * 41 in products.sizes) is not frozen
 
 
 class DictSet(Dataset):

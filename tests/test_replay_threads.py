@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout.builtin import models
 from leaveout.compute.threads import spread
-from leaveout.trajectory import replay
+from leaveout.trajectory import stack
 
 IDS = [0, 3, 7, 11, 12, 19]
 
@@ -16,8 +16,8 @@ IDS = [0, 3, 7, 11, 12, 19]
 @pytest.fixture
 def two_threads(monkeypatch):
     """One model after the other on two threads, as models of some size are replayed."""
-    monkeypatch.setattr(replay, "LARGE", 0)
-    monkeypatch.setattr(replay, "_threads", lambda _params: 2)
+    monkeypatch.setattr(stack, "LARGE", 0)
+    monkeypatch.setattr(stack, "_threads", lambda _params: 2)
 
 
 def text():
@@ -71,7 +71,7 @@ def test_threads_compute_the_same_bits_as_one(tmp_path, two_threads, monkeypatch
     task = lo.Task(model, nn.CrossEntropyLoss(), data)
     run = lo.train(task, make(model.parameters()), 2, 4, 0, tmp_path / "run")
     side_by_side = lo.Replay(ids=IDS).score(run, task, data)
-    monkeypatch.setattr(replay, "_threads", lambda _params: 1)
+    monkeypatch.setattr(stack, "_threads", lambda _params: 1)
     assert torch.equal(lo.Replay(ids=IDS).score(run, task, data).values, side_by_side.values)
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -171,6 +171,9 @@ class Estimator(ABC):
     layers: str | Sequence[str] | None = None
     """The parameters whose displacements count, by name or pattern; None: all."""
 
+    differentiates: ClassVar[bool] = True
+    """Whether derivatives beyond training's own are taken, which are compared first at the run's last state."""
+
     def __post_init__(self) -> None:
         """Make tuples of lists: an estimator can be compared, and found in a dictionary."""
         for option, value in list(vars(self).items()):
@@ -276,8 +279,9 @@ class Estimator(ABC):
         """Check a question, and open what answers it."""
         run, task, resources = question.run, question.task, question.resources
         trajectory, cost = Trajectory(run, task, self.layers), Cost()
-        with cost.metered():
-            trajectory = trajectory.compared()
+        if self.differentiates:
+            with cost.metered():
+                trajectory = trajectory.compared()
         final = trajectory.scored(trajectory.final_whole())
         warn_of_other_weights(run, task.parameters(), final)
         single = question.queries == "each"

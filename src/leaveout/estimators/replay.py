@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from leaveout.sweep import budget
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.replay import counterfactuals, moved_start
+from leaveout.trajectory.stack import is_apart
 
 JITTER = 1e-3
 """The relative size of a move of the start."""
@@ -47,6 +48,7 @@ class Replay(Estimator):
     weight: float = 0.0
     move: int | None = None
     jitter: float = JITTER
+    differentiates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +79,11 @@ class Replay(Estimator):
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         # One more model in each stack is the undisturbed one, within the other half of the budget.
-        bytes_each = budget.replay_bytes(request.trajectory)
+        bytes_each, trajectory = budget.replay_bytes(request.trajectory), request.trajectory
+        if is_apart(trajectory.trained, trajectory.activations):
+            stepping, bytes_each = torch.get_num_threads() * bytes_each, budget.model_bytes(trajectory)
+            request.resources.check(stepping + 2 * bytes_each, "one row")
+            request = replace(request, resources=request.resources.without(stepping))
 
         def replays(shard: Request) -> tuple[Tensor, Params | None]:
             trajectory = shard.trajectory

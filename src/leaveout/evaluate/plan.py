@@ -6,7 +6,8 @@ import copy
 import gc
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -162,9 +163,24 @@ def _table(subject: _Subject, shown: Resources, plans: list[Plan]) -> pd.DataFra
     jobs = [partial(_shared, estimator) for estimator in cheap] + [
         partial(_by_rows, k) for k in ("ACC(exact)", "Replay")
     ]
-    plans += [one for job in shown.track(jobs, len(jobs), "measuring") for one in _tried(job, subject)]
+    with _set_aside():
+        plans += [one for job in shown.track(jobs, len(jobs), "measuring") for one in _tried(job, subject)]
     frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")
     return frame.astype({"memory": "int64", "disk": "int64"})
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    """Within it, garbage is not looked for among what was there before: before each measurement, all else is swept."""
+    gc.collect()
+    ours = not gc.get_freeze_count()
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
 
 
 def _tried(job: Callable[[_Subject], Plan], subject: _Subject) -> list[Plan]:

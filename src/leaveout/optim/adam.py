@@ -30,6 +30,14 @@ class Adam(Definition):
             gradient = gradient.add(slots[PARAM], alpha=hyper["weight_decay"])
         return update(slots, gradient, hyper)
 
+    def step_(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+        """As ``step``, in place: of a model of some size, memory traffic is most of the time."""
+        if hyper.get("maximize"):
+            gradient.neg_()
+        if hyper["weight_decay"] != 0:
+            gradient.add_(slots[PARAM], alpha=hyper["weight_decay"])
+        return update_(slots, gradient, hyper)
+
     def fused(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots | None:
         """The same by torch's kernel, on copies."""
         return by_kernel(torch._fused_adam_, slots, gradient, hyper)
@@ -97,6 +105,18 @@ def update(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
         new["max_exp_avg_sq"] = larger(slots["max_exp_avg_sq"], square)
     denominator = (sqrt(new["max_exp_avg_sq"] if hyper.get("amsgrad") else square) / correction).add(hyper["eps"])
     return {**new, PARAM: slots[PARAM].addcdiv(mean, denominator, value=-step_size)}
+
+
+def update_(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+    """As ``update``, to the last bit, writing into the slots."""
+    mean = slots["exp_avg"].lerp_(gradient, 1 - hyper["beta1"])
+    square = slots["exp_avg_sq"].mul_(hyper["beta2"]).addcmul_(gradient, gradient, value=1 - hyper["beta2"])
+    if hyper.get("amsgrad"):
+        square = slots["max_exp_avg_sq"].copy_(larger(slots["max_exp_avg_sq"], square))
+    step_size = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
+    denominator = square.sqrt().div_(root_correction(hyper)).add_(hyper["eps"])
+    slots[PARAM].addcdiv_(mean, denominator, value=-step_size)
+    return slots
 
 
 def by_kernel(kernel: Any, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM
-from leaveout.optim.adam import Adam, by_kernel, decoupled, direction, jumped, pulled, update
+from leaveout.optim.adam import Adam, by_kernel, decoupled, direction, jumped, pulled, update, update_
 from leaveout.optim.definition import Definition, Group, Hyper, Slots, Values, descent, is_plain
 
 
@@ -23,6 +23,12 @@ class AdamW(Adam):
         if hyper["weight_decay"] != 0:
             slots = {**slots, PARAM: slots[PARAM].mul(1 - hyper["lr"] * hyper["weight_decay"])}
         return update(slots, descent(gradient, hyper), hyper)
+
+    def step_(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+        """As ``step``, in place."""
+        if hyper["weight_decay"] != 0:
+            slots[PARAM].mul_(1 - hyper["lr"] * hyper["weight_decay"])
+        return update_(slots, gradient.neg_() if hyper.get("maximize") else gradient, hyper)
 
     def fused(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots | None:
         """The same by torch's kernel, on copies."""

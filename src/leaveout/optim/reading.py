@@ -74,6 +74,12 @@ def hypers_of(
     for name, number in rule.groups.items():
         members[number].append(params[name])
     settings = [_group_hypers(optimizer, rule, number, own) for number, own in enumerate(members)]
+    if gradients:
+        members = [[param for param in own if param.grad is not None] for own in members]
+    counts = [{definition.counted(given[i], held.get(param, {})) for param in own} for i, own in enumerate(members)]
+    if all(len(own) == 1 for own in counts):  # as in most trainings
+        alike: list[Hyper] = [dict(zip(definition.counters, own.pop(), strict=True)) for own in counts]
+        return Settings([{**row, **own} for row, own in zip(settings, alike, strict=True)])
     rows: list[Hyper] = [{} for _ in settings]
     places: dict[tuple[int, tuple[float, ...]], int] = {}
     used: list[int] = []

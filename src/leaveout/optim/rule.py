@@ -141,7 +141,7 @@ class Rule:
 
     def steps_(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """As ``steps``; the state and the gradient are used up."""
-        if not self.linear:
+        if self.clip is not None or self.definition.stacking != "elementwise":
             return self.steps(state, gradient, hypers)
         used = {memory(tensor) for params in state.values() for tensor in params.values()}
         gradient = self.flowing(gradient, hypers)

@@ -40,9 +40,9 @@ class Used(NamedTuple):
 
         Who zeroes them in place may do so behind the count of changes, by ``.data``, so that having them is enough.
         """
+        now = [param.grad for param in self.params]
         held = {memory(tensor) for tensor in self.gradients.values()}
-        now = (param.grad for param in self.params)
-        return self.unchanged() and not any(grad is not None and memory(grad) in held for grad in now)
+        return self.unchanged() and held.isdisjoint([memory(grad) for grad in now if grad is not None])
 
     def unchanged(self) -> bool:
         """Say whether nobody wrote to the gradients in a way that is counted."""
@@ -66,7 +66,7 @@ def used(params: Mapping[str, Tensor], moved: Callable[[], Params], *, alike: bo
     gradients: Params = {}
     for name, param in params.items():
         grad = param.grad
-        if grad is None or grad.is_sparse or grad.dtype != param.dtype or grad.shape != param.shape:
+        if grad is None or grad.dtype != param.dtype or grad.is_sparse:
             return None
         gradients[name] = grad.detach()
     return Used(tuple(params.values()), gradients, moved(), _versions(gradients))

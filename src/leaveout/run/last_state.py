@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from leaveout._util.trees import State
+from leaveout.run.live_model import are_small, flat
 
 
 class LastState:
@@ -35,6 +36,7 @@ class LastState:
         copied: Callable[[], State],
     ) -> None:
         self._params, self._copied = list(params.values()), copied
+        self._small = are_small(self._params)
         self._versions: list[int] | None = None
         self._total = torch.zeros(())
         self._state: State | None = None
@@ -43,8 +45,10 @@ class LastState:
         self._hooks += [module.register_load_state_dict_pre_hook(hook) for module in model.modules()]
 
     def total(self) -> Tensor:
-        """The sum of the parameters' norms: finite only if all of them are, and rarely the same after a change."""
+        """The parameters' norm, or the sum of their norms: finite only if all are, rarely the same after a change."""
         with torch.no_grad():
+            if self._small:
+                return flat(self._params).norm()
             return torch.stack(torch._foreach_norm(self._params)).sum()
 
     def note(self, total: Tensor, state: State | None) -> None:

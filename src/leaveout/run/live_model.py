@@ -71,8 +71,8 @@ class Frozen:
 
 def check_gradients(where: str, params: dict[str, Tensor]) -> None:
     """Refuse gradients that are sparse, left over from before a parameter was frozen, or not there at all."""
-    for name, param in params.items():
-        grad = param.grad
+    grads = [param.grad for param in params.values()]
+    for (name, param), grad in zip(params.items(), grads, strict=True):
         if grad is None:
             continue
         if grad.is_sparse:
@@ -86,7 +86,7 @@ def check_gradients(where: str, params: dict[str, Tensor]) -> None:
                 "freezing it.",
                 code="gradient-left-over",
             )
-    if all(param.grad is None for param in params.values()):
+    if all(grad is None for grad in grads):
         raise UnsupportedError(
             f"{where}, no parameter has a gradient: call backward() before optimizer.step().", code="gradient-missing"
         )
@@ -107,9 +107,19 @@ def _held(optimizer: torch.optim.Optimizer, rule: Rule, param: Tensor) -> dict[s
 
 def _copied(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Copy tensors, many small ones at once into one piece of memory."""
+    if are_small(tensors):
+        return torch._utils._unflatten_dense_tensors(flat(tensors), tensors)
+    return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
+
+
+def are_small(tensors: Sequence[Tensor]) -> bool:
+    """Say whether these are several tensors of one type on the processor, so small that calls take longest."""
     first = tensors[0]
     alike = all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in tensors)
     small = sum(tensor.numel() for tensor in tensors) <= FEW * len(tensors)
-    if alike and small and first.device.type == "cpu" and len(tensors) > 1:  # one alone would not be copied
-        return torch._utils._unflatten_dense_tensors(torch._utils._flatten_dense_tensors(tensors), tensors)
-    return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
+    return alike and small and first.device.type == "cpu" and len(tensors) > 1
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy several tensors into one piece of memory; of one alone this would be no copy."""
+    return torch._utils._flatten_dense_tensors(tensors)

@@ -54,6 +54,11 @@ def replay_bytes(trajectory: Trajectory) -> int:
     return ONCE * trajectory.activations + own
 
 
+def model_bytes(trajectory: Trajectory) -> int:
+    """Count the bytes of one model that waits while others step: its state, and its parameters among all at the end."""
+    return nbytes(trajectory.initial()) + 3 * param_bytes(trajectory) + 2 * weight_bytes(trajectory)
+
+
 def pair_bytes(trajectory: Trajectory) -> int:
     """Count the bytes of one row's displacement at its example: state, the example's gradient and products, copies."""
     own = product_bytes(trajectory) // len(trajectory.run.record(0).ids) + 10 * param_bytes(trajectory)

@@ -74,9 +74,9 @@ def numbers(ids: Any) -> Tensor:
             f"ids of type {kind} do not name a batch: give a list of example numbers.", code="ids-not-a-batch"
         )
     tensor = tensor.long()
-    if int(tensor.min()) < 0:
+    if (least := int(tensor.min())) < 0:
         raise InputError(
-            f"Example number {int(tensor.min())} is negative: ids count from 0 in the data set's order.",
+            f"Example number {least} is negative: ids count from 0 in the data set's order.",
             code="id-negative",
         )
     return tensor

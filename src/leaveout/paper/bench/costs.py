@@ -95,9 +95,12 @@ def image_replays() -> list[Row]:
 
 def text_replays() -> list[Row]:
     """Compare exact replays of 64 texts with as many plain trainings."""
-    val, task, run = language(256, 1)
+    val, task, run = language(1_024, 1)
     plain, replay = _replayed(task, run, val, 64, torch.optim.AdamW, 1e-3, rounds=1)
-    how = f"{len(run)} steps of 32, 1 epoch: {replay:.1f} s, a plain training {plain:.2f} s, AdamW"
+    how = (
+        f"{len(run)} steps of 32, 1 epoch, AdamW: {replay:.1f} s, a plain training {plain:.2f} s; on average a replay "
+        f"takes {len(run) / 2 + 0.5:g} of the steps"
+    )
     return [Row("Replay of 64 / 64 plain trainings, GPT", replay / (64 * plain), "<=", 0.5, how)]
 
 
@@ -149,10 +152,14 @@ def planning() -> list[Row]:
     for n, what in ((5_120, "80 steps"), (20_000, "313 steps")):
         dataset, task, run = images(n, 1)
         taken, table = seconds(lambda: plan(task, dataset.val, run, resources=QUIET))  # noqa: B023 - called at once
-        predicted = table["seconds"].sum()
-        how = f"predicts {predicted:.0f} s for all methods together, of which it took {taken / predicted:.3f}"
-        target = min(10.0, max(3.0, predicted / 20))
-        rows.append(Row(f"seconds that plan takes, MNIST CNN, {what}", taken, "<=", target, how))
+        each = table["seconds"]
+        shared = each.drop(["ACC(exact)", "Replay"], errors="ignore")  # those by rows take hours for all of them
+        how = (
+            f"predicts {shared.sum():.0f} s for {', '.join(shared.index)} together, of which it took "
+            f"{taken / shared.sum():.2f}; {each.drop(shared.index).sum() / 3600:.0f} hours for all examples by "
+            f"{' and '.join(each.drop(shared.index).index)}"
+        )
+        rows.append(Row(f"seconds that plan takes, MNIST CNN, {what}", taken, "<=", 10.0, how))
     return rows
 
 

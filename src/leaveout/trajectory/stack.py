@@ -1,0 +1,192 @@
+"""Models that are trained side by side, as one stack of them or each by itself on a thread."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from leaveout._util.trees import PARAM, Params, State, height
+from leaveout.compute.threads import spread
+from leaveout.optim import AVERAGE, Hyper, Rule
+from leaveout.task.batches import Batch
+from leaveout.task.derivatives import stacked_gradients
+from leaveout.task.task import Task
+
+LARGE = 1_000_000
+"""Bytes that a batch leaves for its backward pass, above which a stack of models takes longer than a loop."""
+
+LONG = 32 * LARGE
+"""... above which operations take so long that calling them does not count, and a trace is no quicker."""
+
+
+class Stack:
+    """The states of models trained side by side, of which those that are still the same are one.
+
+    A model is that of the last row until the first step at which its weights are not: up to there it need not be
+    computed. The last row's model comes first, then the others in the order in which they went their own way.
+
+    Args:
+        start: the state that all begin with.
+        count: how many models there are.
+        rule: the optimizer's step.
+    """
+
+    def __init__(self, start: State, count: int, rule: Rule) -> None:
+        self._parts = [_each(lambda tensor: tensor[None].clone(), start)]
+        self._rows = torch.tensor([count - 1], device=next(iter(start[PARAM].values())).device)
+        self._count, self._rule = count, rule
+        self._ways: dict[Task, Apart | None] = {}  # none for those whose models go as one stack
+
+    def step(self, task: Task, weights: Tensor, batch: Batch, hypers: Sequence[Hyper]) -> int:
+        """Take a step with every model, each with its row of the examples' weights; return how many there were."""
+        if task not in self._ways:
+            self._ways[task] = _way(task, self.last()[PARAM], batch)
+        joining, apart = self._joining(weights), self._ways[task]
+        if apart is not None:
+            models = [*self._alone(), *(_each(lambda t: t[:1].clone(), self._parts[0]) for _ in joining)]
+            self._parts = apart.stepped(models, weights[self._rows], batch, partial(self._rule.steps_, hypers=hypers))
+        else:
+            state = self._joined(len(joining))
+            gradients = stacked_gradients(task, state[PARAM], weights[self._rows], batch)
+            self._parts = [self._rule.steps_(state, gradients, hypers)]
+        return len(self._rows)
+
+    def each(self, name: str) -> Iterator[Tensor]:
+        """The values of one parameter or buffer, of some models at a time."""
+        return (part[PARAM][name] for part in self._parts)
+
+    def last(self) -> State:
+        """Return the state of the last row's model."""
+        return _each(lambda tensor: tensor[0], self._parts[0])
+
+    def rows(self) -> State:
+        """Return every row's parameters, and their average where there is one, in the rows' own order."""
+        place = torch.zeros(self._count, dtype=torch.int64, device=self._rows.device)
+        place[self._rows] = torch.arange(len(self._rows), device=self._rows.device)
+        asked = {slot: params for slot, params in self._joined().items() if slot in (PARAM, AVERAGE)}
+        return _each(lambda tensor: tensor[place], asked)
+
+    def _joining(self, weights: Tensor) -> Tensor:
+        """Note the rows that go their own way from here on, as their weights are others than the last row's."""
+        if len(self._rows) == self._count:
+            return self._rows[:0]
+        differing = (weights != weights[-1]).any(1)
+        differing[self._rows] = False
+        more = differing.nonzero().flatten()
+        self._rows = torch.cat([self._rows, more])
+        return more
+
+    def _joined(self, more: int = 0) -> State:
+        """All models as one stack, with so many further copies of the first."""
+        if len(self._parts) == 1 and not more:
+            return self._parts[0]
+        first = self._parts[0]
+        return {
+            slot: {
+                name: torch.cat([*(part[slot][name] for part in self._parts), t[:1].expand(more, *t.shape[1:])])
+                for name, t in params.items()
+            }
+            for slot, params in first.items()
+        }
+
+    def _alone(self) -> list[State]:
+        """Every model as a stack of one."""
+        return [
+            _each(lambda t, row=row: t[row : row + 1], part)
+            for part in self._parts
+            for row in range(height(part[PARAM]))
+        ]
+
+
+def is_apart(task: Task, footprint: int) -> bool:
+    """Say whether models are stepped one after the other on each of the processor's threads, not all at once.
+
+    The latter is quicker for small models, whose operations take less time than to be called. The choice depends on
+    nothing but the task, so that the same replay has the same rounding wherever and whenever it is done.
+    ``footprint`` is what a batch's forward pass keeps for its backward pass, in bytes.
+    """
+    # Casts inside vmap would round in another way than in training.
+    return task.autocast is not None or not task.abilities.stacks or footprint > LARGE
+
+
+def _way(task: Task, params: Params, batch: Batch) -> Apart | None:
+    """How models are stepped by a task; None: all at once."""
+    footprint = task.footprint(params, batch)
+    return Apart(_twins(task, _threads(params)), footprint <= LONG) if is_apart(task, footprint) else None
+
+
+def _threads(params: Params) -> int:
+    on_processor = next(iter(params.values())).device.type == "cpu"
+    return torch.get_num_threads() if on_processor else 1
+
+
+def _twins(task: Task, count: int) -> list[Task]:
+    """Return the task and others like it with modules of their own: a call swaps parameters within its modules.
+
+    Where the model cannot be copied there is the task alone.
+    """
+    twins = [task]
+    for _ in range(count - 1):
+        twin = task.quiet()
+        try:
+            twin.called = copy.deepcopy(task.called)
+        except Exception:  # noqa: BLE001 - a module may refuse in its own way
+            break
+        twin.model = twin.called.model
+        twins.append(twin)
+    return twins
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Models stepped one at a time, by each of the ``tasks`` on a thread of its own; ``traced`` where that is quicker.
+
+    A model's gradient and state are still near the processor when it steps; those of all of them would not be.
+    """
+
+    tasks: list[Task]
+    traced: bool
+
+    def stepped(
+        self, models: list[State], weights: Tensor, batch: Batch, step: Callable[[State, Params], State]
+    ) -> list[State]:
+        """Take a step with every model, a stack of one, along (1/|Z|) Σ w_z g(z)."""
+
+        def given(row: int) -> tuple[Params, Tensor, Batch]:
+            return {name: tensor[0] for name, tensor in models[row][PARAM].items()}, weights[row], batch
+
+        def stepped_by(task: Task, row: int) -> State:
+            gradient = trace(*given(row)) if trace else _in_range(task, *given(row))
+            return step(models[row], {name: tensor[None] for name, tensor in gradient.items()})
+
+        first, trace = self.tasks[0], None
+        plain = first.autocast is None
+        # A setting of the whole process: no thread may put it back under another. Within casts, training's rounds.
+        with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
+            if plain and self.traced and first.abilities.vmap:
+                trace = first.tracer.trace(len(weights), "one gradient", first.gradient, *given(0))
+            return spread([partial(stepped_by, task) for task in self.tasks], range(len(weights)))
+
+
+def _in_range(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
+    """ḡ(θ; w); where the recorded scale of a float16 loss overflows with these weights, by half of it, and so on.
+
+    The step was taken, so it is taken here too. A power of two changes no digit of what neither over- nor underflows.
+    """
+    value = task.gradient(params, weights, batch)
+    while task.loss_scale > 1 and not all(bool(torch.isfinite(tensor).all()) for tensor in value.values()):
+        task = copy.copy(task)
+        task.loss_scale /= 2
+        value = task.gradient(params, weights, batch)
+    return value
+
+
+def _each(function: Callable[[Tensor], Tensor], state: State) -> State:
+    return {slot: {name: function(tensor) for name, tensor in params.items()} for slot, params in state.items()}
