@@ -239,7 +239,7 @@ class Estimator(ABC):
         """Estimate how each training example's loss would change without it: high for what was memorised.
 
         The diagonal of the scores of the training set for itself, taken a block at a time. Costs as much as a query
-        for each example.
+        for each example; TracIn of checkpoints takes two gradients of each example at each of them.
 
         Args:
             run: the recorded run.

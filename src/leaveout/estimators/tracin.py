@@ -107,7 +107,7 @@ class TracIn(Estimator):
         return total
 
     def _diagonal(self, request: Request) -> Float[Tensor, " rows"]:
-        """Read an example's own query only: an inner product of two gradients, where all pairs would take n² of them."""
+        """Read each example's own query only: n inner products of two gradients, where all pairs are n²."""
         if self.checkpoints != "epochs":
             return super()._diagonal(request)
         task, examples = request.trajectory.task, request.left_out.examples
@@ -118,7 +118,7 @@ class TracIn(Estimator):
                 ids = examples[start : start + height(vectors)]
                 gradients = example_gradients(task, checkpoint.params, task.read(ids.tolist()), chunk)
                 for name, own in gradients.items():
-                    products = (vectors[name] * own).flatten(1).sum(1)
+                    products = (vectors[name] * own).reshape(len(ids), -1).sum(1)
                     total[start : start + len(ids)] += self._factor(checkpoint, name) * products
                 request.cost.gradients += 1
         return total
