@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout.sweep.free_transport import Layout, sketch
@@ -343,6 +345,40 @@ def test_self_influence_is_the_diagonal(tmp_path, method):
     some = with_least_memory(lambda resources: ask(resources=resources))
     assert some.train_ids == (4, 1)
     close(some.values[:, 0], whole[[4, 1]])
+
+
+class Scaled(nn.Module):
+    """A BatchNorm, whose number of batches is one value, and a parameter that is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.scale * self.layers(x)
+
+
+def test_self_influence_of_checkpoints_with_batch_norm(tmp_path):
+    order = torch.Generator().manual_seed(0)
+    train = TensorDataset(torch.randn(12, 4, generator=order), torch.randint(2, (12,), generator=order))
+    torch.manual_seed(0)
+    model = Scaled()
+    task, loss = lo.Task(model, nn.CrossEntropyLoss(), train), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    for epoch in range(2):
+        for ids in torch.randperm(12, generator=order).split(6):
+            x, y = (tensor[ids] for tensor in train.tensors)
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            recorder.step(ids, [x, y], epoch=epoch)
+            optimizer.step()
+    run = recorder.finish()
+    whole = lo.TracIn("epochs").score(run, task, train, queries="each").values.diagonal()
+    own = lo.TracIn("epochs").self_influence(run, task).values[:, 0]
+    torch.testing.assert_close(own, whole, rtol=1e-4, atol=1e-7)
+    assert (own > 0).all()  # both gradients in evaluation mode: a squared length
 
 
 def test_self_influence_of_adamie(tmp_path):

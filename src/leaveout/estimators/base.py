@@ -242,7 +242,7 @@ class Estimator(ABC):
         """Estimate how each training example's loss would change without it: high for what was memorised.
 
         The diagonal of the scores of the training set for itself, taken a block at a time. Costs as much as a query
-        for each example.
+        for each example; TracIn of checkpoints takes two gradients of each example at each of them.
 
         Args:
             run: the recorded run.
@@ -258,7 +258,7 @@ class Estimator(ABC):
             own = Subset(task.train_set, part.examples.tolist())
             request = replace(chosen.request(Question(run, task, own, "each", resources=resources)), left_out=part)
             with request.cost.metered(), kept_memory():
-                values.append(chosen._values(request)[0].diagonal())
+                values.append(chosen._diagonal(request))
             cost = cost + request.cost
         return Scores(
             torch.cat(values)[:, None],
@@ -270,6 +270,10 @@ class Estimator(ABC):
             precision=run.precision,
             run_fingerprint=run.fingerprint,
         )
+
+    def _diagonal(self, request: Request) -> Float[Tensor, " rows"]:
+        """Estimate each row's effect on the query of the same number."""
+        return self._values(request)[0].diagonal()
 
     def resolved(self, _run: Run, _task: Task | None = None, *, displacements: bool = False) -> Estimator:  # noqa: ARG002
         """Return the same estimator with what it left open chosen for a run."""

@@ -17,7 +17,7 @@ from leaveout.estimators.readout import Linear
 from leaveout.scores import UNIT
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import Flat
-from leaveout.task.derivatives import weight_products
+from leaveout.task.derivatives import example_gradients, weight_products
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,23 @@ class TracIn(Estimator):
                     row, position = request.left_out.pairs(ids)
                     add_rows(columns, row, reads[:, position].T)
                     request.cost.gradients += 1
+        return total
+
+    def _diagonal(self, request: Request) -> Float[Tensor, " rows"]:
+        """Read each example's own query only: n inner products of two gradients, where all pairs are n²."""
+        if self.checkpoints != "epochs":
+            return super()._diagonal(request)
+        task, examples = request.trajectory.task, request.left_out.examples
+        chunk = budget.examples(request.resources, request.trajectory)
+        total = next(iter(request.trajectory.final()[PARAM].values())).new_zeros(len(examples))
+        for checkpoint in checkpoints(request):
+            for start, vectors in checkpoint.vectors():
+                ids = examples[start : start + height(vectors)]
+                gradients = example_gradients(task, checkpoint.params, task.read(ids.tolist()), chunk)
+                for name, own in gradients.items():
+                    products = (vectors[name] * own).reshape(len(ids), -1).sum(1)
+                    total[start : start + len(ids)] += self._factor(checkpoint, name) * products
+                request.cost.gradients += 1
         return total
 
     def _factor(self, checkpoint: Checkpoint, name: str) -> float:
