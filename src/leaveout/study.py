@@ -155,7 +155,7 @@ class Study:
         show: Show | Callable[[Any], Any] | None = None,
         overwrite: bool = False,
     ) -> Page:
-        """Write the page about everything that was asked; scores and labels are computed if nobody asked before."""
+        """Write the page about everything that was asked; scores and labels are computed if they were not before."""
         first = self._known(None)
         rest = [one for one in self.scores.values() if one is not first and same_rows(one, first)]
         if self.issues is None and _of_all(first, self.task):

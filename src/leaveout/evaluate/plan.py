@@ -135,7 +135,7 @@ def plan(
 
 
 def replay_seconds(run: Run, task: Task, query: Dataset, rows: int, resources: Resources | None = None) -> float:
-    """Predicted seconds of exact replays of so many rows, from a few measured steps."""
+    """Predicted seconds of exact replays of this many rows, from a few measured steps."""
     budget = Resources((resources or Resources()).memory, progress=False)
     return _by_rows(Replay(), _subject(task, query, run, _length(run), rows, budget)).seconds
 
