@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the commands that tests start: see _one_thread
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's workers give way to everything else that runs
 settings.register_profile("leaveout", deadline=None, max_examples=8, derandomize=True)
 settings.register_profile("full", deadline=None, max_examples=30, derandomize=True)  # `make test-rest` chooses it
 settings.load_profile("leaveout")
