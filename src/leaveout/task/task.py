@@ -338,12 +338,11 @@ class Task:
     def _decay(self, params: Params) -> Tensor:
         return 0.5 * self.l2 * sum_of(params[name].square().sum() for name in self.names)
 
-    def weighted_loss(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, ""]:
-        """(1/|Z|) Σ w_z ℓ(z, θ): leaving an example out sets its weight to zero, not the denominator."""
-        return self.objective(params, weights, batch)[0]
-
     def objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
-        """The weighted loss, and the buffers after the step's forward passes."""
+        """(1/|Z|) Σ w_z ℓ(z, θ), and the buffers after the step's forward passes.
+
+        Leaving an example out sets its weight to zero; the denominator stays.
+        """
         total, start = None, 0
         moved: Params = {}
         for part in parts_of(batch):
