@@ -25,9 +25,8 @@ test-all: test test-rest  ## the same and everything that is long by nature
 TYPED = --jaxtyping-packages=leaveout,typed.check
 CHECKED = tests/test_optimizers.py tests/test_ids.py tests/test_timeline.py tests/test_jump.py tests/test_curvature.py tests/test_engine.py tests/test_cleanse.py
 
-test-rest: $(TOOLS)  ## what test-all adds to test
-	$(PYTEST) -m full
-	$(PYTEST) -m 'hypothesis and not full' --hypothesis-profile=full
+test-rest: $(TOOLS)  ## what test-all adds to test: tests marked full, more random cases, types at run time
+	$(PYTEST) -m 'full or hypothesis' --hypothesis-profile=full
 	$(PYTEST) -m 'not full and not hypothesis' $(TYPED) $(CHECKED)
 
 lint: $(TOOLS)

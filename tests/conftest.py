@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the commands that tests start: see _one_thread
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's workers give way to everything else that runs
 settings.register_profile("leaveout", deadline=None, max_examples=8, derandomize=True)
 settings.register_profile("full", deadline=None, max_examples=30, derandomize=True)  # `make test-rest` chooses it
 settings.load_profile("leaveout")
@@ -19,12 +20,19 @@ commands family report engine estimators real_runs integrations_transformers opt
 refusals transports store docs numbers tracing trajectory shards next_commands resume end_to_end examples optim
 step_check damage sweep_checkpoints which_weights layers memory plan models_work truth_experiments
 """
-"""Files that begin first, so that both processes end at about the same time; the others follow in any order."""
+"""Files that begin first, so that all processes end at about the same time; the others follow in any order."""
+
+LONGEST_REST = """
+memory engine soak layers estimators integrations_transformers examples docs plan family tracing resume commands
+every_kind models_work transports layout end_to_end shards experiments integrations_trl real_runs
+"""
+"""The same for `make test-rest`."""
 
 
-def pytest_collection_modifyitems(items):
-    """Order the tests by file: `make test` hands whole files out, in this order."""
-    place = {f"test_{name}": at for at, name in enumerate(LONGEST.split())}
+def pytest_collection_modifyitems(config, items):
+    """Order the tests by file: whole files are handed out, in this order."""
+    order = LONGEST if "not full" in config.option.markexpr else LONGEST_REST
+    place = {f"test_{name}": at for at, name in enumerate(order.split())}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 

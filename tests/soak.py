@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -187,14 +188,32 @@ def _child(command: Callable[[], None], folder: str) -> None:
     command()
 
 
+def _quick() -> multiprocessing.context.ForkServerContext:
+    """A context whose processes begin with this module imported, so that kills meet the command and not its imports.
+
+    The server looks for what it imports ahead on PYTHONPATH alone, and is silent where it finds nothing.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["soak"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
 class Soak:
     """Runs commands in processes that start quickly, and kills them."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self._folder = folder
         self._luck = random.Random(seed)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["soak"])
+        self._context = _quick()
 
     def killed(self, name: str, kills: int) -> int:
         """Kills a command this often, lets it finish and compares; gives the number of starts."""

@@ -9,10 +9,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 from torch.func import functional_call, functionalize, grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util.trees import each
-from leaveout.task.batch_norm import refuse_single_values, refuse_synchronised, weighted_batch_norm
+from leaveout.task.batch_norm import refuse_single_values, weighted_batch_norm
 from leaveout.task.batches import leaves, map_leaves
 from leaveout.task.draws import note, random_state, replay, set_random_state
 from refusal import refused
@@ -286,6 +287,6 @@ def test_what_cannot_be_weighted_is_refused():
     assert (out - subject.plain(subject.x)[0]).abs().max() < 1e-12
     with refused(lo.InputError, "batch-norm-buffers-missing"), weighted_batch_norm(None, {}):
         subject.model(subject.x)
-    with refused(lo.UnsupportedError, "sync-batch-norm", "'0'"):
-        refuse_synchronised(nn.Sequential(nn.SyncBatchNorm(3)))
-    refuse_synchronised(subject.model)
+    synchronised = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))
+    with refused(lo.UnsupportedError, "task-not-supported", "SyncBatchNorm"):
+        lo.Task(synchronised, nn.CrossEntropyLoss(), TensorDataset(torch.randn(4, 3), torch.tensor([0, 1, 0, 1])))

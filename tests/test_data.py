@@ -442,10 +442,20 @@ def test_one_against_seven_is_taken_from_mnist_with_its_ids() -> None:
     assert (loaded.test.ids >= 60_000).all()
 
 
+@pytest.fixture(scope="module")
+def batches() -> list[bytes]:
+    """The files of CIFAR-10, read once: they take ten seconds to decompress."""
+    found = cifar10._unpacked()
+    assert found, "this test needs the six batches as single files"
+    return found
+
+
 @real
 @pytest.mark.full
-def test_cifar10_images_and_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = data.load("cifar10", seed=0)
+def test_cifar10_images_and_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: list[bytes]) -> None:
+    with monkeypatch.context() as read:
+        read.setattr(cifar10, "_unpacked", lambda: batches)
+        loaded = data.load("cifar10", seed=0)
     assert loaded.train.x.shape == (40_000, 3, 32, 32)
     assert loaded.val.x.shape == loaded.test.x.shape == (10_000, 3, 32, 32)
     together = torch.cat([loaded.train.y, loaded.val.y])
@@ -459,8 +469,6 @@ def test_cifar10_images_and_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(means, torch.tensor([0.4914, 0.4822, 0.4465]), atol=1e-4, rtol=0)
 
     # The archive as it is distributed holds the same.
-    batches = cifar10._unpacked()
-    assert batches, "this test needs the six batches as single files"
     contents = {f"cifar-10-batches-bin/{name}": batch for name, batch in zip(cifar10._BATCHES, batches, strict=True)}
     put(hide(tmp_path, monkeypatch) / "data/cifar10/cifar-10-binary.tar.gz", archive(contents))
     assert data.load("cifar10", n_train=100, n_val=100).test.x.equal(loaded.test.x)
@@ -478,7 +486,10 @@ def test_cifar10n_has_the_labels_that_people_gave() -> None:
 @real
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "share"), [("cifar10n", 0.090), ("cifar10n-worst", 0.402)])
-def test_only_training_labels_of_cifar10n_are_wrong(name: str, share: float) -> None:
+def test_only_training_labels_of_cifar10n_are_wrong(
+    name: str, share: float, monkeypatch: pytest.MonkeyPatch, batches: list[bytes]
+) -> None:
+    monkeypatch.setattr(cifar10, "_unpacked", lambda: batches)
     noisy, clean = data.load(name, 2000, 1000, seed=0), data.load("cifar10", 2000, 1000, seed=0)
     assert noisy.train.true is not None
     assert noisy.train.true.equal(clean.train.y)

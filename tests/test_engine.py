@@ -4,6 +4,7 @@ The cluster is a real one, started here with two workers and stopped at the end.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,7 +185,7 @@ def test_deaths_are_counted_for_each_item(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("retries", [1, 3])
+@pytest.mark.parametrize("retries", [1, 2])
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
 def test_a_worker_that_always_dies_is_given_up(tmp_path, engine, retries, monkeypatch):
     monkeypatch.setattr("leaveout.compute.engines.RETRIES", retries)
@@ -222,7 +223,8 @@ def test_a_dead_raylet_is_told():
     pytest.importorskip("ray", reason="the extra leaveout[ray] is not installed")
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     done = subprocess.run([sys.executable, "-c", RAYLET], capture_output=True, text=True, timeout=400, env=environment)
-    assert done.stdout.split() == ["refused:", "cluster-lost"], done.stderr[-2000:]
+    codes = re.findall(r"^refused: (.*)$", done.stdout, re.MULTILINE)  # Ray writes there too
+    assert codes == ["cluster-lost"], (done.stdout[-1000:], done.stderr[-2000:])
 
 
 @pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)

@@ -1,7 +1,6 @@
 """Metrics against slow independent definitions, their symmetries, and the bootstrap against a plain loop."""
 
 import math
-import time
 from functools import partial
 
 import numpy as np
@@ -236,11 +235,10 @@ def test_seed_decides():
     assert m.bootstrap(m.kendall, x, y, seed=1) != m.bootstrap(m.kendall, x, y, seed=2)
 
 
-def test_compare():
+def test_compare(monkeypatch):
     x, y = noisy(64)
-    start = time.perf_counter()
+    monkeypatch.setattr(m, "_loop_rows", None)  # nothing is computed resample by resample
     agreement = m.compare(x, torch.tensor(y), seed=5)
-    assert time.perf_counter() - start < 5
     assert agreement.count == 64
     assert agreement.kendall == m.bootstrap(m.kendall, x, y, seed=5)
     assert agreement.jaccard[30] == m.bootstrap(JACCARD, x, y, seed=5)

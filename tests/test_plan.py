@@ -1,6 +1,7 @@
 """Predictions hold, within a factor, when the thing is then done."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,17 +35,25 @@ def optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 
 
+def measured(estimator, run, query) -> lo.Cost:
+    """What scoring takes, without the seconds in which the processor worked for others."""
+    wall, own = time.perf_counter(), time.process_time()
+    cost = estimator.score(run, problem()[0], query).cost
+    share = (time.process_time() - own) / (time.perf_counter() - wall)
+    return replace(cost, seconds=cost.seconds * min(1.0, share))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("planned", [False, True])
 def test_predictions_come_within_a_factor(tmp_path, planned):
-    """Within 4 here, because other tests run at the same time; one of four attempts may meet a quiet moment."""
+    """Within 4, and one of four attempts may meet a better moment: other tests share the processor's caches."""
     task, query = problem()
     run = lo.train(task, optimizer(task.model), 40, 32, 0, tmp_path / "run")
     described = {"optimizer": optimizer, "epochs": 40, "batch_size": 32} if planned else {"run": run}
     for _ in range(4):
         plan = lo.plan(problem()[0], query, **described)
         assert list(plan.index)[int(planned) :] == list(ESTIMATORS)
-        costs = {name: estimator.score(run, problem()[0], query).cost for name, estimator in ESTIMATORS.items()}
+        costs = {name: measured(estimator, run, query) for name, estimator in ESTIMATORS.items()}
         off = {name: plan.loc[name, "seconds"] / cost.seconds for name, cost in costs.items()}
         if all(1 / 4 < ratio < 4 for ratio in off.values()):
             break

@@ -110,13 +110,13 @@ def test_a_run_that_cannot_be_written_has_its_results_elsewhere(shell):
     assert shell("show", "runs/x", "--results", "mine", "--json").told["scores"][0]["method"] == "ACC(free)"
 
 
-def test_a_manifest_that_repeats_a_shard_is_refused_at_once(shell):
+def test_a_manifest_that_repeats_a_shard_is_refused_before_a_shard_is_read(shell):
     file = shell.folder / "runs/x" / MANIFEST
     told = unsealed(json.loads(file.read_text()))
     write_json(file, {**told, "shards": told["shards"] * 200_000})
-    begun = time.monotonic()
+    for shard in file.parent.glob("shard-*"):
+        shard.unlink()
     done = shell("show", "runs/x", "--check")
-    assert time.monotonic() - begun < 10
     assert (done.code, "named twice" in done.refusal) == (1, True)
     with file.open("ab") as opened:
         opened.truncate(10**9)  # sparse: nothing is written

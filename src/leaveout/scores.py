@@ -78,7 +78,7 @@ class Scores(Comparable):
 
     @property
     def is_effect(self) -> bool:
-        """Say whether values are changes of what the query is asked, which replays measure too."""
+        """Say whether values are changes of the queries' measure, which replays compute too."""
         return self.unit in EFFECTS
 
     def __post_init__(self) -> None:

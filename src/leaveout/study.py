@@ -186,7 +186,7 @@ class Study:
         show: Show | Callable[[Any], Any] | None = None,
         overwrite: bool = False,
     ) -> Page:
-        """Write the page about everything that was asked; scores and labels are computed if nobody asked before.
+        """Write the page about everything that was asked; scores and labels are computed if they were not before.
 
         It goes to ``path``, by default to ``report.html`` in the run's directory.
         """

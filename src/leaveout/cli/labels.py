@@ -111,7 +111,7 @@ def _verified(run: Run, paths: RunPaths, method: str | None) -> tuple[Scores | N
     place = paths.check(file)
     if not place.exists():
         raise InputError(
-            f"{file} was not verified, so nobody knows how far to trust it: run leaveout verify {run.path} "
+            f"{file} was not verified, so it is not known how far to trust it: run leaveout verify {run.path} "
             f"--method {method!r} first.",
             code="scores-not-verified",
         )

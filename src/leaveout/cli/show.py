@@ -168,7 +168,7 @@ def _print(facts: dict[str, Any], run: Path) -> None:
     for kind, part in (("check", "checks"), ("labels", "labels"), ("cleansing", "curves")):
         for entry in facts[part]:
             table.add_row(kind, entry.get("sentence") or entry["problem"])
-    console.print(table, markup=False)  # names in a stranger's files are no markup
+    console.print(table, markup=False)  # names in other people's files are not markup
 
 
 def _hypers(groups: list[dict[str, float]]) -> str:

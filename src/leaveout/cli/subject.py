@@ -58,7 +58,7 @@ def called(where: str, option: str) -> Any:
     """Return what the user's function returns."""
     function = named(where, option)
     if not callable(function):
-        raise typer.BadParameter(f"{where} is no function but a {type(function).__name__}.", param_hint=option)
+        raise typer.BadParameter(f"{where} is a {type(function).__name__}, not a function.", param_hint=option)
     try:
         return function()
     except (LeaveoutError, typer.BadParameter):

@@ -103,9 +103,9 @@ class Ray(Engine):
     """A Ray cluster (extra ``ray``); leaveout and what the task imports must be installed on it.
 
     Args:
-        address: of the cluster, as ``ray.init`` takes it; by default the one in use, the one that RAY_ADDRESS names,
-            or a new one on this machine.
-        cpus: that each shard of work reserves.
+        address: where the cluster is, as ``ray.init`` takes it; by default the one in use, the one that RAY_ADDRESS
+            names, or a new one on this machine.
+        cpus: how many processors each shard of work reserves.
     """
 
     address: str | None = None
@@ -146,7 +146,7 @@ class Ray(Engine):
                 (future,), _ = ray.wait(list(places))
                 yield places.pop(future), _fetched(ray, future)
         finally:
-            for reference in places:  # an error, or nobody wants the rest
+            for reference in places:  # an error, or the rest is not wanted
                 with suppress(ray.exceptions.RayError):
                     ray.cancel(reference, force=True)
 

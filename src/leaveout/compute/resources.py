@@ -71,7 +71,7 @@ class Resources:
             where shards go to other processes or are kept. Shards of the same size give the same scores to the last
             bit, others the same but for rounding. No shard is larger than the budget, or with ``"auto"`` than 500 MB:
             what is free at the moment does not change the shards.
-        checkpoint: the file in which a sweep notes how far it is; told to each shard that is kept.
+        checkpoint: the file in which a sweep notes how far it is; each shard that is kept is given its own.
     """
 
     memory: str | int = "auto"

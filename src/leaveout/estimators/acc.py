@@ -45,9 +45,9 @@ class ACC(Estimator):
             ``"backward"`` a remainder per row (the remainder order, one query at a time); ``"auto"`` takes the cheaper.
         layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
         probability: each occurrence is corrected with this probability, and otherwise taken as by SGD-IE.
-        epochs: only the first so many, a (start, stop) pair, or ``"first"`` are corrected: the first occurrence at
-            which there is something to correct.
-        seed: of the random choice.
+        epochs: which are corrected: a number of first ones, a (start, stop) pair, or ``"first"``: the first
+            occurrence at which there is something to correct.
+        seed: for the random choice.
         kinks: give the kinks of ReLU, leaky ReLU, hardtanh, ReLU6, abs and clamp in the model their curvature in H;
             ``"auto"``: unless they are crossed in leaps, which a few steps of the run tell.
     """

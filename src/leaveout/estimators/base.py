@@ -215,7 +215,7 @@ class Estimator(ABC):
             groups: leave these out together instead: lists of ids, or a dict of names to lists.
             displacements: keep each row's parameter displacement as ``scores.displacements``.
             resources: memory budget and progress.
-            at: score the model after so many steps (the best checkpoint, say) and not the last one: the scores are
+            at: score the model after this many steps (the best checkpoint, say) and not the last one: the scores are
                 those of ``run.head(at)``, which ``verify`` and the like then need.
         """
         resources = resources or Resources()

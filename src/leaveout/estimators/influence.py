@@ -33,9 +33,9 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 class InfluenceFunction(Estimator):
     """δ_k = (1/n) (H + λI)⁻¹ g(z_k, θ_N), with H the mean Hessian of all n training examples at the final parameters.
 
-    Koh and Liang (2017). It answers for the minimum of the training loss, from which the example leaves without the
-    others being reweighted; exact to first order there, whatever the optimizer. A run that stopped before, or found
-    one of many minima, is not asked. Weight decay that enters with the gradient (SGD, Adam) is
+    Koh and Liang (2017). It describes the minimum of the training loss, from which the example is removed without
+    reweighting the others; exact to first order there, whatever the optimizer. A run that stopped before, or found
+    one of many minima, plays no part in it. Weight decay that enters with the gradient (SGD, Adam) is
     part of H; decoupled decay (AdamW) has no place in a minimum.
 
     Cost: ``"cg"`` as many products with H, of n examples each, as it needs for a query vector; ``"direct"`` as many as
@@ -49,7 +49,7 @@ class InfluenceFunction(Estimator):
         steps: the most products of cg and the number of lissa's.
         readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
         layers: only these parameters move: names or patterns such as ``"head.*"``.
-        seed: of lissa's samples.
+        seed: for lissa's samples.
     """
 
     solver: str = "cg"

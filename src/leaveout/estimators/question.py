@@ -27,7 +27,7 @@ class Question:
         groups: leave these out together instead: lists of ids, or a dict of names to lists.
         displacements: keep each row's parameter displacement.
         resources: memory budget and progress.
-        at: ask of the model after so many steps, the run's end by default; ``run`` is then the head of it.
+        at: score the model after this many steps, by default at the run's end; ``run`` is then the head of it.
     """
 
     run: Run

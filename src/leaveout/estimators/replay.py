@@ -1,4 +1,4 @@
-"""Replay: the run again without the example. The ground truth that the estimators are held against."""
+"""Replay: the run again without the example. The ground truth that the estimators are compared with."""
 
 from __future__ import annotations
 

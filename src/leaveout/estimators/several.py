@@ -31,9 +31,9 @@ def score(
     resources: Resources | None = None,
     at: int | str | None = None,
 ) -> list[Scores]:
-    """Score with every estimator, in their order; with ``at``, the model after so many steps.
+    """Score with every estimator, in their order; with ``at``, the model after that many steps.
 
-    SGD-IE comes for nothing from the sweep of an ACC with a cheap transport and the same readout; their scores then
+    SGD-IE comes for free from the sweep of an ACC with a cheap transport and the same readout; their scores then
     carry the same cost, that of both.
     """
     estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)

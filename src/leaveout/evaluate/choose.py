@@ -104,7 +104,7 @@ def choose(
         queries: ``"mean"`` for their mean loss, ``"each"`` for a column each.
         ids: the examples to score; all of them by default.
         groups: leave these out together instead.
-        seed: of the random part of the sample.
+        seed: for the random part of the sample.
         resources: memory budget and progress.
     """
     if not (isinstance(budget, int | float) and budget >= 0):

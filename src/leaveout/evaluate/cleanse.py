@@ -61,7 +61,7 @@ def cleanse(
         remove: how many to remove: a number, or several.
         random: how many random choices for each of these numbers; 0 for no control.
         shuffles: 0 trains with the recorded batches; k trains k times, each in a fresh order of the examples.
-        seed: of the random choices and the fresh orders.
+        seed: for the random choices and the fresh orders.
         resources: memory budget, progress, engine, and where finished trainings are kept.
     """
     rankings = [scores] if isinstance(scores, Scores | Labels) else list(scores)

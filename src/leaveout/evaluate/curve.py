@@ -32,7 +32,7 @@ class Curve(Comparable):
     ``table`` has a row for each training: ``choice`` is the method that chose what was removed, ``"random"`` or
     ``"nothing"``; ``order`` numbers the order of the batches and ``draw`` the random choice. ``loss_se`` and
     ``error_se`` are standard errors over the test examples, ``loss_change_se`` and ``error_change_se`` those of the
-    difference to the training with every example, test example by test example (NaN in files that do not have
+    difference from the training with every example, test example by test example (NaN in files that do not have
     them). ``error`` is NaN where outputs are not class scores.
     ``run_fingerprint`` tells which run was trained again; ``harmful`` how many examples each method calls harmful,
     which is the most that were removed by it.
@@ -196,7 +196,7 @@ class Curve(Comparable):
         return path
 
     def check_same_run(self, run: Run) -> None:
-        """Refuse to speak of another run than the one that was trained again."""
+        """Refuse another run than the one that was trained again."""
         if self.run_fingerprint not in (None, run.fingerprint):
             raise InputError(
                 f"The cleansing curve is of another run than {run}: give that of this run.", code="curve-of-another-run"

@@ -60,7 +60,7 @@ class Dynamics(Comparable):
     ``steps`` are the states' numbers and ``epochs`` the epochs that they end or lie in; ``margins`` are the given
     label's logit minus the best other one, ``probabilities`` those of the given label. ``opinions`` has for each
     example the predicted distribution over the classes, averaged over the states, ``final`` that of the last state.
-    With ``folds`` the states are those of so many trainings, and each example is seen by the one without it.
+    With ``folds`` the states are those of that many trainings, and each example is seen by the one without it.
     """
 
     steps: tuple[int, ...]
@@ -156,7 +156,7 @@ def dynamics(
         states: how many kept states to look at: evenly spaced ones up to the last, and two of the beginning.
         folds: train the run again this often, each time without another part of the examples, and look at each
             example through the training that did not see it.
-        seed: of the division into folds.
+        seed: for the division into folds.
         budget: seconds of processor time that training again may take, as its first steps predict it.
         resources: memory budget and progress.
 

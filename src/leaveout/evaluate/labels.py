@@ -57,7 +57,7 @@ def labels(
         budget: seconds of processor time that ``folds="auto"`` may take.
         states: how many kept states to look at.
         classes: names of the classes, from 0 on.
-        seed: of the division into folds.
+        seed: for the division into folds.
         resources: memory budget and progress.
     """
     resources = resources or Resources()

@@ -136,9 +136,9 @@ def plan(
 
 
 def replay_seconds(run: Run, task: Task, query: Dataset, rows: int, resources: Resources | None = None) -> float:
-    """Predicted seconds of exact replays of so many rows, from a few measured steps."""
+    """Predicted seconds of exact replays of this many rows, from a few measured steps."""
     budget = Resources((resources or Resources()).memory, progress=False)
-    return _by_rows("Replay", _subject(task, query, run, _length(run), rows, budget)).seconds
+    return _by_rows(Replay(), _subject(task, query, run, _length(run), rows, budget)).seconds
 
 
 def _length(run: Run) -> tuple[int, int]:
@@ -160,9 +160,8 @@ def _table(subject: _Subject, shown: Resources, plans: list[Plan]) -> pd.DataFra
     cheap: list[Estimator] = [TracIn(), SGDIE(), DVEmb()]
     if subject.run.rule.linear:
         cheap += [ACC(), ACC(Subspace(8))]
-    jobs = [partial(_shared, estimator) for estimator in cheap] + [
-        partial(_by_rows, k) for k in ("ACC(exact)", "Replay")
-    ]
+    dear: list[Estimator] = [ACC("exact"), Replay()]
+    jobs = [*(partial(_shared, method) for method in cheap), *(partial(_by_rows, method) for method in dear)]
     with _set_aside():
         plans += [one for job in shown.track(jobs, len(jobs), "measuring") for one in _tried(job, subject)]
     frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")
@@ -209,10 +208,9 @@ def _shared(estimator: Estimator, subject: _Subject) -> Plan:
     return Plan(estimator.name, seconds, memory + rows if fits else memory, 0 if fits else rows)
 
 
-def _by_rows(kind: str, subject: _Subject) -> Plan:
+def _by_rows(estimator: Estimator, subject: _Subject) -> Plan:
     """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
-    estimator: Estimator = Replay() if kind == "Replay" else ACC("exact")
-
+    replayed = isinstance(estimator, Replay)
     used = subject.run.record(0).ids.tolist()  # a replay begins with the first step that uses its example
 
     def scored(count: int, task: Task, part: Run) -> Cost:
@@ -226,18 +224,18 @@ def _by_rows(kind: str, subject: _Subject) -> Plan:
         begun = _begun(partial(scored, count), subject)
     less = max(1, count // TIMES)
     once, rate, memory = _rate(partial(scored, count), subject, begun)
-    reading = _losses_seconds(subject) * subject.rows if kind == "Replay" else subject.query_seconds
+    reading = _losses_seconds(subject) * subject.rows if replayed else subject.query_seconds
     if count == subject.rows:
-        return Plan(kind, once + rate * subject.steps + reading, memory, 0)
+        return Plan(estimator.name, once + rate * subject.steps + reading, memory, 0)
     slower, least = _rate(partial(scored, less), subject)[1:]
     each = max(0.0, rate - slower) / (count - less)
     if each == 0.0:
         each = rate / count  # too close to tell apart: as if nothing were shared
-    if kind == "Replay":
+    if replayed:
         each *= 1 - 0.5 / subject.epochs  # first met in the midst of the first epoch
     more = subject.rows - count
     held = min(max(0, memory - least) // (count - less) * more, subject.resources.bytes)
-    return Plan(kind, once + (rate + each * more) * subject.steps + reading, memory + held, 0)
+    return Plan(estimator.name, once + (rate + each * more) * subject.steps + reading, memory + held, 0)
 
 
 def _measured(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> Cost:

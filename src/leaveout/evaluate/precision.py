@@ -81,7 +81,7 @@ def rounding(
         task: what was trained.
         query: the query set that was scored.
         sample: how many rows, half of them the most extreme.
-        seed: of the random half.
+        seed: for the random half.
         resources: memory budget and progress.
     """
     if any(isinstance(i, str) for i in scores.train_ids):

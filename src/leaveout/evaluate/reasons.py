@@ -42,7 +42,7 @@ def reasons(
 
 
 def _treatment(history: Dynamics, number: int, given: str, name: str, times: int, epochs: int) -> str:
-    """Say how the run treated one example that looks like another class, which so many states predicted."""
+    """Say how the run treated one example that looks like another class, which this many states predicted."""
     states, fitted = len(history.steps), history.fitted[:, number]
     otherwise = int((~fitted).sum())
     learned, forgotten = int(history.learned[number]), int(history.forgotten[number])

@@ -1,4 +1,4 @@
-"""What a run needs that nobody has yet: operations counted on tensors without memory, times how often they are done.
+"""What a planned run needs: operations counted on tensors without memory, times how often they are done.
 
 Counting runs the same derivatives that scoring takes, on PyTorch's meta device, where tensors have shapes and no
 values: neither the data nor the memory for them are needed.

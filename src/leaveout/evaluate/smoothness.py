@@ -105,7 +105,7 @@ def smoothness(
         task: what was trained.
         directions: how many random directions.
         h: the step in the weights.
-        seed: of the directions.
+        seed: for the directions.
         resources: memory budget and progress.
     """
     if not is_whole(directions, 1):

@@ -37,7 +37,7 @@ class Check(Comparable):
 
     ``table`` has a row for each replayed example: its score, the true change of the loss, and the sample it is in.
     ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is a good one. It is
-    NaN for scores that are no changes of the loss, which are compared by their order alone. ``run_fingerprint`` tells
+    NaN for scores that are not changes of the loss, which are compared by their order alone. ``run_fingerprint`` tells
     which run was replayed. ``ceiling`` says how well the truth repeats itself from moved starts, where that was
     measured; ``table`` then has the true change from each of them too.
     """
@@ -58,7 +58,7 @@ class Check(Comparable):
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence, and where the ceiling was measured, whose fault it is and what to do."""
+        """The verdict in one sentence, and where the ceiling was measured, what is to blame and what to do."""
         first = (
             f"{self.method}, compared with {len(self.table)} exact replays: {self._part('extreme', self.extreme)}, and "
             f"{self._part('random', self.random)}."
@@ -119,7 +119,7 @@ class Check(Comparable):
         return path
 
     def check_same_run(self, run: Run) -> None:
-        """Refuse to speak of another run than the one that was replayed."""
+        """Refuse another run than the one that was replayed."""
         if self.run_fingerprint not in (None, run.fingerprint):
             raise InputError(
                 f"The check of {self.method} is of another run than {run}: verify the scores of this run.",
@@ -127,7 +127,7 @@ class Check(Comparable):
             )
 
     def check_same_scores(self, scores: Scores) -> None:
-        """Refuse to speak for other scores than those that were compared with replays."""
+        """Refuse other scores than those that were compared with replays."""
         if self.method != scores.method:
             raise InputError(
                 f"The check is of {self.method}, the scores are of {scores.method}: give the check of these scores.",
@@ -202,7 +202,7 @@ def verify(
     Half of the replays go to each. Scores for several queries are compared by their mean over the queries.
 
     Where scores disagree with the replays, either may be to blame: an effect that changes with the last digits of the
-    start is no property of the training, and no method can predict it. So the same examples are replayed from moved
+    start is not a property of the training, and no method can predict it. So the same examples are replayed from moved
     starts too, with and without each example, and the check says how well the truth repeats itself: its ``ceiling``.
     Each move costs as much as the replays themselves; where single examples have no reproducible effect, a few random
     groups of growing size are replayed twice, to see from what size on there is one.
@@ -213,7 +213,7 @@ def verify(
         task: what was trained.
         query: the query set that was scored.
         replays: how many examples to replay.
-        seed: of the random sample, and of the moves.
+        seed: for the random sample, and for the moves.
         moves: from how many moved starts to replay; by default from two if the scores' ranking is only a hint or worse,
             and otherwise from none.
         jitter: the size of a move, relative to the start's.
@@ -238,7 +238,7 @@ def verify(
     )
     samples = dict(iter(table.groupby("sample")))
     agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
-    # Scores that are no changes of the loss are compared by their order alone.
+    # Scores that are not changes of the loss are compared by their order alone.
     comparable = scores.is_effect
     spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
     check = Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost, run.fingerprint)

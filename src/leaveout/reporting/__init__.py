@@ -51,11 +51,11 @@ def report(
         path: the file to write; an existing one is replaced only with ``overwrite=True``.
         run: the recorded run.
         scores: what is reported, by one method or several; the first is shown first.
-        check: what ``verify`` says of these scores; without it the page says that nobody checked.
+        check: what ``verify`` says of these scores; without it the page says that they were not checked.
         curve: what ``cleanse`` measured.
-        labels: what ``lo.labels`` says; where the task is a classifier it is asked if nothing is given.
+        labels: what ``lo.labels`` returned; for a classifier it is called if this is not given.
         task: what was trained; with it the page shows examples, labels and what the model says of them.
-        query: the query set that was scored; with it the page tells when influence arose, and shows the queries.
+        query: the query set that was scored; with it the page says when influence arose, and shows the queries.
         show: how examples are shown, by a ``Show`` or by a function of an example; by default pictures, texts or rows.
         overwrite: replace an existing file.
         resources: memory budget and progress.

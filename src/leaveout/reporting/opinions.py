@@ -21,7 +21,7 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class Opinions:
-    """One entry an example; ``labels`` and ``says`` are empty, and ``p`` None, where the outputs are no such thing."""
+    """One entry per example; ``labels`` and ``says`` are empty, ``p`` is None, where outputs are not class scores."""
 
     labels: list[str]
     says: list[str]

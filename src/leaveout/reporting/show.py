@@ -42,7 +42,7 @@ class Show:
         groups: sums of influence are shown by these groups instead of classes; for scores of groups, their members.
         top: how many of the most harmful and of the most helpful examples are shown with what they look like.
         timeline: whether to tell when in training influence arose, which takes one SGD-IE sweep.
-        title: of the page.
+        title: the title of the page.
     """
 
     example: Callable[[Any], Any] | None = None

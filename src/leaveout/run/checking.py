@@ -12,7 +12,7 @@ from leaveout.run.remote import local
 
 
 def check_run(path: str | Path) -> list[str]:
-    """Read every byte of a run directory and tells what is wrong with it, a sentence each; nothing if all is well.
+    """Read every byte of a run directory and list what is wrong with it, one sentence each; nothing if all is well.
 
     A run that was cut short is well; files that were not written by a recorder are named. One that is being recorded is
     well too: its newest shard is there a moment before the manifest names it.

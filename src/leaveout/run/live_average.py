@@ -45,7 +45,7 @@ class LiveAverage:
         self._buffers = {n: b for n, b in bare(self._averaged.module).named_buffers() if b.is_floating_point()}
         self._seen = self._count()
         self._names: list[str] = list(self._tensors)
-        self._update(1)  # refuses what is no weighted mean before anything is recorded
+        self._update(1)  # refuses what is not a weighted mean before anything is recorded
 
     def follow(self, params: Iterable[str], moving: dict[str, list[int]]) -> dict[str, list[int]]:
         """Follow these parameters and moving buffers, as far as they are averaged; return those buffers' shapes."""

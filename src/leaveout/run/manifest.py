@@ -86,7 +86,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a run directory, held against its checksum."""
+    """The manifest of a run directory, compared with its checksum."""
     file = path / MANIFEST
     try:
         if not file.exists():

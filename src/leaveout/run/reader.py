@@ -1,4 +1,4 @@
-"""The run directory as it is read: a manifest and shards of steps and states, each held against its checksum.
+"""The run directory as it is read: a manifest and shards of steps and states, each compared with its checksum.
 
 ``manifest.json``          what was trained and how, which shards there are, whether the run is finished
 ``initial.safetensors``    the state before step 0
@@ -368,7 +368,7 @@ def _refusal(check: Callable[[], object]) -> str | None:
 
 
 def open_run(path: str | Path, *, partial: bool = False) -> Run:
-    """Opens a run directory.
+    """Open a run directory.
 
     Args:
         path: the directory a ``Recorder`` or ``train`` wrote, or an address of one that fsspec understands, such as

@@ -69,12 +69,12 @@ class Recorder:
             its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
             the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
             every batch ``done`` times. A number of steps: the loop has put model and optimizer back itself, from a
-            checkpoint that it saved after so many steps; the run goes on from there, and later steps are dropped.
+            checkpoint that it saved after that many steps; the run goes on from there, and later steps are dropped.
         on_full: when the disk is full, ``"stop"`` raises at the next step; ``"continue"`` warns and lets the training
             go on unrecorded. Either way the run up to then can be read and resumed.
 
     Every ``optimizer.step()`` is one step of the run; its micro-batches are those that ``watch`` gave since the step
-    before, or the ids that ``step`` was told. What else happens is noted: modes, random generators, moving buffers.
+    before, or the ids that ``step`` was given. What else happens is noted: modes, random generators, moving buffers.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Recorder:
     def watch(self, loader: DataLoader | Watched) -> Watched:
         """The loader, batch for batch as it is, noting which examples each batch holds; an iteration is an epoch.
 
-        Watch it once before the loop over the epochs or anew in each of them, that is the same.
+        Watch it once before the loop over the epochs or again in each of them; both work.
         """
         return Watched(self._loaders.of(unwatched(loader)), self._watched_epoch)
 
@@ -215,7 +215,7 @@ class Recorder:
             self._give_up(error)
 
     def finish(self) -> Run:
-        """Write what is left, lets go of the optimizer, and returns the run."""
+        """Write what is left, let go of the optimizer, and return the run."""
         recording = bool(self._hooks)
         self._release()
         if self._cut:

@@ -72,7 +72,7 @@ def _fetched(system: Any, root: str, address: str) -> Path:
 
 
 def _checksums(manifest: bytes) -> dict[int, Any]:
-    """The checksums of a run's files by their numbers; none from what is no manifest, which its reader will refuse."""
+    """The checksums of a run's files by their numbers; none if it is not a manifest, which its reader will refuse."""
     try:
         content = json.loads(manifest)
         return {

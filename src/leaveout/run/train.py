@@ -28,14 +28,14 @@ def train(
     resume: bool = False,
     resources: Resources | None = None,
 ) -> Run:
-    """Train the task's model with shuffled batches and records it.
+    """Train the task's model with shuffled batches and record the run.
 
     Args:
         task: model, loss and data; the model's parameters are trained in place.
         optimizer: a ``torch.optim`` optimizer over them.
         epochs: how often every example is seen.
         batch_size: examples per step; the last batch of an epoch may be smaller.
-        seed: of the shuffling.
+        seed: for the shuffling.
         out: a new directory for the run.
         keep: which states go to disk, as for ``Recorder``.
         resume: go on where a run in ``out`` was cut short, with the same batches; the run that is finished then is

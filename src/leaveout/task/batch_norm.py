@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.task.function_mode import FunctionMode
@@ -53,17 +53,6 @@ def weighted_batch_norm(
     mode = _Weighted(weights, buffers)
     with mode:
         yield mode.new
-
-
-def refuse_synchronised(model: nn.Module) -> None:
-    """Raises an ``UnsupportedError`` for SyncBatchNorm, whose statistics are those of batches on other machines too."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if names:
-        raise UnsupportedError(
-            f"{len(names)} SyncBatchNorm layers ({names[0]!r}, ...) take statistics over several processes, of which "
-            "only one is recorded: train with BatchNorm, or in one process.",
-            code="sync-batch-norm",
-        )
 
 
 def refuse_single_values(weights: Float[Tensor, "*rows batch"], positions: int) -> None:

@@ -57,7 +57,7 @@ def batch_products(
 def directional(
     task: Task, params: Params, batch: Batch, vector: Params
 ) -> tuple[Params | None, Params, Float[Tensor, " batch"]]:
-    """As ``hessian_products``, for one vector, by the quickest form; ḡ is None where the form does without it."""
+    """As ``batch_products``, for one vector, by the quickest form; ḡ is None where the form does without it."""
     form = form_of(task, task.abilities.vector)
 
     def products(p: Params, b: Batch, v: Params) -> tuple:

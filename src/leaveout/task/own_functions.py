@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.utils import checkpoint
 
 Place: TypeAlias = tuple[str, Any]
-"""Where a saved value is found: ("input", i), ("output", i), or ("value", it) for what is no tensor."""
+"""Where a saved value is found: ("input", i), ("output", i), or ("value", it) for what is not a tensor."""
 
 
 class Context:

@@ -43,7 +43,7 @@ class Task:
     """What was trained: a model, a per-example loss and the training set.
 
     The batch loss is ``(1/|Z|) Σ_{z∈Z} w_z ℓ(z, θ)`` with ``ℓ(z, θ) = loss(model(x), y) + (l2/2)‖θ‖²``: the L2 term
-    belongs to each example and leaves with it. (The loss of a query has no L2 term.) Queries are looked at in
+    belongs to each example and leaves with it. (The loss of a query has no L2 term.) Queries are evaluated in
     evaluation mode; training batches in the modes, and with the random draws, that the run recorded.
 
     Args:
@@ -64,8 +64,8 @@ class Task:
         accumulation: of a step on several micro-batches: their losses were averaged, ``"mean"``, as by
             ``(loss / k).backward()``; added, ``"sum"``; divided by the whole window's denominator, ``"window"``; or
             divided by a number k, that number, however many there were.
-        measure: what queries are asked, if not their loss: ``"margin"``, ``"log_prob"``, ``"correct"``, or a function
-            ``(outputs, targets) -> one number per example``. ``task.measuring(...)`` is the same task with another.
+        measure: what is computed of each query, if not its loss: ``"margin"``, ``"log_prob"``, ``"correct"``, or a
+            function ``(outputs, targets) -> one number per example``; ``task.measuring(...)`` changes it later.
         trace: repeat recurring computations from a trace of their operations, which is quicker. What cannot be traced
             is logged (``logging.getLogger("leaveout")``, level INFO) and computed as it is.
         check: compare second derivatives, on the first examples, with differences of the gradient, now and at the
@@ -295,7 +295,7 @@ class Task:
         return losses + self._decay(self.parameters()) if self.l2 else losses
 
     def measuring(self, measure: Measure) -> Task:
-        """Return the same task with another question to its queries."""
+        """Return the same task with another measure for its queries."""
         task = copy.copy(self)
         task.measure, task._measured, task._views = measure, measure_of(measure), {}
         return task
@@ -309,11 +309,11 @@ class Task:
         return self.parts.losses(*self.outputs(params, batch))
 
     def output_measures(self, outputs: Tensor, targets: Any) -> Float[Tensor, " batch"]:
-        """What queries are asked, per example, of given outputs: the measure, by default the loss."""
+        """The measure per example of given outputs; by default the loss."""
         return (self._measured or self.parts.losses)(outputs, targets)
 
     def measures(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
-        """What queries are asked, per example."""
+        """The measure per example; by default the loss."""
         return self.output_measures(*self.outputs(params, batch))
 
     def losses(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
@@ -338,12 +338,11 @@ class Task:
     def _decay(self, params: Params) -> Tensor:
         return 0.5 * self.l2 * sum_of(params[name].square().sum() for name in self.names)
 
-    def weighted_loss(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Float[Tensor, ""]:
-        """(1/|Z|) Σ w_z ℓ(z, θ): leaving an example out sets its weight to zero, not the denominator."""
-        return self.objective(params, weights, batch)[0]
-
     def objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
-        """The weighted loss, and the buffers after the step's forward passes."""
+        """(1/|Z|) Σ w_z ℓ(z, θ), and the buffers after the step's forward passes.
+
+        Leaving an example out sets its weight to zero; the denominator stays.
+        """
         total, start = None, 0
         moved: Params = {}
         for part in parts_of(batch):

@@ -61,7 +61,7 @@ def lds(
         query: the query set that was scored.
         subsets: how many.
         share: of the scored examples in each.
-        seed: of the draw.
+        seed: for the draw.
         resources: memory budget and progress.
     """
     scores.check_same_run(run)

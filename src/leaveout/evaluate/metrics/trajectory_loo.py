@@ -35,7 +35,7 @@ def tsloo(
         task: what was trained.
         query: the query set that was scored.
         replays: how many rows to replay, drawn at random.
-        seed: of that draw.
+        seed: for that draw.
         resources: memory budget and progress.
     """
     if len(scores.train_ids) < 2 or not is_whole(replays, 2):
