@@ -51,7 +51,7 @@ class Adam(Definition):
         if hyper.get("amsgrad"):
             return super().jumped(slots, after, gradient, leaving, hyper)
         used = descent(gradient, hyper).add(slots[PARAM], alpha=hyper["weight_decay"])
-        return jumped(slots, after, used - descent(leaving, hyper), hyper)
+        return jumped(slots, after, used, descent(leaving, hyper), hyper)
 
     def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:
         """(m' − β₁m)/(1 − β₁) − λθ."""
@@ -133,20 +133,30 @@ def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tupl
     return old, into
 
 
-def jumped(slots: Slots, after: Slots, rest: Tensor, hyper: Values) -> Slots:
-    """The slots after an ``update`` along each row d of ``rest``, minus those after the step.
+def jumped(slots: Slots, after: Slots, used: Tensor, leaving: Tensor, hyper: Values) -> Slots:
+    """The slots after an ``update`` along d − ℓ for each row ℓ of ``leaving``, minus those after the one along d.
 
-    θ's old value and its decay cancel: Δθ = s·(m'/D − m″/D″), two dashes for a row's own.
+    θ's old value and its decay cancel. With m' and v' after the step, two dashes for a row's own, and s its size,
+
+        Δm = −(1 − β₁)ℓ,    Δv = v″ − v',    Δθ = −s·c·(m″/(√v″ + cε) − m'/(√v' + cε)),    c² = 1 − β₂ᵗ
+
+    in few passes over all rows, and zero where ℓ is.
     """
-    correction, step_size = root_correction(hyper), hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
-
-    def ratio(mean: Tensor, square: Tensor) -> Tensor:
-        return mean / square.sqrt().div_(correction).add_(hyper["eps"])
-
-    mean = torch.lerp(slots["exp_avg"], rest, 1 - hyper["beta1"])  # in the step's own operations: zero where d stays
+    correction, mean_share = float(root_correction(hyper)), 1 - float(hyper["beta1"])
+    size = float(hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])) * correction
+    eps = float(hyper["eps"]) * correction
+    rest = used - leaving
+    # In the step's own operations: a square that cancels has to be as small as it would have been.
     square = torch.addcmul(slots["exp_avg_sq"] * hyper["beta2"], rest, rest, value=1 - hyper["beta2"])
-    moved = ratio(mean, square).sub_(ratio(after["exp_avg"], after["exp_avg_sq"])).mul_(-step_size)
-    return {PARAM: moved, "exp_avg": mean.sub_(after["exp_avg"]), "exp_avg_sq": square.sub_(after["exp_avg_sq"])}
+    root = torch.sqrt(square, out=rest).add_(eps)
+    scaled = after["exp_avg"] * -size
+    moved = torch.add(scaled, leaving, alpha=size * mean_share).div_(root)
+    moved.sub_(scaled.div_(after["exp_avg_sq"].sqrt().add_(eps)))
+    return {
+        PARAM: moved,
+        "exp_avg": torch.mul(leaving, -mean_share, out=root),
+        "exp_avg_sq": square.sub_(after["exp_avg_sq"]),
+    }
 
 
 def direction(slots: Slots, after: Slots, hyper: Values) -> Tensor:

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -176,7 +176,7 @@ class LinearStep:
         without = self._marked(vectors, pairs)
         return _plus(state, self.curvature.changes(along, 1 - without, torch.zeros_like(without))), reads
 
-    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], list[tuple[Block, Callable[[], Slots]]]]:
+    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Iterator[tuple[Block, Slots]]]:
         """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step.
 
         Γ comes in blocks, some coordinates of all rows, small enough to stay in a processor's cache while in use.
@@ -184,14 +184,19 @@ class LinearStep:
         affected, leaving = self._left_out(pairs)
         if not self._rule.by_coordinate:
             whole = self._jump(self._counterfactual(leaving))
-            return affected, [(Block(name), partial(_slots, whole, name)) for name in leaving]
-        return affected, [(block, partial(self._block_jump, block, leaving)) for block in blocks(leaving, BLOCK)]
+            return affected, ((Block(name), _slots(whole, name)) for name in leaving)
+        return affected, self._block_jumps(leaving)
 
-    def _block_jump(self, block: Block, leaving: Params) -> Slots:
-        rule, states = self._rule, (self._recorded.before, self.stepped)
-        before, after = ({slot: block.of(state[slot]) for slot in rule.slots} for state in states)
-        gradients = block.of(self.gradient), block.of_rows(leaving)
-        return rule.jumped(block.name, (before, after), gradients, self.hypers)
+    def _block_jumps(self, leaving: Params) -> Iterator[tuple[Block, Slots]]:
+        rule, states, name = self._rule, (self._recorded.before, self.stepped), None
+        for block in blocks(leaving, BLOCK):
+            if block.name != name:
+                name = block.name
+                before, after = ({slot: state[slot][name].flatten() for slot in rule.slots} for state in states)
+                gradient, leaves = self.gradient[name].flatten(), flat_rows(leaving[name])
+            cut = [{slot: tensor[block.columns] for slot, tensor in slots.items()} for slots in (before, after)]
+            gradients = gradient[block.columns], leaves[:, block.columns]
+            yield block, rule.jumped(name, (cut[0], cut[1]), gradients, self.hypers)
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
         """Mark with one where a row leaves out an example of the batch, zero elsewhere."""
