@@ -114,21 +114,22 @@ def by_kernel(kernel: Any, slots: Slots, gradient: Tensor, hyper: Values) -> Slo
 def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor]:
     """Pull u back through ``update``: in the old slots (θ as it is), and in d.
 
-    With D = √v̂' + ε and s the step's size, a = u_m − s·u_θ/D reaches m', and b = u_v + s·u_θ·m'/(2D²·√v'·c) reaches
-    v' (c² = 1 − β₂ᵗ; where v' = 0, u_v alone): β₁a for m, β₂b for v, (1 − β₁)a + 2(1 − β₂)d·b for d.
+    With c² = 1 − β₂ᵗ, D = √v' + cε, s the step's size and q = u_θ/D, a = u_m − s·c·q reaches m', and
+    b = u_v + s·c·q·m'/(2D·√v') reaches v' (where v' = 0, u_v alone): β₁a for m, β₂b for v,
+    (1 − β₁)a + 2(1 − β₂)d·b for d.
     """
     mean = slots["exp_avg"].lerp(gradient, 1 - hyper["beta1"])
     square = slots["exp_avg_sq"].mul(hyper["beta2"]).addcmul_(gradient, gradient, value=1 - hyper["beta2"])
-    step_size = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
-    correction = (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+    correction = float(root_correction(hyper))
+    size = float(hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])) * correction
     root = square.sqrt_()
-    denominator = (root / correction).add_(hyper["eps"])
-    share = (vector[PARAM] / denominator).mul_(step_size)
-    along = vector["exp_avg"] - share
+    denominator = root + hyper["eps"] * correction
+    share = vector[PARAM] / denominator
+    along = torch.sub(vector["exp_avg"], share, alpha=size)
     # A root of zero belongs to a gradient that has been zero so far, and its derivative is taken as zero.
-    bent = mean.mul_(share).div_(denominator).div_(root.mul_(2 * correction)).masked_fill_(root == 0, 0.0)
-    bent = bent.add_(vector["exp_avg_sq"])
-    into = (gradient * bent).mul_(2 * (1 - hyper["beta2"])).add_(along, alpha=1 - hyper["beta1"])
+    bent = mean.mul_(share).div_(denominator).div_(root).masked_fill_(root == 0, 0.0)
+    bent = torch.add(vector["exp_avg_sq"], bent, alpha=size / 2)
+    into = torch.addcmul(along * (1 - hyper["beta1"]), gradient, bent, value=2 * (1 - hyper["beta2"]))
     old = {PARAM: vector[PARAM], "exp_avg": along.mul_(hyper["beta1"]), "exp_avg_sq": bent.mul_(hyper["beta2"])}
     return old, into
 
