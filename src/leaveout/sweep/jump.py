@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Block, Params, add_rows, flat_rows, height, nbytes, sum_of
+from leaveout._util.trees import PARAM, Block, Params, Touched, add_rows, flat_rows, height, nbytes
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources, shard_rows
 from leaveout.optim.definition import Slots
@@ -112,23 +112,34 @@ class Reading:
         for part in leaving.split(self.chunk):
             inside = torch.isin(pairs[0], part)
             rows, jumps = pulled.step.jumps((pairs[0][inside], pairs[1][inside]))
-            add_rows(total, rows, self._read(pulled, jumps))
+            reads = total.new_zeros((len(rows), total.shape[1]))
+            self._read(reads, pulled, jumps)
+            add_rows(total, rows, reads)
 
-    def _read(self, pulled: Pulled, jumps: Iterator[tuple[Block, Slots]]) -> Float[Tensor, "rows queries"]:
-        """Compute the inner products of all rows' jumps with the arriving vectors."""
+    def _read(
+        self,
+        reads: Float[Tensor, "rows queries"],
+        pulled: Pulled,
+        jumps: Iterator[tuple[Block | Touched, Slots]],
+    ) -> None:
+        """Add the inner products of all rows' jumps with the arriving vectors."""
         divisions = self.saturation.divisions(pulled.step.hypers) if self.saturation else {}
         columns: dict[str, Slots] = {}
-
-        def read(block: Block, jump: Slots) -> Float[Tensor, "rows queries"]:
+        for block, jump in jumps:
             if self.saturation and (division := divisions.get(block.name)):
                 jump = self.saturation.read(block, jump, division)
+            if isinstance(block, Touched):
+                for slot, moved in jump.items():
+                    vectors = pulled.arriving[slot][block.name].flatten(2)
+                    each = torch.stack([(moved * vector[block.places]).sum(1) for vector in vectors], dim=1)
+                    add_rows(reads, block.rows, each)
+                continue
             if block.name not in columns:
                 # Copies, laid out alike wherever they come from: how a product rounds depends on that.
                 arriving = {slot: flat_rows(pulled.arriving[slot][block.name]).T for slot in jump}
                 columns[block.name] = {slot: t.clone(memory_format=LAID_OUT) for slot, t in arriving.items()}
-            return sum_of(moved @ columns[block.name][slot][block.columns] for slot, moved in jump.items())
-
-        return sum_of(read(*one) for one in jumps)
+            for slot, moved in jump.items():
+                reads += moved @ columns[block.name][slot][block.columns]
 
     def add_single(
         self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled

@@ -19,6 +19,7 @@ from leaveout._util.trees import (
     Block,
     Params,
     State,
+    Touched,
     add_rows,
     blocks,
     each,
@@ -176,27 +177,22 @@ class LinearStep:
         without = self._marked(vectors, pairs)
         return _plus(state, self.curvature.changes(along, 1 - without, torch.zeros_like(without))), reads
 
-    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Iterator[tuple[Block, Slots]]]:
+    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Iterator[tuple[Block | Touched, Slots]]]:
         """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step.
 
-        Γ comes in blocks, some coordinates of all rows, small enough to stay in a processor's cache while in use.
+        Γ comes in blocks, some coordinates of all rows, small enough to stay in a processor's cache while in use; what
+        is zero since its gradient is may be left out.
         """
         affected, leaving = self._left_out(pairs)
         if not self._rule.by_coordinate:
             whole = self._jump(self._counterfactual(leaving))
             return affected, ((Block(name), _slots(whole, name)) for name in leaving)
-        return affected, self._block_jumps(leaving)
+        return affected, ((block, self._block_jump(block, leaving)) for block in blocks(leaving, BLOCK))
 
-    def _block_jumps(self, leaving: Params) -> Iterator[tuple[Block, Slots]]:
-        rule, states, name = self._rule, (self._recorded.before, self.stepped), None
-        for block in blocks(leaving, BLOCK):
-            if block.name != name:
-                name = block.name
-                before, after = ({slot: state[slot][name].flatten() for slot in rule.slots} for state in states)
-                gradient, leaves = self.gradient[name].flatten(), flat_rows(leaving[name])
-            cut = [{slot: tensor[block.columns] for slot, tensor in slots.items()} for slots in (before, after)]
-            gradients = gradient[block.columns], leaves[:, block.columns]
-            yield block, rule.jumped(name, (cut[0], cut[1]), gradients, self.hypers)
+    def _block_jump(self, block: Block | Touched, leaving: Params) -> Slots:
+        rule, states = self._rule, (self._recorded.before, self.stepped)
+        before, after = ({slot: block.of(state[slot]) for slot in rule.slots} for state in states)
+        return rule.jumped(block.name, (before, after), (block.of(self.gradient), block.of_rows(leaving)), self.hypers)
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
         """Mark with one where a row leaves out an example of the batch, zero elsewhere."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from leaveout._util.trees import Block, Params, State
+from leaveout._util.trees import Block, Params, State, Touched
 from leaveout.optim import Rule
 from leaveout.optim.definition import Division, Hyper, Slots
 
@@ -46,7 +46,7 @@ class Saturation:
         names = rule.groups if rule.divides else ()
         self._held = {part: {name: torch.zeros_like(like[name]) for name in names} for part in PARTS}
 
-    def read(self, block: Block, jump: Slots, division: Division) -> Slots:
+    def read(self, block: Block | Touched, jump: Slots, division: Division) -> Slots:
         """Return a jump whose inner product with the backward vector has a bound. Uses the jump up."""
         square = jump[division.square]
         if division.mean is not None:
