@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout._util import trees
+from leaveout._util.trees import Touched
 from leaveout.optim import adam, adamw
 from leaveout.sweep import checkpoint, linear_step
 from oracle import Oracle
@@ -99,6 +101,24 @@ def test_without_saturation_jumps_are_the_inner_products(problem):
     expected = problem.oracle.jumps(gradient, rows, saturated=False)
     close(scored(problem, Derivative("jump"))[:, 0], expected)
     assert (scored(problem)[:, 0] - expected).norm() > 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("queries", ["mean", "each"])
+@pytest.mark.parametrize("estimator", [lo.ACC("jump"), Derivative("jump")], ids=["saturated", "derivative"])
+def test_words_that_an_example_does_not_have_are_passed_over(tmp_path, monkeypatch, queries, estimator):
+    """Of an embedding only the rows of an example's own words have a gradient: the others change nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 3), nn.Flatten(), nn.Tanh(), nn.Linear(6, 2)).double()
+    train, query = (TensorDataset(torch.randint(0, 40, (n, 2)), torch.arange(n) % 2) for n in (12, 3))
+    task = lo.Task(model, nn.CrossEntropyLoss(), train)
+    run = lo.train(task, torch.optim.AdamW(model.parameters(), lr=0.01), 2, 4, 0, tmp_path / "run")
+    seen = []
+    monkeypatch.setattr(trees, "Touched", lambda *given: seen.append(1) or Touched(*given))
+    sparse = estimator.score(run, task, query, queries=queries).values
+    assert len(seen) == len(run)
+    monkeypatch.setattr(trees, "SPARSE", -1.0)
+    close(sparse, estimator.score(run, task, query, queries=queries).values, tolerance=1e-12)
+    assert len(seen) == len(run)
 
 
 def test_a_group_leaves_each_batch_in_one_jump(problem):

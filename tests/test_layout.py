@@ -143,7 +143,7 @@ def test_recorded_steps_are_taken_again_to_the_last_bit(relaid):
     task = task_of("plain", torch.float32)
     params = {name: p.detach() for name, p in task.parameters().items()}
     stack = {name: torch.stack([p, p]) for name, p in params.items()}
-    for _ in range(tracing.WARM_UP + 1):
+    for _ in range(tracing.RARE + 1):
         products.gradient(task, params, task.read(range(6)))
         products.stacked_gradients(task, stack, torch.ones(2, 6), task.read(range(6)))
     assert not relaid

@@ -39,7 +39,7 @@ def flat_rows(stack: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Some coordinates of one parameter, in the order of its memory."""
+    """Some coordinates of one parameter, in the order of its memory, of all vectors of a stack."""
 
     name: str
     columns: slice = slice(None)
@@ -53,13 +53,62 @@ class Block(NamedTuple):
         return flat_rows(stack[self.name])[:, self.columns]
 
 
-def blocks(stack: Params, size: int) -> Iterator[Block]:
-    """Cut a stack into blocks of at most ``size`` numbers, all rows together; at least a column each.
+class Touched(NamedTuple):
+    """Some rows of a matrix, others for each vector of a stack: what an example's words touch in an embedding.
+
+    ``rows`` says of which vector each is, ``places`` which row of the matrix.
+    """
+
+    name: str
+    rows: Int[Tensor, " touched"]
+    places: Int[Tensor, " touched"]
+
+    def of(self, params: Params) -> Float[Tensor, "touched columns"]:
+        """Return them of one vector."""
+        return params[self.name].flatten(1)[self.places]
+
+    def of_rows(self, stack: Params) -> Float[Tensor, "touched columns"]:
+        """Return each of its own vector of a stack."""
+        return stack[self.name].flatten(2)[self.rows, self.places]
+
+
+SPARSE = 1 / 4
+"""The share of a matrix's rows up to which they are looked at one by one."""
+
+
+def touched(stack: Params, name: str) -> Touched | None:
+    """Return the rows of a matrix that are not zero, if they are few.
+
+    >>> touched({"w": torch.eye(8)[None, :, :2]}, "w").places.tolist()
+    [0, 1]
+    """
+    tensor = stack[name]
+    if tensor.ndim < 3 or not len(tensor) or not _few(tensor[0].flatten(1)):
+        return None
+    used = _used(tensor.flatten(2))
+    return Touched(name, *used.nonzero().unbind(1)) if int(used.sum()) <= SPARSE * used.numel() else None
+
+
+def _few(matrix: Tensor) -> bool:
+    return int(_used(matrix).sum()) <= SPARSE * len(matrix)
+
+
+def _used(matrices: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(matrices, torch.inf, dim=-1) != 0
+
+
+def blocks(stack: Params, size: int) -> Iterator[Block | Touched]:
+    """Cut a stack into blocks of at most ``size`` numbers, all vectors together; at least a column each.
+
+    Of matrices with few rows that are not zero, only these.
 
     >>> [block.columns for block in blocks({"w": torch.zeros(2, 3)}, 4)]
     [slice(0, 2, None), slice(2, 3, None)]
     """
     for name, tensor in stack.items():
+        if (few := touched(stack, name)) is not None:
+            yield few
+            continue
         width = flat_rows(tensor).shape[1]
         step = max(1, size // max(1, len(tensor)))
         for start in range(0, width, step):

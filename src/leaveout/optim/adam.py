@@ -59,7 +59,7 @@ class Adam(Definition):
         if hyper.get("amsgrad"):
             return super().jumped(slots, after, gradient, leaving, hyper)
         used = descent(gradient, hyper).add(slots[PARAM], alpha=hyper["weight_decay"])
-        return jumped(slots, after, used - descent(leaving, hyper), hyper)
+        return jumped(slots, after, used, descent(leaving, hyper), hyper)
 
     def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:
         """(m' − β₁m)/(1 − β₁) − λθ."""
@@ -134,39 +134,50 @@ def by_kernel(kernel: Any, slots: Slots, gradient: Tensor, hyper: Values) -> Slo
 def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor]:
     """Pull u back through ``update``: in the old slots (θ as it is), and in d.
 
-    With D = √v̂' + ε and s the step's size, a = u_m − s·u_θ/D reaches m', and b = u_v + s·u_θ·m'/(2D²·√v'·c) reaches
-    v' (c² = 1 − β₂ᵗ; where v' = 0, u_v alone): β₁a for m, β₂b for v, (1 − β₁)a + 2(1 − β₂)d·b for d.
+    With c² = 1 − β₂ᵗ, D = √v' + cε, s the step's size and q = u_θ/D, a = u_m − s·c·q reaches m', and
+    b = u_v + s·c·q·m'/(2D·√v') reaches v' (where v' = 0, u_v alone): β₁a for m, β₂b for v,
+    (1 − β₁)a + 2(1 − β₂)d·b for d.
     """
     mean = slots["exp_avg"].lerp(gradient, 1 - hyper["beta1"])
     square = slots["exp_avg_sq"].mul(hyper["beta2"]).addcmul_(gradient, gradient, value=1 - hyper["beta2"])
-    step_size = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
-    correction = (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
+    correction = float(root_correction(hyper))
+    size = float(hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])) * correction
     root = square.sqrt_()
-    denominator = (root / correction).add_(hyper["eps"])
-    share = (vector[PARAM] / denominator).mul_(step_size)
-    along = vector["exp_avg"] - share
+    denominator = root + hyper["eps"] * correction
+    share = vector[PARAM] / denominator
+    along = torch.sub(vector["exp_avg"], share, alpha=size)
     # A root of zero belongs to a gradient that has been zero so far, and its derivative is taken as zero.
-    bent = mean.mul_(share).div_(denominator).div_(root.mul_(2 * correction)).masked_fill_(root == 0, 0.0)
-    bent = bent.add_(vector["exp_avg_sq"])
-    into = (gradient * bent).mul_(2 * (1 - hyper["beta2"])).add_(along, alpha=1 - hyper["beta1"])
+    bent = mean.mul_(share).div_(denominator).div_(root).masked_fill_(root == 0, 0.0)
+    bent = torch.add(vector["exp_avg_sq"], bent, alpha=size / 2)
+    into = torch.addcmul(along * (1 - hyper["beta1"]), gradient, bent, value=2 * (1 - hyper["beta2"]))
     old = {PARAM: vector[PARAM], "exp_avg": along.mul_(hyper["beta1"]), "exp_avg_sq": bent.mul_(hyper["beta2"])}
     return old, into
 
 
-def jumped(slots: Slots, after: Slots, rest: Tensor, hyper: Values) -> Slots:
-    """The slots after an ``update`` along each row d of ``rest``, minus those after the step.
+def jumped(slots: Slots, after: Slots, used: Tensor, leaving: Tensor, hyper: Values) -> Slots:
+    """The slots after an ``update`` along d − ℓ for each row ℓ of ``leaving``, minus those after the one along d.
 
-    θ's old value and its decay cancel: Δθ = s·(m'/D − m″/D″), two dashes for a row's own.
+    θ's old value and its decay cancel. With m' and v' after the step, two dashes for a row's own, and s its size,
+
+        Δm = −(1 − β₁)ℓ,    Δv = v″ − v',    Δθ = −s·c·(m″/(√v″ + cε) − m'/(√v' + cε)),    c² = 1 − β₂ᵗ
+
+    in few passes over all rows, and zero where ℓ is.
     """
-    correction, step_size = root_correction(hyper), hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
-
-    def ratio(mean: Tensor, square: Tensor) -> Tensor:
-        return mean / square.sqrt().div_(correction).add_(hyper["eps"])
-
-    mean = torch.lerp(slots["exp_avg"], rest, 1 - hyper["beta1"])  # in the step's own operations: zero where d stays
+    correction, mean_share = float(root_correction(hyper)), 1 - float(hyper["beta1"])
+    size = float(hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])) * correction
+    eps = float(hyper["eps"]) * correction
+    rest = used - leaving
+    # In the step's own operations: a square that cancels has to be as small as it would have been.
     square = torch.addcmul(slots["exp_avg_sq"] * hyper["beta2"], rest, rest, value=1 - hyper["beta2"])
-    moved = ratio(mean, square).sub_(ratio(after["exp_avg"], after["exp_avg_sq"])).mul_(-step_size)
-    return {PARAM: moved, "exp_avg": mean.sub_(after["exp_avg"]), "exp_avg_sq": square.sub_(after["exp_avg_sq"])}
+    root = torch.sqrt(square, out=rest).add_(eps)
+    scaled = after["exp_avg"] * -size
+    moved = torch.add(scaled, leaving, alpha=size * mean_share).div_(root)
+    moved.sub_(scaled.div_(after["exp_avg_sq"].sqrt().add_(eps)))
+    return {
+        PARAM: moved,
+        "exp_avg": torch.mul(leaving, -mean_share, out=root),
+        "exp_avg_sq": square.sub_(after["exp_avg_sq"]),
+    }
 
 
 def direction(slots: Slots, after: Slots, hyper: Values) -> Tensor:

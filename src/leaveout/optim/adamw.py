@@ -47,7 +47,7 @@ class AdamW(Adam):
         """Adam's, along d = g."""
         if hyper.get("amsgrad"):
             return Definition.jumped(self, slots, after, gradient, leaving, hyper)
-        return jumped(slots, after, descent(gradient - leaving, hyper), hyper)
+        return jumped(slots, after, descent(gradient, hyper), descent(leaving, hyper), hyper)
 
     def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:
         """(m' − β₁m)/(1 − β₁)."""

@@ -196,6 +196,8 @@ def descent(gradient: Tensor, hyper: Values) -> Tensor:
 
 def sqrt(square: Tensor) -> Tensor:
     """√v, with derivative 0 at v = 0: there the gradient has been 0 so far, and m/(√v + ε) has derivative m'/ε."""
+    if not (square.requires_grad or torch._C._are_functorch_transforms_active()):
+        return square.sqrt()
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
 

@@ -14,13 +14,14 @@ steps divide saturates (``saturation.py``), since a derivative in them does not 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Block, Params, add_rows, height, nbytes, sum_of
+from leaveout._util.trees import PARAM, Block, Params, Touched, add_rows, flat_rows, height, nbytes
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources, shard_rows
 from leaveout.optim.definition import Slots
@@ -111,16 +112,34 @@ class Reading:
         for part in leaving.split(self.chunk):
             inside = torch.isin(pairs[0], part)
             rows, jumps = pulled.step.jumps((pairs[0][inside], pairs[1][inside]))
-            reads = sum_of(self._read(pulled, block, jump()) for block, jump in jumps)
+            reads = total.new_zeros((len(rows), total.shape[1]))
+            self._read(reads, pulled, jumps)
             add_rows(total, rows, reads)
 
-    def _read(self, pulled: Pulled, block: Block, jump: Slots) -> Float[Tensor, "rows queries"]:
-        """Compute the inner products of all rows' jumps in some coordinates with the arriving vectors."""
-        if self.saturation and (division := self.saturation.divisions(pulled.step.hypers).get(block.name)):
-            jump = self.saturation.read(block, jump, division)
-        # A copy, laid out alike wherever it comes from: how a product rounds depends on that.
-        columns = {slot: block.of_rows(pulled.arriving[slot]).T.clone(memory_format=LAID_OUT) for slot in jump}
-        return sum_of(moved @ columns[slot] for slot, moved in jump.items())
+    def _read(
+        self,
+        reads: Float[Tensor, "rows queries"],
+        pulled: Pulled,
+        jumps: Iterator[tuple[Block | Touched, Slots]],
+    ) -> None:
+        """Add the inner products of all rows' jumps with the arriving vectors."""
+        divisions = self.saturation.divisions(pulled.step.hypers) if self.saturation else {}
+        columns: dict[str, Slots] = {}
+        for block, jump in jumps:
+            if self.saturation and (division := divisions.get(block.name)):
+                jump = self.saturation.read(block, jump, division)
+            if isinstance(block, Touched):
+                for slot, moved in jump.items():
+                    vectors = pulled.arriving[slot][block.name].flatten(2)
+                    each = torch.stack([(moved * vector[block.places]).sum(1) for vector in vectors], dim=1)
+                    add_rows(reads, block.rows, each)
+                continue
+            if block.name not in columns:
+                # Copies, laid out alike wherever they come from: how a product rounds depends on that.
+                arriving = {slot: flat_rows(pulled.arriving[slot][block.name]).T for slot in jump}
+                columns[block.name] = {slot: t.clone(memory_format=LAID_OUT) for slot, t in arriving.items()}
+            for slot, moved in jump.items():
+                reads += moved @ columns[block.name][slot][block.columns]
 
     def add_single(
         self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled

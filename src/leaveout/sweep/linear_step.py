@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from leaveout._util.trees import (
     Block,
     Params,
     State,
+    Touched,
     add_rows,
     blocks,
     each,
@@ -176,22 +177,22 @@ class LinearStep:
         without = self._marked(vectors, pairs)
         return _plus(state, self.curvature.changes(along, 1 - without, torch.zeros_like(without))), reads
 
-    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], list[tuple[Block, Callable[[], Slots]]]]:
+    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Iterator[tuple[Block | Touched, Slots]]]:
         """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step.
 
-        Γ comes in blocks, some coordinates of all rows, small enough to stay in a processor's cache while in use.
+        Γ comes in blocks, some coordinates of all rows, small enough to stay in a processor's cache while in use; what
+        is zero since its gradient is may be left out.
         """
         affected, leaving = self._left_out(pairs)
         if not self._rule.by_coordinate:
             whole = self._jump(self._counterfactual(leaving))
-            return affected, [(Block(name), partial(_slots, whole, name)) for name in leaving]
-        return affected, [(block, partial(self._block_jump, block, leaving)) for block in blocks(leaving, BLOCK)]
+            return affected, ((Block(name), _slots(whole, name)) for name in leaving)
+        return affected, ((block, self._block_jump(block, leaving)) for block in blocks(leaving, BLOCK))
 
-    def _block_jump(self, block: Block, leaving: Params) -> Slots:
+    def _block_jump(self, block: Block | Touched, leaving: Params) -> Slots:
         rule, states = self._rule, (self._recorded.before, self.stepped)
         before, after = ({slot: block.of(state[slot]) for slot in rule.slots} for state in states)
-        gradients = block.of(self.gradient), block.of_rows(leaving)
-        return rule.jumped(block.name, (before, after), gradients, self.hypers)
+        return rule.jumped(block.name, (before, after), (block.of(self.gradient), block.of_rows(leaving)), self.hypers)
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
         """Mark with one where a row leaves out an example of the batch, zero elsewhere."""

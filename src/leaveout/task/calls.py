@@ -12,6 +12,7 @@ from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch, leaves, map_leaves
 from leaveout.task.forms import COUPLED, Form
 from leaveout.task.rewriting import WrittenOut
+from leaveout.task.trace.tracer import WARM_UP
 from leaveout.task.training_batch import size_of
 
 if TYPE_CHECKING:
@@ -39,12 +40,14 @@ def no_form(reason: str) -> UnsupportedError:
     )
 
 
-def run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
+def run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False, warm_up: int = WARM_UP) -> Any:
     """Call a function of nested tensors, by its trace where there is one; ``exact`` keeps every bit."""
     given = function if exact else _written_out(function)
     # A loop over examples would be traced turn by turn, and slowly.
     name = f"{name} kinks" if task.kinks else name
-    return task.tracer(name, given, *args, exact=exact) if task.abilities.vmap else given(*args)
+    if not task.abilities.vmap:
+        return given(*args)
+    return task.tracer(name, given, *args, exact=exact, warm_up=warm_up)
 
 
 def _written_out(function: Callable) -> Callable:

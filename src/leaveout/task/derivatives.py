@@ -21,6 +21,7 @@ from leaveout.task.curvature_maps import HESSIAN, CurvatureMap, pushed, transpos
 from leaveout.task.elementary import Elementary
 from leaveout.task.forms import Form
 from leaveout.task.kinks import inverse_widths
+from leaveout.task.trace.tracer import RARE
 from leaveout.task.training_batch import Picked, TrainingBatch, parts_of, size_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ Rows: TypeAlias = tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows
 
 def gradient(task: Task, params: Params, batch: Batch) -> Params:
     """ḡ, to the last bit what autograd gives: recorded steps are taken again with it."""
-    return run(task, "gradient", lambda p, b: task.gradient(p, ones(p, b), b), params, batch, exact=True)
+
+    def value(p: Params, b: Batch) -> Params:
+        return task.gradient(p, ones(p, b), b)
+
+    return run(task, "gradient", value, params, batch, exact=True, warm_up=RARE)
 
 
 def stacked_gradients(task: Task, stack: Params, weights: Float[Tensor, "rows batch"], batch: Batch) -> Params:

@@ -47,7 +47,7 @@ def gpt_products() -> list[Row]:
     quickest(8, *calls)  # traced from then on
     training, product, reads = quickest(4, problem.train, *calls)
     how = (
-        f"{GPT}: a step of training {training / 2 * 1e3:.0f} ms, the product {product * 1e3:.0f} ms, the losses along "
+        f"{GPT}: a step of training {training / 2 * 1e3:.0f} ms, the product {product * 1e3:.0f} ms, the losses "
     )
     how += f"along a vector {reads * 1e3:.0f} ms, the quickest of four each, traced before"
     return [
@@ -85,7 +85,7 @@ def resnet_jump() -> list[Row]:
 
 def adapter_sweep() -> list[Row]:
     """Compare SGD-IE with training where LoRA adapters alone are trained."""
-    steps = 3
+    steps = 8
     problem = small_gpt(steps, width=512, adapters=True)
     training, sgdie = _timed(problem, SGDIE())
     how = f"LoRA of rank 8 on the GPT at width 512, {steps} steps: training {training:.1f} s, SGD-IE {sgdie:.1f} s, "
@@ -119,7 +119,7 @@ def short_run() -> list[Row]:
 
 def query_vectors() -> list[Row]:
     """Compare SGD-IE for 64 queries, a vector each, with 64 times one."""
-    steps = 2
+    steps = 4  # with fewer, what is paid once per sweep would be 64 times too much on the one side
     problem = small_gpt(steps, queries=64)
     one, each = (_scored(problem, SGDIE(), queries) for queries in ("mean", "each"))
     one()

@@ -47,7 +47,7 @@ def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
     if any(node.target is aten.as_strided.default for node in module.graph.nodes):  # it names places in memory
         return None
     module = fx.GraphModule(module, copy.deepcopy(module.graph))
-    deciding = _deciding(module.graph)
+    deciding = deciding_nodes(module.graph)
     for node in module.graph.nodes:
         if node.target is aten.max_pool2d_with_indices.default and _is_image(node.args[0]):
             node.target = _pool  # bit for bit
@@ -60,7 +60,7 @@ def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
     return module
 
 
-def _deciding(graph: fx.Graph) -> set[fx.Node]:
+def deciding_nodes(graph: fx.Graph) -> set[fx.Node]:
     """What the side of a kink depends on: all that leads to a comparison, a maximum or a slope that has been chosen."""
     deciding: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -69,7 +69,7 @@ def _deciding(graph: fx.Graph) -> set[fx.Node]:
         given: tuple[Any, ...] = node.args
         name = node.target.__name__.split(".")[0] if callable(node.target) else ""
         roots: Sequence[Any] = ()
-        if node in deciding or name in DECIDING or node.target is aten.max_pool2d_with_indices.default:
+        if node in deciding or name in DECIDING or node.target in POOLS:
             roots = node.all_input_nodes
         elif name.removesuffix("_backward") in KINKED:
             roots = given[1:]
@@ -81,6 +81,10 @@ def _pool(images: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Max-pooling, quicker with channels last and returned as usual: maxima have no rounding."""
     values, places = aten.max_pool2d_with_indices.default(_channels_last(images), *options)
     return values.contiguous(), places.contiguous()
+
+
+POOLS = (aten.max_pool2d_with_indices.default, _pool)
+"""Max-pooling, as it was traced and as it is laid out."""
 
 
 def _lay_out(node: fx.Node) -> None:

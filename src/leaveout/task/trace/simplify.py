@@ -126,8 +126,10 @@ def _equal(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
         return given[0]
     if node.target in COPIES:
         same = given[COPIES[node.target]]
-    elif node.target in UNITS and _is_one(given[1]):
+    elif node.target in UNITS and type(given[1]) in (int, float) and given[1] == 1:
         same = given[0]
+    elif node.target is aten.mul.Tensor and (ones := [one for one in given if _is_ones(one)]):
+        same = given[1] if ones[0] is given[0] else given[0]
     elif node.target is aten.add.Tensor and not node.kwargs:
         same = next((term for zero, term in (given[:2], given[1::-1]) if zero in zeros), None)
     elif node.target in VIEWS:
@@ -135,10 +137,8 @@ def _equal(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
     return same if _alike(same, node) else None
 
 
-def _is_one(factor: Any) -> bool:
-    if isinstance(factor, fx.Node):
-        return factor.target is aten.full.default and factor.args[1] == 1
-    return type(factor) in (int, float) and factor == 1
+def _is_ones(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] == 1
 
 
 def _unviewed(node: fx.Node) -> fx.Node | None:

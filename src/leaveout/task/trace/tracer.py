@@ -23,12 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leaveout._util.trees import memory
 from leaveout.task.batches import leaves, map_leaves
 from leaveout.task.trace import layout
+from leaveout.task.trace.fusing import fuse
 from leaveout.task.trace.simplify import call_directly, kind, simplify
 
 LOG = logging.getLogger("leaveout")
 
 WARM_UP = 6
 """Calls with the same shapes before a trace is worth its time."""
+
+RARE = 32
+"""The same for a function of which a trace saves little."""
 
 MOST = 64
 """Shapes that are remembered."""
@@ -59,10 +63,10 @@ class Tracer:
         """Traces do not travel to other processes: they make their own."""
         return self.fresh().__dict__
 
-    def __call__(self, name: str, function: Callable, *args: Any, exact: bool = False) -> Any:
+    def __call__(self, name: str, function: Callable, *args: Any, exact: bool = False, warm_up: int = WARM_UP) -> Any:
         """``function(*args)``; ``name`` says which function it is, and must say everything that args do not.
 
-        ``exact`` keeps every bit; otherwise sums may be taken in another order.
+        ``exact`` keeps every bit; otherwise sums may be taken in another order. Traced after ``warm_up`` calls.
         """
         if self._never:
             return function(*args)
@@ -70,7 +74,7 @@ class Tracer:
         if key not in self._traces:
             self._calls[key] += 1
             anew = self.images and not exact
-            if self._calls[key] <= WARM_UP * (not anew) or len(self._traces) >= MOST:
+            if self._calls[key] <= warm_up * (not anew) or len(self._traces) >= MOST:
                 return function(*args)
             self._traces[key] = _traced(name, function, args, anew)
         trace = self._traces[key]
@@ -123,11 +127,12 @@ def _traced(name: str, function: Callable, args: tuple, anew: bool) -> Callable 
         return None
     simplify(module)
     with torch.no_grad():
-        if not all(torch.equal(a, b) for a, b in zip(module(*inputs), leaves(expected), strict=True)):
+        values = module(*inputs)
+        if not all(torch.equal(a, b) for a, b in zip(values, leaves(expected), strict=True)):
             LOG.info("%s is not traced, and slower for it: its trace gives other values", name)
             return None
-    module = (_laid_out(module, inputs) if anew else None) or module
-    _separate(module, inputs)
+    module, values = (_laid_out(module, inputs, values) if anew else None) or (module, values)
+    _separate(module, inputs, values)
     call_directly(module)
     repeat = module.forward
 
@@ -139,8 +144,12 @@ def _traced(name: str, function: Callable, args: tuple, anew: bool) -> Callable 
     return call
 
 
-def _laid_out(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule | None:
-    """The trace for images, if it gives the same: for the inputs, and for random ones, where these may be zero."""
+def _laid_out(
+    module: fx.GraphModule, inputs: list[Any], values: list[Tensor]
+) -> tuple[fx.GraphModule, list[Tensor]] | None:
+    """The trace for images and its results, if they are the same: for the inputs, and for random ones, where these may
+    be zero.
+    """
     generator = torch.Generator().manual_seed(0)
     trial = [
         torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
@@ -153,24 +162,24 @@ def _laid_out(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule | Non
         if other is None:
             return None
         simplify(other)
+        fuse(other)
         with torch.no_grad():
-            same = all(
-                _close(a, b) for given in (inputs, trial) for a, b in zip(other(*given), module(*given), strict=True)
-            )
+            results = other(*inputs)
+            pairs = [*zip(results, values, strict=True), *zip(other(*trial), module(*trial), strict=True)]
     except Exception:  # noqa: BLE001 - an operation that wants its memory as it was
         return None
-    return other if same else None
+    return (other, results) if all(_close(a, b) for a, b in pairs) else None
 
 
 @torch.no_grad()
-def _separate(module: fx.GraphModule, inputs: list[Any]) -> None:
+def _separate(module: fx.GraphModule, inputs: list[Any], values: list[Tensor]) -> None:
     """Gives every result memory of its own, as callers write into it: what is computed once may be returned twice."""
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     results: Any = output.args[0]
     constants = [getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"]
     used = {memory(leaf) for leaf in [*inputs, *constants] if isinstance(leaf, Tensor)}
     own = []
-    for node, value in zip(results, module(*inputs), strict=True):
+    for node, value in zip(results, values, strict=True):
         if memory(value) in used:
             with module.graph.inserting_before(output):
                 node = module.graph.call_function(torch.ops.aten.clone.default, (node,))
