@@ -189,6 +189,10 @@ def test_the_cleansing_sentence_is_of_the_method_that_is_shown(pictured):
     both = lo.cleanse([report.scores, other], report.run, report.task, test, [5, 20], random=0)
     for shown in (report.scores.method, "TracIn"):
         assert f"examples by {shown}, the test error" in cleansing(both, shown, 5).sentence
+    labels = lo.labels(report.run, report.task)
+    three = lo.cleanse([labels, report.scores], report.run, report.task, test, [5], random=1)
+    said = cleansing(three, report.scores.method, 5).sentence
+    assert ["labels that look most wrong" in said, said.count("drawn at random")] == [True, 1], "the control once"
     only = cleansing(both, "SGD-IE", 5).sentence
     assert "nothing was removed by SGD-IE" in only
 

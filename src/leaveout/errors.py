@@ -64,10 +64,10 @@ def closest(word: str, among: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """Name the type of a value with its article.
 
-    >>> kind(1.5), kind(3)
+    >>> kind_of(1.5), kind_of(3)
     ('a float', 'an int')
     """
     name = type(value).__name__

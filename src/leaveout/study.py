@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from leaveout._util import notebook
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, UnsupportedError, kind
+from leaveout.errors import InputError, UnsupportedError, kind_of
 from leaveout.estimators import Estimator
 from leaveout.estimators.timeline import Timeline, timeline
 from leaveout.evaluate.choose import Chosen, choose
@@ -261,7 +261,7 @@ class Study:
         if not isinstance(scores, Scores):
             there = f", such as study.scores[{next(iter(self.scores))!r}]" if self.scores else ""
             raise InputError(
-                f"Scores are needed, not {kind(scores)}: give what study.score() returned{there}.",
+                f"Scores are needed, not {kind_of(scores)}: give what study.score() returned{there}.",
                 code="scores-expected",
             )
         scores.check_same_run(self.run)
@@ -283,7 +283,7 @@ def _opened(run: Any) -> Run:
         return open_run(run)
     if not isinstance(run, Run):
         raise InputError(
-            f"A run is needed first, not {kind(run)}: give what recorder.finish() or lo.open_run(path) "
+            f"A run is needed first, not {kind_of(run)}: give what recorder.finish() or lo.open_run(path) "
             "returned, or the run's directory.",
             code="run-expected",
         )
@@ -293,7 +293,7 @@ def _opened(run: Any) -> Run:
 def _checked(task: Any) -> Task:
     if not isinstance(task, Task):
         raise InputError(
-            f"A task is needed second, not {kind(task)}: give lo.Task(model, loss, train_set).",
+            f"A task is needed second, not {kind_of(task)}: give lo.Task(model, loss, train_set).",
             code="task-expected",
         )
     return task

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from typing import Any
 
 from leaveout.cli.app import complaints
 from leaveout.cli.commands import app, options
 from leaveout.cli.wording import USAGE, in_options, naming, typed
-from leaveout.errors import LeaveoutError
+from leaveout.errors import LeaveoutError, LeaveoutWarning
 
 __all__ = ["app", "entry"]
+
+_WITH_THEIR_PLACE = warnings.formatwarning
 
 
 def entry() -> None:
@@ -17,6 +21,7 @@ def entry() -> None:
 
     A refusal of something that was typed is one of usage, exit code 2; any other has exit code 1.
     """
+    warnings.formatwarning = plainly
     try:
         app()
     except LeaveoutError as error:
@@ -28,3 +33,16 @@ def entry() -> None:
             message = naming(message, words)
         complaints.print(message, style="red", markup=False, highlight=False, soft_wrap=not complaints.is_terminal)
         raise SystemExit(2 if usage else 1) from None
+    finally:
+        warnings.formatwarning = _WITH_THEIR_PLACE
+
+
+def plainly(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+    r"""Write a warning of leaveout's own as its sentence, without the line of code that it comes from.
+
+    >>> plainly("The disk is full.", LeaveoutWarning, "writer.py", 3)
+    'The disk is full.\n'
+    """
+    if issubclass(category, LeaveoutWarning):
+        return f"{message}\n"
+    return _WITH_THEIR_PLACE(message, category, *place, **line)

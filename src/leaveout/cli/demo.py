@@ -40,6 +40,9 @@ def free(name: str) -> Path:
 
 
 def _show(result: Demo) -> None:
+    hits = len(set(result.issues.ids) & result.flipped)
+    words = f"{len(result.issues)} labels look wrong, {hits} of the {len(result.flipped)} flipped ones among them.\n"
+    console.print(words, style="bold", highlight=False)
     method = list(result.scores)[-1]
     table = Table(title=f"The 15 most harmful examples, by {method}")
     for heading in ("example", "label", "was flipped?", "loss change without it"):
@@ -56,7 +59,4 @@ def _show(result: Demo) -> None:
             f"{len(result.flipped)} most harmful examples ({scores.cost.seconds:.1f} s, {scores.cost.hvps} "
             f"Hessian-vector products).\n{result.checks[name]}"
         )
-    hits = len(set(result.issues.ids) & result.flipped)
-    words = f"\n{len(result.issues)} labels look wrong, {hits} of the {len(result.flipped)} flipped ones among them."
-    console.print(words, highlight=False)
     console.print(f"\nThe report, with pictures: [bold]{escape(str(result.page))}[/bold] (open it in a browser)")

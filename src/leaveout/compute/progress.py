@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -113,7 +113,8 @@ def _in_cell(items: Iterable[T], total: int, what: str) -> Iterator[T]:
 
     number, count = _PART[-1] if _PART else (0, 1)
     began = time.monotonic()
-    drawn, handle = began + MOMENT - REDRAWN, None
+    drawn = began + MOMENT - REDRAWN
+    handle: Any = None
     _SHOWING.append(what)
     try:
         for done, item in enumerate(items):

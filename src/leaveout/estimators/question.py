@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch.utils.data import Dataset
 
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, is_whole, kind
+from leaveout.errors import InputError, is_whole, kind_of
 from leaveout.run.reader import Run
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups
@@ -43,7 +43,7 @@ class Question:
     def __post_init__(self) -> None:
         if not isinstance(self.run, Run):
             raise InputError(
-                f"A run is needed, not {kind(self.run)}: open a directory with lo.open_run(path).",
+                f"A run is needed, not {kind_of(self.run)}: open a directory with lo.open_run(path).",
                 code="run-expected",
             )
         if self.queries not in ("mean", "each"):

@@ -132,30 +132,30 @@ class Curve(Comparable):
 
     def __str__(self) -> str:
         """Say what each removal changed, a line each, and then how that was measured."""
-        style = "{:.4g}" if self.measure == "loss" else "{:.2%}"
-        base = style.format(self.to_frame().set_index("choice")[self.measure][NOTHING])
         lines = [
             f"Without {self.removed(choice, removed)} the test {self.measure} {self.change(choice, removed)}: "
-            f"{base} → {style.format(value)}."
+            f"{self.base} → {value}."
             for choice, removed, value, _ in self.rows()
         ]
-        kind = f"{self.batches} batches"
-        return "\n".join(
-            [*lines, f"Measured on {self.test_size} test examples, in pairs with nothing removed; {kind}."]
-        )
+        how = f"in pairs with nothing removed; {self.batches} batches"
+        return "\n".join([*lines, f"Measured on {self.test_size} test examples, {how}."])
 
-    def rows(self) -> list[tuple[str, int, float, str]]:
-        """List each choice and number removed, with the mean error or loss without them, and the change in words."""
-        means, changes = self.to_frame().set_index(["choice", "removed"])[self.measure], self.changes()
-        return [
-            (
-                str(row["choice"]),
-                int(row["removed"]),
-                float(means[row["choice"], row["removed"]]),
-                _words(row, self.measure),
-            )
-            for _, row in changes.iterrows()
-        ]
+    @property
+    def base(self) -> str:
+        """The error, or loss, with nothing removed."""
+        return self._written(float(self.table[self.table["choice"] == NOTHING][self.measure].mean()))
+
+    def rows(self) -> list[tuple[str, int, str, str]]:
+        """List each choice and number removed, with the mean error or loss without them, and how that has changed."""
+        rows = []
+        for _, row in self.changes().iterrows():
+            part = self.table[(self.table["choice"] == row["choice"]) & (self.table["removed"] == row["removed"])]
+            value = self._written(float(part[self.measure].mean()))
+            rows.append((str(row["choice"]), int(row["removed"]), value, _words(row, self.measure)))
+        return rows
+
+    def _written(self, value: float) -> str:
+        return f"{value:.4g}" if self.measure == "loss" else f"{value:.2%}"
 
     def removed(self, choice: str, removed: int) -> str:
         """Say what was removed, and whether that is all that the method would remove."""

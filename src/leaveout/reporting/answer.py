@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from leaveout.evaluate.curve import RANDOM, Curve, chosen
 from leaveout.evaluate.label_issues import Labels
 from leaveout.reporting.content import Answer, Trust
@@ -31,13 +33,19 @@ def amount(curve: Curve, method: str, wanted: int | None) -> int:
     return min(amounts, key=lambda removed: (abs(removed - wanted), removed))
 
 
-def removal(curve: Curve, method: str, removed: int) -> str:
+def removals(curve: Curve, choices: Sequence[tuple[str, int]]) -> str:
+    """What removing these brought, by each method so many; a control of as many at random is named once."""
+    last = {removed: method for method, removed in choices}
+    return " ".join(removal(curve, method, n, control=last[n] == method) for method, n in choices)
+
+
+def removal(curve: Curve, method: str, removed: int, *, control: bool = True) -> str:
     """What removing this many brought, beside as many at random."""
     size = f"{curve.test_size:,} test examples"
     words = f"Retrained without {chosen(method, removed)}, the test {curve.measure} on {size} "
     words += f"{curve.change(method, removed)}."
-    control = curve.table[(curve.table["choice"] == RANDOM) & (curve.table["removed"] == removed)]
-    if len(control):
+    drawn = curve.table[(curve.table["choice"] == RANDOM) & (curve.table["removed"] == removed)]
+    if control and len(drawn):
         words += f" Without as many drawn at random it {curve.change(RANDOM, removed)}."
     return words
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from leaveout.errors import InputError
 from leaveout.evaluate.curve import NOTHING, RANDOM, Curve
-from leaveout.reporting.answer import amount, removal
+from leaveout.reporting.answer import amount, removals
 from leaveout.reporting.content import Cleansing, Line, digits, rounded
 from leaveout.scores import LABELS
 
@@ -37,7 +37,7 @@ def cleansing(curve: Curve, method: str, wanted: int | None) -> Cleansing:
     ]
     measured = [name for name in (LABELS, method) if name in curve.choices]
     if measured:
-        sentence = " ".join(removal(curve, name, amount(curve, name, wanted)) for name in measured)
+        sentence = removals(curve, [(name, amount(curve, name, wanted)) for name in measured])
     else:
         names = " and ".join(curve.choices)
         sentence = f"Removed by {names}; nothing was removed by {method}, whose scores are shown above."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from leaveout.errors import InputError, UnsupportedError, kind
+from leaveout.errors import InputError, UnsupportedError, kind_of
 from leaveout.run import kept_batches
 from leaveout.task import batches
 
@@ -160,7 +160,7 @@ def check_loader(loader: Any) -> None:
     """Refuse a loader whose batches have no numbers, or come in another order."""
     if not isinstance(loader, DataLoader):
         raise InputError(
-            f"watch() takes a torch DataLoader, not {kind(loader)}: use recorder.step(ids) in other loops.",
+            f"watch() takes a torch DataLoader, not {kind_of(loader)}: use recorder.step(ids) in other loops.",
             code="loader-expected",
         )
     if isinstance(loader.dataset, IterableDataset):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from leaveout._util.hashing import mixed, row_sums, weights
-from leaveout.errors import InputError, kind
+from leaveout.errors import InputError, kind_of
 
 Batch: TypeAlias = Any
 """What a loader yields: a tensor, or tuples, lists and dicts of them."""
@@ -85,7 +85,7 @@ def numbers(ids: Any) -> Tensor:
 def size(dataset: Dataset) -> int:
     """How many examples a data set holds; what only looks like one is refused."""
     if remedy := _not_a_dataset(dataset):
-        raise InputError(f"A data set is needed, not {kind(dataset)}: give {remedy}.", code="dataset-expected")
+        raise InputError(f"A data set is needed, not {kind_of(dataset)}: give {remedy}.", code="dataset-expected")
     if isinstance(dataset, IterableDataset):
         raise InputError(
             f"{type(dataset).__name__} is an IterableDataset, whose examples have no numbers: use a map-style Dataset.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leaveout.errors import InputError, UnsupportedError, is_whole, kind
+from leaveout.errors import InputError, UnsupportedError, is_whole, kind_of
 from leaveout.task import batches
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called
@@ -182,7 +182,7 @@ def check_options(model: Any, loss: Any, train_set: Any, l2: Any, statistics: st
     """Refuse arguments of a task that mean nothing."""
     if not isinstance(model, nn.Module) or isinstance(model, nn.modules.loss._Loss):
         raise InputError(
-            f"A model is needed first, not {kind(model)}: give lo.Task(model, loss, train_set).",
+            f"A model is needed first, not {kind_of(model)}: give lo.Task(model, loss, train_set).",
             code="model-expected",
         )
     if isinstance(loss, type):
@@ -191,7 +191,7 @@ def check_options(model: Any, loss: Any, train_set: Any, l2: Any, statistics: st
         )
     if not callable(loss):
         raise InputError(
-            f"A loss is needed second, not {kind(loss)}: give an nn loss module, or a function "
+            f"A loss is needed second, not {kind_of(loss)}: give an nn loss module, or a function "
             "(outputs, targets) -> one loss per example.",
             code="loss-expected",
         )

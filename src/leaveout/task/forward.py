@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from leaveout._util.trees import Params
-from leaveout.errors import InputError, kind
+from leaveout.errors import InputError, kind_of
 from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.own_functions import transformable
@@ -30,7 +30,7 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 def bare(model: nn.Module) -> nn.Module:
     """Return the model inside ``torch.compile`` and ``DistributedDataParallel``, whose names have no prefix."""
     if not isinstance(model, nn.Module):
-        raise InputError(f"A model (an nn.Module) is needed, not {kind(model)}.", code="model-expected")
+        raise InputError(f"A model (an nn.Module) is needed, not {kind_of(model)}.", code="model-expected")
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
