@@ -85,7 +85,7 @@ class RecorderCallback(Callback):
         """Have the training loader, once it is made, note what it draws."""
         if stage != "fit":
             return
-        if trainer.overfit_batches:
+        if getattr(trainer, "overfit_batches", 0):
             raise UnsupportedError(
                 "This training cannot be recorded: overfit_batches puts another sampler into the loader; use "
                 "limit_train_batches.",
