@@ -50,7 +50,7 @@ class Bert(nn.Module):
 
 def texts(count: int, val: int) -> tuple[list[str], Tensor]:
     """Messages about PC or Macintosh hardware; made up ones about cooking or gardening without the files."""
-    if "LEAVEOUT_DATA" in os.environ:
+    if os.environ.get("LEAVEOUT_DATA"):
         data = lo.data.load("20news", n_train=count, n_val=val)
         return [*data.train.raw, *data.val.raw], torch.cat([data.train.y, data.val.y]).long()
     draw = random.Random(0)
@@ -92,7 +92,7 @@ def main(folder: Path, examples: int = 200, epochs: int = 5, replays: int = 32) 
                 optimizer.step()
                 schedule.step()
     run = lo.open_run(folder / "run")
-    source = "20News" if "LEAVEOUT_DATA" in os.environ else "made up"
+    source = "20News" if os.environ.get("LEAVEOUT_DATA") else "made up"
     print(f"BERT-like classifier, {examples} messages ({source}), {len(run)} steps")
 
     # 2. Score every message, and compare a sample of the scores with exact replays.

@@ -36,7 +36,7 @@ def network(channels: int, side: int) -> nn.Module:
 
 def images(train: int, val: int) -> tuple[str, TensorDataset, TensorDataset]:
     """Images with their classes, as (count, channels, side, side)."""
-    name = "cifar10" if "LEAVEOUT_DATA" in os.environ else "digits"
+    name = "cifar10" if os.environ.get("LEAVEOUT_DATA") else "digits"
     data = lo.data.load(name, n_train=train, n_val=val)
     shape = (3, 32, 32) if name == "cifar10" else (1, 8, 8)
     parts = [TensorDataset(part.x.float().reshape(-1, *shape), part.y.long()) for part in (data.train, data.val)]

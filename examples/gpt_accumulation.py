@@ -31,7 +31,7 @@ PARTS = ("a cat,the dog,my cow,an owl", "eats,sees,likes,wants", "fish,milk,hay,
 def texts(count: int) -> list[str]:
     """Beginnings of messages about hardware, of several lengths; made up sentences without the files."""
     draw = random.Random(0)
-    if "LEAVEOUT_DATA" in os.environ:
+    if os.environ.get("LEAVEOUT_DATA"):
         messages = [" ".join(text.split()) for text in lo.data.load("20news", n_train=800, n_val=1).train.raw]
         return [text[: draw.randint(20, LENGTH)].lower() for text in messages if len(text) >= LENGTH][:count]
     return [" ".join(draw.choice(part.split(",")) for part in PARTS) + "." for _ in range(count)]
@@ -73,7 +73,7 @@ def main(folder: Path, examples: int = 240, epochs: int = 4, replays: int = 16) 
                     (cross_entropy(model(inputs), targets, reduction="sum") / tokens).backward()
                 optimizer.step()
     run = lo.open_run(folder / "run")
-    source = "20News" if "LEAVEOUT_DATA" in os.environ else "made up"
+    source = "20News" if os.environ.get("LEAVEOUT_DATA") else "made up"
     print(f"GPT, {examples} texts ({source}), {len(run)} steps of up to 4 micro-batches")
 
     # 2. Score every text, and compare a sample of the scores with exact replays.

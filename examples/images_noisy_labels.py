@@ -21,7 +21,7 @@ import leaveout as lo
 
 
 def main(folder: Path, examples: int = 500, epochs: int = 30) -> dict[str, float]:
-    name, lr = ("mnist", 0.05) if "LEAVEOUT_DATA" in os.environ else ("digits", 0.2)
+    name, lr = ("mnist", 0.05) if os.environ.get("LEAVEOUT_DATA") else ("digits", 0.2)
     data = lo.data.load(name, n_train=examples, n_val=400)
     noisy = lo.data.flip(data.train, 0.2, seed=1)
     train_set, wrong = noisy.examples, set(noisy.touched.nonzero().flatten().tolist())

@@ -55,7 +55,7 @@ def collate(pairs: list[Pair]) -> tuple[Tensor, Tensor, Tensor]:
 
 def texts(count: int, val: int) -> tuple[list[str], list[int]]:
     """Messages about PC or Macintosh hardware; made up ones about cooking or gardening without the files."""
-    if "LEAVEOUT_DATA" in os.environ:
+    if os.environ.get("LEAVEOUT_DATA"):
         data = lo.data.load("20news", n_train=count, n_val=val)
         return [*data.train.raw, *data.val.raw], torch.cat([data.train.y, data.val.y]).int().tolist()
     draw = random.Random(0)
@@ -98,7 +98,7 @@ def main(folder: Path, examples: int = 160, epochs: int = 5, replays: int = 16) 
     # 1. Train as always, with a recorder.
     model = trained(folder / "run", train_set, words, epochs)
     run = lo.open_run(folder / "run")
-    source = "20News" if "LEAVEOUT_DATA" in os.environ else "made up"
+    source = "20News" if os.environ.get("LEAVEOUT_DATA") else "made up"
     print(f"LSTM, {examples} messages ({source}), {len(run)} steps")
 
     # 2. Score every message, and compare a sample of the scores with exact replays.

@@ -68,7 +68,7 @@ class Augmented(Dataset):
 
 
 def main(folder: Path, examples: int = 120, epochs: int = 4, width: int = 4, replays: int = 12) -> dict[str, float]:
-    name = "cifar10" if "LEAVEOUT_DATA" in os.environ else "digits"
+    name = "cifar10" if os.environ.get("LEAVEOUT_DATA") else "digits"
     data = lo.data.load(name, n_train=examples, n_val=60)
     shape = (3, 32, 32) if name == "cifar10" else (1, 8, 8)
     train_set = Augmented(data.train.x.reshape(-1, *shape), data.train.y, margin=shape[-1] // 8)

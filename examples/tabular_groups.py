@@ -57,7 +57,7 @@ def census() -> tuple[TensorDataset, TensorDataset, Groups, str]:
 
 
 def main(folder: Path, epochs: int = 30) -> dict[str, float]:
-    train, val, groups, bad = census() if "LEAVEOUT_DATA" in os.environ else hospitals()
+    train, val, groups, bad = census() if os.environ.get("LEAVEOUT_DATA") else hospitals()
     print(f"{len(train)} rows from {len(groups)} sources; many labels of {bad!r} are wrong")
 
     model = lo.models.build("logistic", seed=0, features=train.tensors[0].shape[1])

@@ -42,12 +42,12 @@ def sums(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": prompts, "completion": [f" {answer}" for answer in answers]})
 
 
-def main(folder: Path, epochs: int = 10) -> list[int]:
+def main(folder: Path, epochs: int = 30) -> list[int]:
     set_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=14, max_position_embeddings=16, **sizes))
     args = SFTConfig(
-        str(folder / "trainer"), num_train_epochs=epochs, learning_rate=1e-2, use_cpu=True, report_to=[],
+        str(folder / "trainer"), num_train_epochs=epochs, learning_rate=3e-3, use_cpu=True, report_to=[],
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     recorder = RecorderCallback(folder / "run")  # <-

@@ -264,6 +264,33 @@ def test_an_interrupted_training_has_the_run_of_its_steps(tmp_path) -> None:
     assert len(lo.open_run(tmp_path / "run", partial=True)) == 3
 
 
+class Wide(Net):
+    """Made in float32, which the Trainer turns into float64, its batches too."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.float()
+
+
+def test_batches_have_the_type_that_the_trainer_gives_them(tmp_path) -> None:
+    recorder = RecorderCallback(tmp_path / "run")
+    given, query = (torch.utils.data.TensorDataset(d.tensors[0].float(), d.tensors[1]) for d in (data(), data(4, 9)))
+    trainer = lightning.Trainer(
+        max_steps=4, accelerator="cpu", precision="64-true", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[recorder],
+    )  # fmt: skip
+    trainer.fit(Wide(), torch.utils.data.DataLoader(given, 4))
+    scores = lo.SGDIE().score(recorder.run, recorder.task(), query)
+    assert scores.values.abs().max() > 0
+    assert next(iter(recorder.run.final()["param"].values())).dtype == torch.float64
+
+
+def test_another_sampler_of_the_trainers_own_is_refused(tmp_path) -> None:
+    with pytest.raises(lo.LeaveoutError, match="limit_train_batches") as error:
+        fit(Net, {"overfit_batches": 2}, callbacks=[RecorderCallback(tmp_path / "run")])
+    assert error.value.code == "training-not-supported"
+
+
 def test_two_optimizers_are_refused(tmp_path) -> None:
     class Two(Net):
         def configure_optimizers(self):

@@ -14,10 +14,15 @@ datasets = pytest.importorskip("datasets")
 from leaveout.integrations.transformers import RecorderCallback  # noqa: E402
 from test_integrations_transformers import gpt2, padded, rows  # noqa: E402
 
+LORA = peft.LoraConfig(r=2, lora_alpha=8, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
+PROMPTS = {
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
 
-def train(path=None, left_out: int | None = None):
+
+def train(path=None, left_out: int | None = None, config=LORA):
     transformers.set_seed(1)
-    config = peft.LoraConfig(r=2, lora_alpha=8, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
     model = peft.get_peft_model(gpt2(), config)
     data = rows("causal")
     gone = None if left_out is None else torch.tensor(data[left_out]["input_ids"])
@@ -74,3 +79,19 @@ def test_adapters_alone_are_recorded_and_scored(tmp_path) -> None:
     truth = torch.tensor([query_loss(train(left_out=left_out)[0]) - base for left_out in (0, 5)])
     assert truth.abs().max() > 1e-3
     assert torch.allclose(replays.float(), truth, rtol=0, atol=1e-3 * float(truth.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_learned_prompts(kind: str, tmp_path) -> None:
+    """They stand before the tokens, which have labels."""
+    config = PROMPTS[kind]
+    model, recorder = train(tmp_path / "run", config=config)
+    assert list(recorder.run.manifest.shapes) == ["prompt_encoder.default.embedding.weight"]
+    task, query = recorder.task(), rows("causal", 4, seed=9)
+    assert lo.SGDIE().score(recorder.run, task, query).values.abs().max() > 0
+    replays = lo.Replay().score(recorder.run, task, query, ids=[0, 5]).values.flatten()
+    base = query_loss(model)
+    truth = torch.tensor([query_loss(train(left_out=left_out, config=config)[0]) - base for left_out in (0, 5)])
+    assert torch.allclose(replays.float(), truth, rtol=0, atol=max(2e-7, 1e-3 * float(truth.abs().max())))
+    assert truth.abs().max() > 1e-5

@@ -92,6 +92,10 @@ def test_what_has_no_derivative_or_no_name_is_refused(problem) -> None:
     with pytest.raises(lo.LeaveoutError) as error:
         task.measuring("accuracy")
     assert error.value.code == "measure-unknown"
+    for method in (lo.SGDIE(), lo.Replay()):
+        with pytest.raises(lo.LeaveoutError) as error:
+            method.score(run, task.measuring(lambda outputs, _targets: outputs.mean()), query)
+        assert error.value.code == "measure-not-per-example"
 
 
 def test_one_logit_for_two_classes() -> None:

@@ -236,6 +236,14 @@ def test_subclasses_with_torchs_step_are_the_same_optimizer_and_others_are_refus
         rule_of(Other(model.parameters()), model)
 
 
+def test_another_optimizer_of_the_same_name_is_told_apart() -> None:
+    other = type("Adafactor", (torch.optim.Optimizer,), {"__module__": "elsewhere.optimization"})
+    model = nn.Linear(2, 1)
+    with refused(UnsupportedError, "optimizer-not-supported", "elsewhere's Adafactor") as error:
+        rule_of(other(model.parameters(), {}), model)
+    assert "overrides" not in str(error.value)
+
+
 def test_capturable_is_for_accelerators_as_torch_has_it() -> None:
     model = network(torch.float32)
     optimizer = ADAM(model.parameters(), capturable=True)

@@ -147,7 +147,7 @@ class Odd(nn.Module):
     [
         ("dropout", ["task-not-supported", "draws random numbers in evaluation mode", "function of its inputs"]),
         ("noise", ["task-not-supported", "draws random numbers"]),
-        ("random", ["task-not-supported", "depends on the other examples"]),
+        ("random", ["task-not-supported", "another loss each time", "Python's random"]),
         ("count", ["task-not-supported", "changes the buffer 'calls' in evaluation mode"]),
         ("assign", ["task-not-supported", "changes the buffer 'calls' in evaluation mode"]),
         ("centre", ["task-not-supported", "depends on the other examples in its batch", "within single examples"]),

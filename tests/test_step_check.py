@@ -91,7 +91,10 @@ def test_a_check_does_not_call_it_rounding(tmp_path: Path) -> None:
 
 
 CAUSES: dict[str, tuple[dict, str]] = {
-    "divided": ({"scale": lambda _: 0.25}, r"its length is 0\.25 times: were 4 micro-batches averaged"),
+    "divided": (
+        {"scale": lambda _: 0.25},
+        r"its length is 0\.25 times: were 4 micro-batches averaged.*Give accumulation=4\.",
+    ),
     "summed": ({"scale": lambda _: 6.0}, r"was the loss summed over the 6 examples of the batch, reduction='sum'"),
     "multiplied": (
         {"scale": lambda _: 3.0},
@@ -110,6 +113,12 @@ def test_the_likely_cause_is_named(cause: str, optimizer: str, tmp_path: Path) -
     run, task, _ = trained(tmp_path / "run", optimizer, **options)
     with pytest.raises(lo.MismatchError, match=words):
         lo.SGDIE().score(run, task, task.train_set)
+
+
+def test_the_advice_of_a_divided_loss_is_right(tmp_path: Path) -> None:
+    run, task, _ = trained(tmp_path / "run", "adam", scale=lambda _: 0.25)
+    told = lo.Task(task.model, task.loss, task.train_set, l2=task.l2, accumulation=4)
+    assert lo.SGDIE().score(run, told, task.train_set).values.abs().max() > 0
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])

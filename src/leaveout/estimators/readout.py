@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from leaveout._util.trees import PARAM, Params, each, height, inner, nbytes, pullback, split
 from leaveout.compute.resources import Resources, shard_rows
-from leaveout.errors import InputError
+from leaveout.errors import InputError, LeaveoutError
 from leaveout.scores import MEAN
 from leaveout.task import batches
 from leaveout.task.batches import Batch
@@ -355,6 +355,8 @@ def _check_fit(task: Task, params: Params, dataset: Dataset) -> None:
             raise ValueError("other types or dimensions")
         with torch.no_grad():
             task.measures(params, task.read([0], dataset))
+    except LeaveoutError:
+        raise
     except Exception as error:  # noqa: BLE001 - the user's model may raise anything on data of another shape
         raise InputError(
             f"The query examples do not fit the model ({str(error).splitlines()[0]}): a training example has "

@@ -20,11 +20,13 @@ FUSED = "fused_lm_head"
 def unfused(model: nn.Module) -> nn.Module:
     """Return a model that shares everything with this one but has the ``forward`` of its class, which returns logits.
 
-    Adapters hold the model as ``base_model.model``.
+    Adapters hold the model inside.
     """
     if not hasattr(model, "peft_config"):
         return _as_defined(model)
     adapters: Any = model.base_model
+    if adapters is model.get_base_model():  # type: ignore[operator] # learned prompts
+        return _with(model, "base_model", _as_defined(adapters))
     return _with(model, "base_model", _with(adapters, "model", _as_defined(adapters.model)))
 
 
@@ -40,7 +42,7 @@ class FusedCall:
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """Call the model."""
-        inner = model.base_model.model if hasattr(model, "peft_config") else model
+        inner = model.get_base_model() if hasattr(model, "peft_config") else model
         hook = inner.get_output_embeddings().register_forward_hook(_projected)
         try:
             return self._call(model, batch)

@@ -43,6 +43,7 @@ class RecorderCallback(Callback):
         self._module: LightningModule
         self._noted: NotedLoader | None = None
         self._settings: dict[str, Any] = {}
+        self._convert: Any = None
 
     @property
     def run(self) -> Run:
@@ -67,7 +68,7 @@ class RecorderCallback(Callback):
         """
         _ = self.run
         assert self._noted is not None  # noqa: S101 - there is a run
-        data, collate = self._noted.loader.dataset, self._noted.loader.collate_fn
+        data, collate = self._noted.loader.dataset, Converted(self._noted.loader.collate_fn, self._convert)
         if loss is None and not self._module.automatic_optimization:
             raise UnsupportedError(
                 f"{type(self._module).__name__} optimizes manually, so that training_step cannot be asked for its loss "
@@ -84,6 +85,12 @@ class RecorderCallback(Callback):
         """Have the training loader, once it is made, note what it draws."""
         if stage != "fit":
             return
+        if getattr(trainer, "overfit_batches", 0):
+            raise UnsupportedError(
+                "This training cannot be recorded: overfit_batches puts another sampler into the loader; use "
+                "limit_train_batches.",
+                code="training-not-supported",
+            )
         source: Any = trainer.fit_loop._data_source
         given = source.dataloader
 
@@ -118,7 +125,7 @@ class RecorderCallback(Callback):
         """Begin to record."""
         assert self._noted is not None  # noqa: S101 - the loader is made by now
         loader, self._module = self._noted.loader, pl_module
-        self._settings = {}
+        self._settings, self._convert = {}, trainer.precision_plugin.convert_input
         if pl_module.automatic_optimization:
             self._settings["accumulation"] = trainer.accumulate_grad_batches  # also in a window that is shorter
         if trainer.gradient_clip_val:
@@ -155,6 +162,17 @@ class RecorderCallback(Callback):
             self._noted.release()
             recorder, self._recorder = self._recorder, None
             self._run = recorder.finish()
+
+
+class Converted:
+    """A collator whose batches have the type that the Trainer gives them (``precision="64-true"``)."""
+
+    def __init__(self, collate: Any, convert: Any) -> None:
+        self._collate, self._convert = collate, convert
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """Join examples into a batch, and convert it."""
+        return self._convert(self._collate(examples))
 
 
 def _check_mean(module: LightningModule, batch: Any) -> None:

@@ -73,12 +73,19 @@ class ModelCall:
         given = {name: value for name, value in batch.items() if self.with_labels or name != LABELS}
         layer = embeddings_of(model)
         with noisy(layer, self.noise) if self.noise else nullcontext(), unrequired(layer):
-            return logits_of(model(**given), self.with_labels), batch[LABELS]
+            logits = logits_of(model(**given), self.with_labels)
+            return logits, behind_prompt(logits, batch[LABELS])
+
+
+def behind_prompt(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return labels that begin with masked ones where a model puts a learned prompt before the tokens, as peft does."""
+    longer = logits.shape[1] - labels.shape[1] if logits.ndim == 3 and labels.ndim == 2 else 0
+    return labels if longer <= 0 else torch.cat([labels.new_full((len(labels), longer), IGNORED), labels], 1)
 
 
 def embeddings_of(model: Any) -> nn.Module | None:
-    """Return a model's embeddings of tokens; adapters hold the model as ``base_model.model``."""
-    inner = model.base_model.model if hasattr(model, "peft_config") else model
+    """Return a model's embeddings of tokens, also where adapters hold the model."""
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
     return inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
 
 
@@ -156,7 +163,8 @@ def found_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     with undisturbed(model):
         outputs = model(**batch)
     own = loss_of(outputs)
-    logits, labels = logits_of(outputs, with_labels=True), batch[LABELS]
+    logits = logits_of(outputs, with_labels=True)
+    labels = behind_prompt(logits, batch[LABELS])
     for loss in _usual(logits, labels):
         values = loss(logits, labels)
         mean = values[0].sum() / values[1].sum() if isinstance(values, tuple) else values.mean()

@@ -232,8 +232,9 @@ class RecorderCallback(TrainerCallback):
             )
         smoothing = self._args.label_smoothing_factor
         if smoothing:
-            inner = getattr(getattr(self._model, "base_model", None), "model", None)  # of an adapter's wrapper
-            names = {type(self._model).__name__, type(inner).__name__}
+            own: Any = self._model
+            inner = own.get_base_model() if hasattr(own, "peft_config") else own
+            names = {type(own).__name__, type(inner).__name__}
             return ClassLoss(bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())), smoothing)
         ids = range(min(TRIAL, batches.size(data)))
         device = next(model.parameters()).device

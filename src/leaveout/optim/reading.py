@@ -123,8 +123,9 @@ def _definition(optimizer: torch.optim.Optimizer) -> Definition:
             f"The optimizer is the class {optimizer.__name__}: give the one that the loop steps.",
             code="optimizer-expected",
         )
-    kind = type(optimizer).__name__
-    above = [one.__name__ for one in type(optimizer).__mro__ if one.__name__ in optimizers()]
+    kind, home = type(optimizer).__name__, type(optimizer).__module__.split(".")[0]
+    kind = f"{home}'s {kind}" if kind in optimizers() and home != "torch" else kind  # another one of the same name
+    above = [one.__name__ for one in type(optimizer).__mro__[1:] if one.__name__ in optimizers()]
     why = f", because it overrides the step of {above[0]}: train" if above else ": train"
     raise UnsupportedError(
         f"The optimizer {kind} cannot be replayed exactly{why} with torch.optim.{listed(optimizers())}.",

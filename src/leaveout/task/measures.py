@@ -85,4 +85,17 @@ def measure_of(given: Measure) -> Callable[[Any, Any], Tensor] | None:
         raise InputError(
             f"measure={given!r} is not a function (outputs, targets) -> one number per example.", code="measure-unknown"
         )
-    return given
+    return partial(_each, given)
+
+
+def _each(function: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:
+    """What a user's measure gives; one number for all queries is a mistake that is easily made."""
+    values = function(outputs, targets)
+    if not isinstance(values, Tensor) or values.ndim != 1:
+        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise InputError(
+            f"measure= returned {shape} instead of one number per example: return a tensor with one dimension, without "
+            "a mean over the examples.",
+            code="measure-not-per-example",
+        )
+    return values

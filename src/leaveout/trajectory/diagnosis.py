@@ -66,14 +66,22 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
             "one. The state was changed by something other than optimizer.step(): were weights or buffers loaded, "
             "clamped, averaged or decayed between steps?"
         )
-    return _compared(used, clipped, len(recorded.record.ids))
+    return _compared(used, clipped, len(recorded.record.ids), _divisor(recorded))
+
+
+def _divisor(recorded: RecordedStep) -> int:
+    """How many times a micro-batch's own denominator it was divided by, as the task has it."""
+    accumulation = recorded.trained.accumulation
+    return (
+        accumulation if isinstance(accumulation, int) else len(recorded.record.parts) if accumulation == "mean" else 1
+    )
 
 
 def _only(rule: Rule, state: State) -> State:
     return {slot: {name: params[name] for name in rule.groups} for slot, params in state.items()}
 
 
-def _compared(used: Params, recomputed: Params, examples: int) -> str:
+def _compared(used: Params, recomputed: Params, examples: int, divisor: int = 1) -> str:
     """The two gradients' directions and lengths, in words.
 
     >>> g = {"w": torch.tensor([3.0, 4.0])}
@@ -102,17 +110,20 @@ def _compared(used: Params, recomputed: Params, examples: int) -> str:
             f"generators, or is the loss, l2 or a class weight another? {REMEDY}"
         )
     start += f"has the direction of the recomputed one (cosine {cosine:.4f}), its length is {ratio:.3g} times: "
-    return f"{start}{_length_cause(length, ratio, examples)} {REMEDY}"
+    return f"{start}{_length_cause(length, ratio, examples, divisor)} {REMEDY}"
 
 
-def _length_cause(length: float, ratio: float, examples: int) -> str:
+def _length_cause(length: float, ratio: float, examples: int, divisor: int) -> str:
     """What makes a gradient longer or shorter, the most telling sign first."""
     clip = next((c for c in CLIPS if abs(length / c - 1) < 1e-3), None)
     if ratio < 1 and clip is not None:
         return f"was it clipped? Its norm is {clip:g}: give clip_norm={clip:g}."
     if _is_near_whole(1 / ratio):
         whole = round(1 / ratio)
-        return f"were {whole} micro-batches averaged (not all of them recorded), or the loss divided by {whole}?"
+        return (
+            f"were {whole} micro-batches averaged (not all of them recorded), or the loss divided by {whole}, also in "
+            f"a short last window? Give accumulation={whole * divisor}."
+        )
     if abs(ratio / examples - 1) < 1e-2:
         return f"was the loss summed over the {examples} examples of the batch, reduction='sum', and not averaged?"
     if _is_near_whole(ratio):

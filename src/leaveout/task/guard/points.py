@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 MOVED = 0.1
 """How far the point near a state is from it, relative to the parameters."""
 
+AGAIN = 8
+"""How often a loss is computed again that may be another each time."""
+
 
 class Point(NamedTuple):
     """Plain autograd's answers at one state: differences of the gradient, and each example's own gradient."""
@@ -123,6 +126,12 @@ def _mixing(task: Task, at: Params, batch: Any) -> str | None:
     near = partial(torch.allclose, rtol=_rounding(task), atol=1e-2 * _rounding(task), equal_nan=True)
     if near(alone, together):
         return None
+    with torch.no_grad():
+        if not all(near(task.losses(at, batch), together) for _ in range(AGAIN)):
+            return (
+                "the same examples have another loss each time; draws by numpy or Python's random are not recorded, so "
+                "use PyTorch's random generators"
+            )
     worst = int((alone - together).abs().nan_to_num().argmax())
     return _depends(f"{alone[worst]:.6g} alone, {together[worst]:.6g} with others")
 
