@@ -23,8 +23,9 @@ step_check damage sweep_checkpoints which_weights layers memory plan models_work
 """Files that begin first, so that all processes end at about the same time; the others follow in any order."""
 
 LONGEST_REST = """
-memory engine soak layers estimators integrations_transformers examples docs plan family tracing resume commands
-every_kind models_work transports layout end_to_end shards experiments integrations_trl real_runs
+memory soak engine layers plan integrations_transformers estimators transports examples docs tracing family reproduce
+layout data shards commands every_kind resume models_work integrations_trl scaling end_to_end recorder trajectory
+real_runs truth_experiments optimizers
 """
 """The same for `make test-rest`."""
 

@@ -33,11 +33,11 @@ for name, kind, options in (("sgd", torch.optim.SGD, {"lr": 0.05, "momentum": 0.
     task = lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(x, y))
     runs[name] = lo.train(task, kind(model.parameters(), **options), 1, 50, 0, f"{sys.argv[1]}/{name}"), task
 rows, labels = torch.randn(20000, 4), torch.randint(20, (20000,))  # here it is the rows that are many
-model = nn.Linear(4, 20)
-task = lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(rows, labels))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-runs["rows"] = lo.train(task, optimizer, 1, 2000, 0, f"{sys.argv[1]}/rows"), task
-runs["large"] = lo.train(task, optimizer, 1, 10000, 0, f"{sys.argv[1]}/large"), task  # and their batches are large
+for name, batch in (("rows", 2000), ("large", 10000)):  # and their batches are large
+    model = nn.Linear(4, 20)
+    task = lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(rows, labels))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    runs[name] = lo.train(task, optimizer, 1, batch, 0, f"{sys.argv[1]}/{name}"), task
 def queries(count, place):
     width, classes = (4, 20) if place in ("rows", "large") else (500, 50)
     return TensorDataset(torch.randn(count, width), torch.randint(classes, (count,)))

@@ -278,8 +278,9 @@ def _locked(file: Path) -> int:
         except OSError:
             holder = os.read(descriptor, 32).decode(errors="replace").strip()
             os.close(descriptor)
+            writer = f"process {holder}" if holder else "another process"
             raise RunError(
-                f"{file.parent} is being written by process {holder or 'of another writer'}: wait until it has ended, "
+                f"{file.parent} is being written by {writer}: wait until it has ended, "
                 "call finish() on its recorder, or choose another directory.",
                 code="directory-busy",
             ) from None
