@@ -8,7 +8,9 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout.builtin import models
 from leaveout.compute.threads import spread
+from leaveout.sweep import budget
 from leaveout.trajectory import stack
+from leaveout.trajectory.trajectory import Trajectory
 
 IDS = [0, 3, 7, 11, 12, 19]
 
@@ -73,6 +75,20 @@ def test_threads_compute_the_same_bits_as_one(tmp_path, two_threads, monkeypatch
     side_by_side = lo.Replay(ids=IDS).score(run, task, data)
     monkeypatch.setattr(stack, "_threads", lambda _params: 1)
     assert torch.equal(lo.Replay(ids=IDS).score(run, task, data).values, side_by_side.values)
+
+
+def test_models_that_wait_for_their_step_need_no_room_for_activations(tmp_path, two_threads):
+    model, data, make = text()
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    run = lo.train(task, make(model.parameters()), 1, 4, 0, tmp_path / "run")
+    trajectory = Trajectory(run, task)
+    each, waiting = budget.replay_bytes(trajectory), budget.model_bytes(trajectory)
+    memory = torch.get_num_threads() * each + 2 * len(IDS) * waiting
+    assert memory < 2 * len(IDS) * each
+    scores = lo.Replay(ids=IDS).score(run, task, data, resources=lo.Resources(memory=memory))
+    first = [next(step for step in range(len(run)) if i in run.record(step).ids) for i in IDS]
+    assert scores.cost.gradients == len(run) + sum(len(run) - step for step in first)  # one model with every example
+    assert torch.equal(scores.values, lo.Replay(ids=IDS).score(run, task, data).values)
 
 
 def test_an_error_on_one_thread_is_raised_and_leaves_the_number_of_threads_as_it_was():

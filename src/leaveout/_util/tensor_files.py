@@ -19,7 +19,10 @@ Rows: TypeAlias = Sequence[Tensor]
 """Tensors of one type and shape, which are written as one with a further first dimension, without being joined."""
 
 PIECE = 1 << 20
-"""How many bytes of small tensors are joined before they are written."""
+"""How many bytes of small tensors are joined at most before they are written."""
+
+SMALL = 1 << 16
+"""Up to how many bytes the rows of a tensor, and whole tensors, are joined; larger ones are written as they are."""
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -75,15 +78,30 @@ def _pieces(values: Sequence[Tensor | Rows]) -> Iterator[memoryview]:
     """
     waiting: list[np.ndarray] = []
     size = 0
-    for row in chain.from_iterable([value] if isinstance(value, Tensor) else value for value in values):
-        block = _bytes(row)
-        if waiting and size + len(block) > PIECE:
+    for block in chain.from_iterable(map(_blocks, values)):
+        large = len(block) > SMALL
+        if waiting and (large or size + len(block) > PIECE):
             yield _joined(waiting)
             waiting, size = [], 0
-        waiting.append(block)
-        size += len(block)
+        if large:
+            yield block.data
+        else:
+            waiting.append(block)
+            size += len(block)
     if size:
         yield _joined(waiting)
+
+
+def _blocks(value: Tensor | Rows) -> Iterator[np.ndarray]:
+    """Yield the bytes of a tensor, or of one for each row; those of small rows at once, by one call for all of them."""
+    if isinstance(value, Tensor):
+        yield _bytes(value)
+    elif len(value) > 1 and value[0].numel() * value[0].element_size() <= SMALL and value[0].device.type == "cpu":
+        with torch.no_grad():
+            joined = torch.stack(list(value))  # by this thread alone
+        yield _bytes(joined)
+    else:
+        yield from map(_bytes, value)
 
 
 def _joined(blocks: list[np.ndarray]) -> memoryview:

@@ -79,11 +79,13 @@ class Replay(Estimator):
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         # One more model in each stack is the undisturbed one, within the other half of the budget.
-        bytes_each, trajectory = budget.replay_bytes(request.trajectory), request.trajectory
+        trajectory, resources = request.trajectory, request.resources
+        bytes_each = budget.replay_bytes(trajectory)
         if is_apart(trajectory.trained, trajectory.activations):
-            stepping, bytes_each = torch.get_num_threads() * bytes_each, budget.model_bytes(trajectory)
-            request.resources.check(stepping + 2 * bytes_each, "one row")
-            request = replace(request, resources=request.resources.without(stepping))
+            # Those that step hold activations; those that wait hold their state alone.
+            stepping, waiting = torch.get_num_threads() * bytes_each, budget.model_bytes(trajectory)
+            if resources.memory == "auto" or resources.bytes >= stepping + 2 * waiting:
+                bytes_each, request = waiting, replace(request, resources=resources.without(stepping))
 
         def replays(shard: Request) -> tuple[Tensor, Params | None]:
             trajectory = shard.trajectory

@@ -98,11 +98,10 @@ class Stack:
 
     def _alone(self) -> list[State]:
         """Every model as a stack of one."""
-        return [
-            _each(lambda t, row=row: t[row : row + 1], part)
-            for part in self._parts
-            for row in range(height(part[PARAM]))
-        ]
+        if all(height(part[PARAM]) == 1 for part in self._parts):
+            return self._parts
+        places = [(part, row) for part in self._parts for row in range(height(part[PARAM]))]
+        return [_each(partial(torch.narrow, dim=0, start=row, length=1), part) for part, row in places]
 
 
 def is_apart(task: Task, footprint: int) -> bool:
@@ -118,7 +117,7 @@ def is_apart(task: Task, footprint: int) -> bool:
 
 def _way(task: Task, params: Params, batch: Batch) -> Apart | None:
     """How models are stepped by a task; None: all at once."""
-    footprint = task.footprint(params, batch)
+    footprint = LONG + 1 if task.autocast else task.footprint(params, batch)
     return Apart(_twins(task, _threads(params)), footprint <= LONG) if is_apart(task, footprint) else None
 
 
