@@ -76,7 +76,7 @@ def _added(node: fx.Node, products: list[Product], others: list[fx.Node]) -> fx.
         for other in more:
             first = _like(node, graph.call_function(aten.add.Tensor, (first, other)))
         for _, factors, scale in products:
-            value = {} if scale == 1 else {"value": scale}
+            value: dict[str, Any] = {} if scale == 1 else {"value": scale}
             first = _like(node, graph.call_function(aten.addcmul.default, (first, *factors), value))
     return first
 
