@@ -96,10 +96,11 @@ above, as they have not been measured on a quiet machine.
 
 The jump's limit is not a product. The examples' gradients come with SGD-IE's product: 0.89 s of processor time for
 both, where the product alone takes 0.69. Counted, that is one product of nine; but the two products with the vector are
-then formed example by example, where one for all would do, which is the next place to look. The optimizer's step is then taken once per example of the batch: 18 passes over 42 million numbers on the GPT, which were 24, and three
-inner products. A fifth of the numbers, the rows of the embedding that an example does not touch, are passed over. With
-this the row is 1.61 by one thread's processor time, and was 1.86 by the clock. A single kernel by `torch.compile` was
-tried: it is quicker, but compiling it takes longer than a sweep of a few dozen steps can save, so it is not used.
+then formed example by example, where one for all would do, which is the next place to look. The optimizer's step is
+then taken once per example of the batch: 18 passes over 42 million numbers on the GPT, which were 24, and three inner
+products. A fifth of the numbers, the rows of the embedding that an example does not touch, are passed over. With this
+the row is 1.61 by one thread's processor time, and was 1.86 by the clock. A single kernel by `torch.compile` was tried:
+it is quicker, but compiling it takes longer than a sweep of a few dozen steps can save, so it is not used.
 """
 
 LOAD = """
