@@ -42,6 +42,33 @@ def test_of_two_products_one_is_added_to_the_other_and_channels_spread():
     torch.testing.assert_close(module(x, y, s, t), x * s + y * t, rtol=1e-14, atol=1e-14)
 
 
+def test_a_sum_of_many_terms_takes_a_pass_for_each_product():
+    x, y = inputs(2, 4, 8, 32, 32)
+    s, t = inputs(2, 8, 1, 1)
+
+    def total(x, y, s, t):
+        return ((x * s + y * t) + (2 * (x * y) + s)) + y
+
+    module = traced(total, x, y, s, t)
+    fuse(module)
+    assert targets(module) == [aten.add.Tensor] + 3 * [aten.addcmul.default]
+    torch.testing.assert_close(module(x, y, s, t), total(x, y, s, t), rtol=1e-13, atol=1e-13)
+
+
+def test_a_sum_that_is_used_elsewhere_is_computed_once():
+    a, b, c = inputs(3, SMALLEST)
+
+    def twice(a, b, c):
+        inner = a * b + c
+        return inner, inner + a * c, inner + inner
+
+    module = traced(twice, a, b, c)
+    fuse(module)
+    assert targets(module) == [aten.addcmul.default, aten.addcmul.default, aten.add.Tensor]
+    for found, wanted in zip(module(a, b, c), twice(a, b, c), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-14)
+
+
 def test_small_ones_scaled_sums_and_products_used_twice_stay():
     small, large = inputs(3, 16), inputs(3, SMALLEST)
     for function, given in (

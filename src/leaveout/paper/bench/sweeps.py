@@ -46,9 +46,7 @@ def gpt_products() -> list[Row]:
     )
     quickest(8, *calls)  # traced from then on
     training, product, reads = quickest(4, problem.train, *calls)
-    how = (
-        f"{GPT}: a step of training {training / 2 * 1e3:.0f} ms, the product {product * 1e3:.0f} ms, the losses "
-    )
+    how = f"{GPT}: a step of training {training / 2 * 1e3:.0f} ms, the product {product * 1e3:.0f} ms, the losses "
     how += f"along a vector {reads * 1e3:.0f} ms, the quickest of four each, traced before"
     return [
         Row("SGD-IE's product / a step of training, GPT", 2 * product / training, "<=", 2.67, how),

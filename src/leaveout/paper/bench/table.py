@@ -81,33 +81,42 @@ query's vector, which costs nothing; the first, the last and every sixteenth ste
 costs a gradient each and weighs more the shorter a run is.
 
 The targets 2.67 and 1.2 of the products alone are this count, not a goal that was set beforehand. Whole sweeps of 32
-steps on that GPT take 3.02 and 1.39 times training. Of what a step takes beside the product, reading the state is 11 ms
-of processor time and the optimizer's derivative 13 ms, where training takes some 270; the rest is paid once per sweep:
-three steps computed again (0.3 s each), the queries' gradient, memory that is handed back and asked for again.
+steps on that GPT take 3.02 and 1.39 times training, measured before Adam's derivative took fewer passes. Beside the
+product, a step reads its state and takes the optimizer's derivative, some twenty elementwise passes over the
+parameters; the rest is paid once per sweep: three steps computed again, the queries' gradient, memory that is handed
+back and asked for again.
 
-*ResNet-18*: 3.74, and 5.03 before BatchNorm was written with fewer passes over the images. The product alone takes 3.4
-times a step by processor time: half of it is convolutions, at the count above; the other half is elementwise, of which
-a step of training has one fused kernel per BatchNorm.
+*ResNet-18*: 3.74, measured before the variance of BatchNorm was taken around a constant, whose derivative needs no
+pass, and sums of products took one pass for each product: of some 33 elementwise passes over the images per BatchNorm
+about 20 are left, where a step of training has one fused kernel each way. Convolutions are at the count above.
 
-*From cold*: 2.61, where a sweep with everything traced takes 1.85: the comparison of derivatives at the last state and
-the traces are paid once.
+*From cold*: 2.37 by one thread's processor time, and 2.61 by the clock before the changes named here, where a sweep
+with everything traced takes 1.85: the comparison of derivatives at the last state and the trace of the product are paid
+once. The gradient of the steps that are computed again is not traced any more, since
+ten calls do not pay for it, and a trace's first results serve all its comparisons.
 
 *64 query vectors*: 58.7 s for two steps, 0.46 s per vector and step, where the product for one vector takes 0.39 s: a
 stack of products is no quicker than one after the other, as the count says. With two steps the row's ratio was 0.40,
-since the run with one vector pays all that is paid once; it is not in the table for that reason.
+since the run with one vector pays all that is paid once; it is not in the table for that reason. The case now takes
+four steps.
 
-The case on adapters (`adapter_sweep`) has no row above, as it has not been measured on a quiet machine. On a GPT-2 of
+The cases on adapters (`adapter_sweep`), on many vectors (`query_vectors`) and on memory (`scoring_memory`) have no rows
+above, as they have not been measured on a quiet machine.
+
+*Adapters*: On a GPT-2 of
 four layers with adapters, four steps, nearly all that SGD-IE takes the first time is the comparison of derivatives,
 when the task is made and at the last state: some 120 forward and 90 backward passes of three examples in float64, which
 on a model of 101 million frozen weights are minutes before the first step is scored. Products that recur often enough
 to be traced have no part for frozen weights; in the first six of a sweep, PyTorch multiplies by tangents of zero, two
 products of six.
 
-The jump's limit is not a product. The examples' gradients come with SGD-IE's product for a tenth more (0.81 s of
-processor time for both; 0.74 s for the product and 0.27 s for the gradients by a pass of their own). The optimizer's
-step is then taken once per example of the batch: some 24 passes over 42 million numbers on the GPT, 0.8 s of processor
-time per step, as long as the product. Blocks of 0.5, 1 and 4 MB took about the same, and blocks handed to two threads
-longer, since Python calls each operation. One kernel for all passes would be the way to 1.5.
+The jump's limit is not a product. The examples' gradients come with SGD-IE's product: 0.89 s of processor time for
+both, where the product alone takes 0.69. Counted, that is one product of nine; but the two products with the vector are
+then formed example by example, where one for all would do, which is the next place to look. The optimizer's step is
+then taken once per example of the batch: 18 passes over 42 million numbers on the GPT, which were 24, and three inner
+products. A fifth of the numbers, the rows of the embedding that an example does not touch, are passed over. With this
+the row is 1.61 by one thread's processor time, and was 1.86 by the clock. A single kernel by `torch.compile` was tried:
+it is quicker, but compiling it takes longer than a sweep of a few dozen steps can save, so it is not used.
 """
 
 LOAD = """

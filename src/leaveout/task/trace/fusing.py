@@ -1,4 +1,4 @@
-"""Products that are added to something, in one pass over their elements: a·b + c as one operation.
+"""Sums of products in as few passes over their elements as they have products: a·b + c is one operation.
 
 Rounding may differ in the last place, so only traces that may round differently are fused, and never what decides on
 which side of a kink a value is.
@@ -6,7 +6,8 @@ which side of a kink a value is.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,26 +20,83 @@ SMALLEST = 1 << 14
 """Elements below which a pass costs no more than its call."""
 
 
+class Product(NamedTuple):
+    """A product of two tensors and a number, and the operation that computes it."""
+
+    node: fx.Node
+    factors: tuple[fx.Node, fx.Node]
+    scale: float = 1.0
+
+
 def fuse(module: fx.GraphModule) -> None:
-    """Make one operation of each product of tensors and the sum that alone uses it."""
-    deciding = deciding_nodes(module.graph)
-    for node in module.graph.nodes:
-        if node.target is not aten.add.Tensor or node.kwargs or node in deciding:
+    """Add up every large sum product by product, each in one pass."""
+    graph = module.graph
+    kept = deciding_nodes(graph)
+    for node in reversed(list(graph.nodes)):
+        inside = len(node.users) == 1 and _is_sum(next(iter(node.users)), node) and not kept & set(node.users)
+        if not _is_sum(node, node) or node in kept or inside:
             continue
-        terms: tuple[Any, ...] = node.args
-        product = next((term for term in terms if _is_fusible(term, node)), None)
-        if product is not None:
-            other = terms[1] if product is terms[0] else terms[0]
-            node.target, node.args = aten.addcmul.default, (other, *product.args)
-    module.graph.eliminate_dead_code()
+        terms = list(_terms(node, kept, node))
+        products = [term for term in terms if isinstance(term, Product)]
+        others = [term for term in terms if isinstance(term, fx.Node)]
+        if products:
+            node.replace_all_uses_with(_added(node, products, others))
+    graph.eliminate_dead_code()
+    graph.lint()
     module.recompile()
 
 
-def _is_fusible(term: Any, total: fx.Node) -> bool:
-    """Say whether it is a large product of two tensors that only the sum uses."""
-    if not isinstance(term, fx.Node) or term.target is not aten.mul.Tensor or len(term.users) > 1:
+def _terms(node: fx.Node, kept: set[fx.Node], total: fx.Node) -> Iterator[Product | fx.Node]:
+    """What a sum adds up, through the sums that it alone uses."""
+    given: tuple[Any, ...] = node.args
+    for term in given:
+        alone = len(term.users) == 1 and term not in kept and len({*given}) == len(given)
+        if alone and _is_sum(term, total):
+            yield from _terms(term, kept, total)
+        else:
+            yield (_product(term) if alone else None) or term
+
+
+def _product(node: fx.Node) -> Product | None:
+    given: tuple[Any, ...] = node.args
+    if node.target is aten.mul.Tensor and all(_number(each) is not None for each in given):
+        return Product(node, (given[0], given[1]))
+    scaled = node.target in (aten.mul.Scalar, aten.mul.Tensor) and isinstance(given[1], int | float)
+    if scaled and len(given[0].users) == 1 and (inner := _product(given[0])):
+        return Product(node, inner.factors, inner.scale * given[1])
+    return None
+
+
+def _added(node: fx.Node, products: list[Product], others: list[fx.Node]) -> fx.Node:
+    """The sum, begun with what is no product, the smallest first."""
+    graph = node.graph
+    others.sort(key=lambda other: other.meta["val"].numel())
+    first, *more = others or [products.pop(0).node]
+    with graph.inserting_before(node):
+        for other in more:
+            first = _like(node, graph.call_function(aten.add.Tensor, (first, other)))
+        for _, factors, scale in products:
+            value: dict[str, Any] = {} if scale == 1 else {"value": scale}
+            first = _like(node, graph.call_function(aten.addcmul.default, (first, *factors), value))
+    return first
+
+
+def _like(node: fx.Node, new: fx.Node) -> fx.Node:
+    new.meta["val"] = node.meta["val"]
+    return new
+
+
+def _is_sum(node: fx.Node, total: fx.Node) -> bool:
+    """Say whether it is a sum of floating-point tensors of one type, large, and of the shape of the whole sum."""
+    if node.target is not aten.add.Tensor or node.kwargs:
         return False
-    values = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (*total.args, *term.args, total)]
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    values = [_number(each) for each in (total, node, *node.args)]
+    tensors = [value for value in values if value is not None]
     alike = len(tensors) == len(values) and len({tensor.dtype for tensor in tensors}) == 1
-    return alike and tensors[-1].is_floating_point() and tensors[-1].numel() >= SMALLEST
+    return alike and tensors[0].shape == tensors[1].shape and tensors[0].numel() >= SMALLEST
+
+
+def _number(node: Any) -> Tensor | None:
+    """The floating-point tensor that an operation gives, as it was traced."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) and value.is_floating_point() else None

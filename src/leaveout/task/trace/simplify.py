@@ -138,7 +138,7 @@ def _equal(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
 
 
 def _is_ones(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] == 1
+    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 1)
 
 
 def _unviewed(node: fx.Node) -> fx.Node | None:
