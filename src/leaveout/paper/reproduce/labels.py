@@ -175,7 +175,10 @@ SETTING = """A tenth of the training labels flipped to another class at random; 
 2,000 and 20News 1,000, logistic regression, 20 and 30 epochs at 0.1; batches of 50. MNIST 4,992 images, two
 convolutions, 6 epochs at 0.05, batches of 64. CIFAR-10N 10,000 images, four convolutions (24, 48, 64, 64 channels) with
 BatchNorm, random crops and flips, momentum, 6 epochs on a cosine from 0.1, batches of 100. Influence is on 400 (Adult
-1,000, MNIST and CIFAR 2,000) queries with right labels."""
+1,000, MNIST and CIFAR 2,000) queries with right labels. Self-influence is read at the ends of epochs, for CIFAR-10N of
+the images as they are and with BatchNorm's running statistics; ACC, which would take a batch's gradient for each
+example and step there, was not computed on it. On MNIST and CIFAR-10N `labels(scores=...)` was given no check: the runs
+predict less than 95% of their labels, so that influence has no weight whatever a check says."""
 
 LABELS = Spec(
     "labels",
