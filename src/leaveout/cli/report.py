@@ -105,7 +105,9 @@ def report(
     if not known:
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
     if scores.method not in checks and not scores.all_exact:
-        console.print(f"These scores are not verified: leaveout verify {run} does that.", highlight=False, markup=False)
+        more = (f" --task {task}" if task else "") + (f" --results {results}" if results else "")
+        words = f"These scores are not verified: leaveout verify {run}{more} does that."
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 def _answers(files: list[Path], paths: RunPaths) -> tuple[list[Scores], dict[str, Check]]:
