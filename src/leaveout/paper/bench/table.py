@@ -90,10 +90,10 @@ back and asked for again.
 pass, and sums of products took one pass for each product: of some 33 elementwise passes over the images per BatchNorm
 about 20 are left, where a step of training has one fused kernel each way. Convolutions are at the count above.
 
-*From cold*: 2.37 by one thread's processor time, and 2.61 by the clock before the changes named here, where a sweep
-with everything traced takes 1.85: the comparison of derivatives at the last state and the trace of the product are paid
-once. The gradient of the steps that are computed again is not traced any more, since
-ten calls do not pay for it, and a trace's first results serve all its comparisons.
+*From cold*: 2.37 by one thread's processor time, on a machine with other work, and 2.61 by the clock with two threads
+before the changes named here, which are not the same measure; a sweep with everything traced takes 1.85: the comparison
+of derivatives at the last state and the trace of the product are paid once. The gradient of the steps that are computed
+again is not traced any more, since ten calls do not pay for it, and a trace's first results serve all its comparisons.
 
 *64 query vectors*: 58.7 s for two steps, 0.46 s per vector and step, where the product for one vector takes 0.39 s: a
 stack of products is no quicker than one after the other, as the count says. With two steps the row's ratio was 0.40,
@@ -115,8 +115,9 @@ both, where the product alone takes 0.69. Counted, that is one product of nine; 
 then formed example by example, where one for all would do, which is the next place to look. The optimizer's step is
 then taken once per example of the batch: 18 passes over 42 million numbers on the GPT, which were 24, and three inner
 products. A fifth of the numbers, the rows of the embedding that an example does not touch, are passed over. With this
-the row is 1.61 by one thread's processor time, and was 1.86 by the clock. A single kernel by `torch.compile` was tried:
-it is quicker, but compiling it takes longer than a sweep of a few dozen steps can save, so it is not used.
+the row is 1.61 by one thread's processor time, on a machine with other work; it was 1.66 to 1.70 in that way, and 1.86
+by the clock with two threads. A single kernel by `torch.compile` was tried: it is quicker, but compiling it takes
+longer than a sweep of a few dozen steps can save, so it is not used.
 """
 
 LOAD = """
