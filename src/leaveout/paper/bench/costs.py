@@ -95,7 +95,7 @@ def image_replays() -> list[Row]:
 
 def text_replays() -> list[Row]:
     """Compare exact replays of 64 texts with as many plain trainings."""
-    val, task, run = language(1_024, 1)
+    val, task, run = language(960, 1)
     plain, replay = _replayed(task, run, val, 64, torch.optim.AdamW, 1e-3, rounds=1)
     how = (
         f"{len(run)} steps of 32, 1 epoch, AdamW: {replay:.1f} s, a plain training {plain:.2f} s; on average a replay "

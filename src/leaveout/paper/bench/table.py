@@ -38,13 +38,13 @@ layer dominates, the two are closer (the rates above).
 
 *Recording*: 1.03 to 1.23. Hashing each batch and copying plain SGD's states happen in the training thread, and a short
 run waits for the disk four times at its end (16 ms each on this machine). With AdamW nothing is copied in seven steps
-of eight; there two rounds lay within the machine's noise. The tiny BERT's row is from before the hooks read parameters
-and counters in fewer passes and the writer joined small tensors by one call.
+of eight; there two rounds lay within the machine's noise.
 
-*Replay of 32, MNIST CNN*: 0.64 with both cores free, 1.15 earlier with other work beside it. Each model's gradient goes
-by a trace on a thread of its own: 13.3 ms of processor time, where it took 15.0 without the trace and an ordinary step
-takes 14.0. Laid out for images a trace takes 11.5 ms; it rounds in another way than the recorded training did, so
-replays do without it. The steps before an example's first use, an eighth of these four epochs, are not taken.
+*Replay of 32, MNIST CNN*: 0.64 to 0.91; the replays took 38 to 41 s each time, the plain training 1.3 to 2.0 s. Each
+model's gradient goes by a trace on a thread of its own: 13.3 ms of processor time, where it took 15.0 without the
+trace and an ordinary step takes 14.0. Laid out for images a trace takes 11.5 ms; it rounds in another way than the
+recorded training did, so replays do without it. The steps before an example's first use, an eighth of these four
+epochs, are not taken.
 
 *Replay of 64, GPT*: the row, 1.34, is from before four changes and has not been measured again on a quiet machine.
 Every model was counted with its batch's activations, although only those that step hold them, so that the 64 replays
@@ -53,7 +53,7 @@ were compared; gradients went by a trace, which on operations of this size is sl
 optimizer's step went over all models' gradients at once, out of place. Now one shard holds them all, and each model
 takes its gradient and steps in place. What is left is the number of steps: with one epoch a replay takes half of them,
 (N + 1)/2 of N, and each of the 65 models computes the 100 queries' losses, about as much as one step. So the count is
-0.56 of the processor time with 32 steps, and what one model on each of two threads wastes less than one on both
+0.56 of the processor time with 30 steps, and what one model on each of two threads wastes less than one on both
 decides. The gradient at an example's first use could be had from one pass for all examples of its batch, as ḡ −
 g_k/|Z|. In float32 that would leave rounding where the exact gradient is zero (the words that only this text has),
 which Adam's division makes large; so each replay takes its own.
