@@ -108,7 +108,10 @@ def _print(curve: Curve, wanted: int | None) -> None:
     """Print what the page says of it, for the number nearest to the labels that look wrong, then every number."""
     first = LABELS if LABELS in curve.choices else curve.choices[0]
     console.print(removal(curve, first, amount(curve, first, wanted)), highlight=False, markup=False)
-    table = Table("without", f"test {curve.measure}", "change, in pairs (95% interval)")
+    table = Table()
+    table.add_column("without", no_wrap=True)
+    table.add_column(f"test {curve.measure}")
+    table.add_column("change, in pairs (95% interval)")
     table.add_row("nothing removed", curve.base, "")
     for choice, removed, value, change in curve.rows():
         table.add_row(Text(curve.removed(choice, removed)), value, change)

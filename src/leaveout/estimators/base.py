@@ -283,9 +283,11 @@ class Estimator(ABC):
         """Check a question, and open what answers it."""
         run, task, resources = question.run, question.task, question.resources
         trajectory, cost = Trajectory(run, task, self.layers), Cost()
-        if self.differentiates:
-            with cost.metered():
+        with cost.metered():
+            if self.differentiates:
                 trajectory = trajectory.compared()
+            else:
+                trajectory.check_examples()
         final = trajectory.scored(trajectory.final_whole())
         warn_of_other_weights(run, task.parameters(), final)
         single = question.queries == "each"

@@ -21,8 +21,10 @@ from leaveout.run.reader import Run
 from leaveout.run.record import Record
 from leaveout.task import batches
 from leaveout.task.batches import Batch
+from leaveout.task.checks import refuse
 from leaveout.task.derivatives import gradient
-from leaveout.task.preparing import MicroBatch, prepared
+from leaveout.task.guard.points import mixing
+from leaveout.task.preparing import MicroBatch, prepared, trial_batch
 from leaveout.task.task import Task
 from leaveout.trajectory.modes import Modes
 from leaveout.trajectory.recorded_step import RecordedStep
@@ -72,6 +74,15 @@ class Trajectory:
         other._modes, other._final = modes, self._final
         _, other.trained, other.task = modes.first
         return other
+
+    def check_examples(self) -> None:
+        """Refuse examples that depend on each other at the run's last state; a few forward passes tell."""
+        params = self.final_whole()[PARAM]
+        if not self.task.check or self.task.coupled:
+            return
+        batch = trial_batch(self.task, params)
+        if not batch.whole and (problem := mixing(self.task, params, batch)):
+            refuse([f"at the run's last state, {problem}"])
 
     def initial(self) -> State:
         """The state before the first step."""

@@ -77,15 +77,7 @@ def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
     What is right at a point without symmetries is right at others, and the moved one has fewest; without ``near`` the
     state itself comes first. Both are looked at for examples that depend on each other.
     """
-    try:
-        wide, given = task.widened(), batches.map_leaves(_widened, batch)
-        with torch.no_grad():
-            wide.losses(each(_widened, params), given)
-    except LeaveoutError:
-        raise
-    except Exception:  # noqa: BLE001 - a model that insists on its own type is compared in that
-        wide, given = task.quiet(), batch
-    at = each(_widened, params) if wide.is_wide else each(torch.clone, params)
+    wide, given, at = _wide(task, params, batch)
     moved = each(torch.add, at, like(at, torch.Generator().manual_seed(0), MOVED))
     point: Point | None = None
     for seed, place in enumerate((moved, at) if near else (at, moved)):
@@ -95,6 +87,25 @@ def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
         if problem:
             return Trial(wide, given, at, None, problem)
     return Trial(wide, given, at, point)
+
+
+def mixing(task: Task, params: Params, batch: Any) -> str | None:
+    """Say whether examples depend on each other at a state, by forward passes alone."""
+    wide, given, at = _wide(task, params, batch)
+    return _mixing(wide, at, given)
+
+
+def _wide(task: Task, params: Params, batch: Any) -> tuple[Task, Any, Params]:
+    """The task, a batch and a state in float64, where the model can be computed in it."""
+    try:
+        wide, given = task.widened(), batches.map_leaves(_widened, batch)
+        with torch.no_grad():
+            wide.losses(each(_widened, params), given)
+    except LeaveoutError:
+        raise
+    except Exception:  # noqa: BLE001 - a model that insists on its own type is compared in that
+        wide, given = task.quiet(), batch
+    return wide, given, each(_widened, params) if wide.is_wide else each(torch.clone, params)
 
 
 def plain(task: Task, batch: Any) -> Callable[[Params], Params]:
