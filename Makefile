@@ -22,8 +22,9 @@ pytest: $(TOOLS)
 test-all: test test-rest  ## the same and everything that is long by nature
 
 # Arrays and types are checked at run time here, which takes longer than the ordinary run has.
+# Not in the tests of engines: a checked function cannot be sent to another process.
 TYPED = --jaxtyping-packages=leaveout,typed.check
-CHECKED = tests/test_optimizers.py tests/test_ids.py tests/test_timeline.py tests/test_jump.py tests/test_curvature.py tests/test_engine.py tests/test_cleanse.py
+CHECKED = tests/test_optimizers.py tests/test_ids.py tests/test_timeline.py tests/test_jump.py tests/test_curvature.py tests/test_cleanse.py
 
 test-rest: $(TOOLS)  ## what test-all adds to test: tests marked full, more random cases, types at run time
 	$(PYTEST) -m 'full or hypothesis' --hypothesis-profile=full
