@@ -28,7 +28,6 @@ IMAGES = {
     aten.convolution_backward.default: (0, 1, 2),
     aten.max_pool2d_with_indices_backward.default: (0, 7),
     aten.threshold_backward.default: (0, 1),
-    aten.mul.Tensor: (0, 1),
 }
 """Operations, and which of their arguments are laid out."""
 
