@@ -58,8 +58,8 @@ decides. The gradient at an example's first use could be had from one pass for a
 g_k/|Z|. In float32 that would leave rounding where the exact gradient is zero (the words that only this text has),
 which Adam's division makes large; so each replay takes its own.
 
-*ACC / SGD-IE*: 1.46. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and moves each
-example's 13,750 numbers in and out of its row.
+*ACC / SGD-IE*: 1.30 to 1.54. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and
+moves each example's 13,750 numbers in and out of its row.
 
 ## What the limits are
 
@@ -81,19 +81,21 @@ query's vector, which costs nothing; the first, the last and every sixteenth ste
 costs a gradient each and weighs more the shorter a run is.
 
 The targets 2.67 and 1.2 of the products alone are this count, not a goal that was set beforehand. Whole sweeps of 32
-steps on that GPT take 3.02 and 1.39 times training, measured before Adam's derivative took fewer passes. Beside the
-product, a step reads its state and takes the optimizer's derivative, some twenty elementwise passes over the
-parameters; the rest is paid once per sweep: three steps computed again, the queries' gradient, memory that is handed
-back and asked for again.
+steps on that GPT take 2.78 and 1.42 times training. Beside the product, a step reads its state and takes the
+optimizer's derivative, some twenty elementwise passes over the parameters; the rest is paid once per sweep: three steps
+computed again, the queries' gradient, memory that is handed back and asked for again.
 
-*ResNet-18*: 3.74, measured before the variance of BatchNorm was taken around a constant, whose derivative needs no
-pass, and sums of products took one pass for each product: of some 33 elementwise passes over the images per BatchNorm
-about 20 are left, where a step of training has one fused kernel each way. Convolutions are at the count above.
+*ResNet-18*: 3.83, and 3.74 before BatchNorm and sums of products took fewer passes; the training it is compared with
+took 1.8 s and 2.3 s, so the two rows do not tell what that brought. Of some 33 elementwise passes over the images per
+BatchNorm about 20 are left, where a step of training has one fused kernel each way. Convolutions are at the count
+above.
 
-*From cold*: 2.37 by one thread's processor time, on a machine with other work, and 2.61 by the clock with two threads
-before the changes named here, which are not the same measure; a sweep with everything traced takes 1.85: the comparison
-of derivatives at the last state and the trace of the product are paid once. The gradient of the steps that are computed
-again is not traced any more, since ten calls do not pay for it, and a trace's first results serve all its comparisons.
+*From cold*: 2.44, and 2.61 before; a sweep with everything traced takes 1.85 to 2.0: the comparison of derivatives at
+the last state and the trace of the product are paid once. The gradient of the steps that are computed again is not
+traced any more, since ten calls do not pay for it, and a trace's first results serve all its comparisons.
+
+*Kinks*: 1.17 and 1.25 by the clock with two threads. What comes on top are elementwise passes over the activations,
+which two threads quicken less than they do the convolutions.
 
 *64 query vectors*: 58.7 s for two steps, 0.46 s per vector and step, where the product for one vector takes 0.39 s: a
 stack of products is no quicker than one after the other, as the count says. With two steps the row's ratio was 0.40,
@@ -103,20 +105,18 @@ four steps.
 The cases on adapters (`adapter_sweep`), on many vectors (`query_vectors`) and on memory (`scoring_memory`) have no rows
 above, as they have not been measured on a quiet machine.
 
-*Adapters*: On a GPT-2 of
-four layers with adapters, four steps, nearly all that SGD-IE takes the first time is the comparison of derivatives,
-when the task is made and at the last state: some 120 forward and 90 backward passes of three examples in float64, which
-on a model of 101 million frozen weights are minutes before the first step is scored. Products that recur often enough
-to be traced have no part for frozen weights; in the first six of a sweep, PyTorch multiplies by tangents of zero, two
-products of six.
+*Adapters*: on a GPT-2 of four layers with adapters, four steps, nearly all that SGD-IE takes the first time is the
+comparison of derivatives, when the task is made and at the last state: some 120 forward and 90 backward passes of three
+examples in float64, which on a model of 101 million frozen weights are minutes before the first step is scored.
+Products that recur often enough to be traced have no part for frozen weights; in the first six of a sweep, PyTorch
+multiplies by tangents of zero, two products of six.
 
 The jump's limit is not a product. The examples' gradients come with SGD-IE's product: 0.89 s of processor time for
 both, where the product alone takes 0.69. Counted, that is one product of nine; but the two products with the vector are
 then formed example by example, where one for all would do, which is the next place to look. The optimizer's step is
 then taken once per example of the batch: 18 passes over 42 million numbers on the GPT, which were 24, and three inner
 products. A fifth of the numbers, the rows of the embedding that an example does not touch, are passed over. With this
-the row is 1.61 by one thread's processor time, on a machine with other work; it was 1.66 to 1.70 in that way, and 1.86
-by the clock with two threads. A single kernel by `torch.compile` was tried: it is quicker, but compiling it takes
+the row is 1.65, and was 1.86. A single kernel by `torch.compile` was tried: it is quicker, but compiling it takes
 longer than a sweep of a few dozen steps can save, so it is not used.
 """
 
