@@ -181,6 +181,7 @@ def _digest(*parts: bytes) -> str:
 
 def _child(command: Callable[[], None], folder: str) -> None:
     os.chdir(folder)
+    os.environ["XDG_CACHE_HOME"] = str(Path(folder).parent / "cache")  # unfinished work of other code must not be found
     torch.set_num_threads(1)
     writer.SHARD_STEPS = 20  # so that there is something to go on with after a fraction of a second
     with open(os.devnull, "w") as nowhere:
