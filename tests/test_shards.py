@@ -178,6 +178,14 @@ def test_shards_of_other_work_are_never_used(tmp_path, problem):
         replay(problem, tmp_path, task=scaled)
 
 
+def test_shards_of_another_version_are_never_used(tmp_path, problem, monkeypatch):
+    """An upgrade between a kill and a restart may round otherwise: half of each would be neither."""
+    first = replay(problem, tmp_path)
+    monkeypatch.setattr("leaveout.compute.jobs.code_version", lambda: "another")
+    assert replay(problem, tmp_path).values.equal(first.values)
+    assert len(list(tmp_path.iterdir())) == 10
+
+
 def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
 

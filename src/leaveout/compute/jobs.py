@@ -1,6 +1,7 @@
 """The shards of one computation: done by an engine, and kept as they finish, so that what was killed can go on.
 
-A kept shard is one file named by a hash of everything that it depends on: other work never finds it. It is written
+A kept shard is one file named by a hash of everything that it depends on, this library's code and PyTorch's version
+included: other work never finds it, nor does the same work after an upgrade, which may round otherwise. It is written
 aside and renamed, with a checksum; one that was damaged is done again.
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from leaveout._util.files import cache_directory, read_sealed, save_sealed
@@ -92,7 +95,18 @@ def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
         raise InputError(
             f"work={str(folder)!r} is not a place for shards ({error}): give a directory.", code="work-not-a-directory"
         ) from None
-    return [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors" for key in keys]
+    names = (hashlib.sha256(f"{code_version()} {key}".encode()).hexdigest()[:32] for key in keys)
+    return [folder / f"{name}.safetensors" for name in names]
+
+
+@cache
+def code_version() -> str:
+    """Return a hash of what computes: this library's source as it is on disk, and PyTorch's version."""
+    source = hashlib.sha256(torch.__version__.encode())
+    package = Path(__file__).parents[1]
+    for file in sorted(package.rglob("*.py")):
+        source.update(f"{file.relative_to(package)} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return source.hexdigest()
 
 
 def cached_work(run_fingerprint: int, *question: object) -> Path:
