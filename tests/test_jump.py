@@ -9,9 +9,10 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util import trees
-from leaveout._util.trees import Touched
+from leaveout._util.trees import Block, Touched
 from leaveout.optim import adam, adamw
 from leaveout.sweep import checkpoint, linear_step
+from leaveout.sweep.curvature import Hessian
 from oracle import Oracle
 from problems import Problem, shared
 from refusal import refused
@@ -119,6 +120,23 @@ def test_words_that_an_example_does_not_have_are_passed_over(tmp_path, monkeypat
     monkeypatch.setattr(trees, "SPARSE", -1.0)
     close(sparse, estimator.score(run, task, query, queries=queries).values, tolerance=1e-12)
     assert len(seen) == len(run)
+
+
+def test_gradients_that_lie_column_by_column_are_read_as_they_lie(tmp_path, monkeypatch):
+    """Layers over sequences have them; taken by themselves, row by row, they give the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Flatten(), nn.Linear(16, 2)).double()
+    train, query = (TensorDataset(torch.randn(n, 4, 3).double(), torch.arange(n) % 2) for n in (12, 3))
+    task = lo.Task(model, nn.CrossEntropyLoss(), train)
+    run = lo.train(task, torch.optim.AdamW(model.parameters(), lr=0.01), 2, 4, 0, tmp_path / "run")
+    monkeypatch.setattr(linear_step, "BLOCK", 30)
+    seen = []
+    monkeypatch.setattr(trees, "Block", lambda *given: seen.append(given) or Block(*given))
+    together = lo.ACC().score(run, task, query).values
+    assert {name for name, _, turned in seen if turned} >= {"0.weight", "2.weight"}
+    assert len([name for name, _, turned in seen if name == "0.weight"]) > len(run)  # in more than one block
+    monkeypatch.setattr("leaveout.sweep.jump.HessianByExample", Hessian)
+    close(together, lo.ACC().score(run, task, query).values, tolerance=1e-12)
 
 
 def test_a_group_leaves_each_batch_in_one_jump(problem):

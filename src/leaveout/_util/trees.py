@@ -39,18 +39,31 @@ def flat_rows(stack: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Some coordinates of one parameter, in the order of its memory, of all vectors of a stack."""
+    """Some coordinates of one parameter, in the order of its memory, of all vectors of a stack.
+
+    ``turned`` is for a stack of matrices that lie in memory as their transposes do, column by column: the gradient of a
+    layer's weights for each example comes like that. Its blocks have whole columns.
+    """
 
     name: str
     columns: slice = slice(None)
+    turned: bool = False
 
     def of(self, params: Params) -> Float[Tensor, " columns"]:
         """Return them of one vector."""
-        return params[self.name].flatten()[self.columns]
+        tensor = params[self.name]
+        if not self.turned:
+            return tensor.flatten()[self.columns]
+        lines = slice(self.columns.start // len(tensor), self.columns.stop // len(tensor))
+        return tensor.mT[lines].flatten()
 
     def of_rows(self, stack: Params) -> Float[Tensor, "rows columns"]:
         """Return them of every vector of a stack."""
-        return flat_rows(stack[self.name])[:, self.columns]
+        return self.ordered(stack[self.name])[:, self.columns]
+
+    def ordered(self, stack: Tensor) -> Float[Tensor, "rows numbers"]:
+        """Return all coordinates of each tensor of a stack, in the order of which ``columns`` are some."""
+        return flat_rows(stack.mT if self.turned else stack)
 
 
 class Touched(NamedTuple):
@@ -104,15 +117,20 @@ def blocks(stack: Params, size: int) -> Iterator[Block | Touched]:
 
     >>> [block.columns for block in blocks({"w": torch.zeros(2, 3)}, 4)]
     [slice(0, 2, None), slice(2, 3, None)]
+    >>> [(block.columns, block.turned) for block in blocks({"w": torch.ones(2, 3, 4).mT}, 20)]
+    [(slice(0, 8, None), True), (slice(8, 12, None), True)]
     """
     for name, tensor in stack.items():
         if (few := touched(stack, name)) is not None:
             yield few
             continue
-        width = flat_rows(tensor).shape[1]
+        width = tensor.shape[1:].numel()
         step = max(1, size // max(1, len(tensor)))
+        turned = tensor.ndim == 3 and not tensor.is_contiguous() and tensor.mT.is_contiguous()
+        if turned:
+            step = max(1, step // tensor.shape[1]) * tensor.shape[1]
         for start in range(0, width, step):
-            yield Block(name, slice(start, min(start + step, width)))
+            yield Block(name, slice(start, min(start + step, width)), turned)
 
 
 def sum_of(terms: Iterator[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Block, Params, Touched, add_rows, flat_rows, height, nbytes
+from leaveout._util.trees import PARAM, Block, Params, Touched, add_rows, height, nbytes
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources, shard_rows
 from leaveout.optim.definition import Slots
@@ -136,7 +136,7 @@ class Reading:
                 continue
             if block.name not in columns:
                 # Copies, laid out alike wherever they come from: how a product rounds depends on that.
-                arriving = {slot: flat_rows(pulled.arriving[slot][block.name]).T for slot in jump}
+                arriving = {slot: block.ordered(pulled.arriving[slot][block.name]).T for slot in jump}
                 columns[block.name] = {slot: t.clone(memory_format=LAID_OUT) for slot, t in arriving.items()}
             for slot, moved in jump.items():
                 reads += moved @ columns[block.name][slot][block.columns]

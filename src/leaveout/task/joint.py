@@ -12,7 +12,6 @@ from leaveout._util.trees import Params, each
 from leaveout.task.batches import Batch
 from leaveout.task.calls import run
 from leaveout.task.elementary import Elementary
-from leaveout.task.folding import Folded
 from leaveout.task.rewriting import quiet_loops
 from leaveout.task.training_batch import size_of
 
@@ -39,7 +38,7 @@ def directional_by_example(
             return slopes.sum(), slopes
 
         stack = each(lambda t: t.expand(size, *t.shape), v)
-        with Elementary(), Folded(), quiet_loops():
+        with Elementary(), quiet_loops():
             (curved, gradients), slopes = grad(along, (0, 1), has_aux=True)(task.own(p), stack)
         return curved, slopes, gradients
 
