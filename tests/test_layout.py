@@ -74,8 +74,8 @@ def relaid(monkeypatch):
     made, real = [], layout.for_images
     monkeypatch.setattr(fusing, "SMALLEST", 1)
 
-    def noting(module):
-        made.append(real(module))
+    def noting(*given):
+        made.append(real(*given))
         return made[-1]
 
     monkeypatch.setattr(layout, "for_images", noting)
@@ -151,10 +151,26 @@ def test_recorded_steps_are_taken_again_to_the_last_bit(relaid):
     assert len(task.tracer._traces) == 2
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("network", mostly_full(NETWORKS, "plain", "padding"))
+def test_replays_are_laid_out_as_a_whole(network, relaid):
+    """Forward pass and all, also what decides at a kink; in float64 nothing decides otherwise."""
+    task = task_of(network, torch.float64)
+    given = {name: p.detach() for name, p in task.parameters().items()}, torch.rand(6).double(), task.read(range(6))
+    trace = task.tracer.trace(1, "one gradient", task.gradient, *given)
+    assert trace is not None
+    assert len(relaid) == 1
+    for name, found in trace(*given).items():
+        torch.testing.assert_close(found, task.gradient(*given)[name], rtol=1e-9, atol=1e-12)
+    if network == "plain":
+        kinds = [node.target for node in relaid[0].graph.nodes]
+        assert torch.ops.aten.max_pool2d_with_indices.default in kinds  # as its images lie, and not copied back
+
+
 @pytest.mark.parametrize("other", [torch.ops.aten.tanh.default, torch.ops.aten.det.default], ids=str)
 def test_a_layout_that_changes_the_result_or_fails_is_not_used(other, monkeypatch):
     real = layout.for_images
-    monkeypatch.setattr(layout, "for_images", lambda module: _in_place_of_relu(other, real(module)))
+    monkeypatch.setattr(layout, "for_images", lambda *given: _in_place_of_relu(other, real(*given)))
     task = task_of("plain", torch.float64)
     params = {name: p.detach() for name, p in task.parameters().items()}
     traced = products.example_gradients(task, params, task.read(range(6)))

@@ -37,6 +37,23 @@ def images():
     return model, TensorDataset(x, torch.randint(3, (20,), generator=draw)), lambda p: torch.optim.SGD(p, lr=0.1)
 
 
+def pooled():
+    """With kinks, and large enough in float32 that sums in another order show."""
+    draw = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 4, 2), nn.Flatten(), nn.LazyLinear(3)
+    )
+    x = torch.randn(20, 2, 10, 10, generator=draw)
+    model(x)
+    return model, TensorDataset(x, torch.randint(3, (20,), generator=draw)), lambda p: torch.optim.SGD(p, lr=0.1)
+
+
+def pooled_in_float64():
+    model, data, make = pooled()
+    return model.double(), TensorDataset(data.tensors[0].double(), data.tensors[1]), make
+
+
 def without(run, problem, left_out):
     """The run trained by an ordinary loop in which the example's loss is left out of every batch's mean."""
     model, data, make = problem()
@@ -53,7 +70,8 @@ def without(run, problem, left_out):
         return nn.functional.cross_entropy(model(x), y)
 
 
-@pytest.mark.parametrize("problem", [text, images])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("problem", [text, images, pooled_in_float64])
 def test_replays_on_threads_are_plain_trainings_without_the_example(tmp_path, two_threads, problem):
     model, data, make = problem()
     task = lo.Task(model, nn.CrossEntropyLoss(), data)
@@ -68,13 +86,20 @@ def test_replays_on_threads_are_plain_trainings_without_the_example(tmp_path, tw
     assert scores.cost.gradients == len(run) + sum(int(one.sum()) for one in met)
 
 
-def test_threads_compute_the_same_bits_as_one(tmp_path, two_threads, monkeypatch):
-    model, data, make = text()
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("problem", [text, pooled])
+def test_threads_compute_the_same_bits_as_one(tmp_path, two_threads, monkeypatch, problem):
+    """And so do models in shards of any size, whenever what they repeat was traced."""
+    model, data, make = problem()
     task = lo.Task(model, nn.CrossEntropyLoss(), data)
     run = lo.train(task, make(model.parameters()), 2, 4, 0, tmp_path / "run")
     side_by_side = lo.Replay(ids=IDS).score(run, task, data)
     monkeypatch.setattr(stack, "_threads", lambda _params: 1)
     assert torch.equal(lo.Replay(ids=IDS).score(run, task, data).values, side_by_side.values)
+    for shard in (1, 4):
+        fresh = lo.Task(task.model, nn.CrossEntropyLoss(), data)
+        resources = lo.Resources(work=tmp_path / f"work-{shard}", shard=shard)
+        assert torch.equal(lo.Replay(ids=IDS).score(run, fresh, data, resources=resources).values, side_by_side.values)
 
 
 def test_models_that_wait_for_their_step_need_no_room_for_activations(tmp_path, two_threads):

@@ -39,18 +39,19 @@ DECIDING = ("gt", "ge", "lt", "le", "eq", "ne", "sgn", "sign", "max", "min", "am
 """Operations that compare."""
 
 
-def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
-    """The same operations laid out anew, yet to be simplified, or None where there is nothing to gain."""
+def for_images(module: fx.GraphModule, whole: bool = False) -> fx.GraphModule | None:
+    """The same operations laid out anew, yet to be simplified, or None where there is nothing to gain.
+
+    The ``whole`` of them also where they decide at a kink: for models that need not decide as others have.
+    """
     if not any(node.target is aten.convolution.default and _is_image(node) for node in module.graph.nodes):
         return None
     if any(node.target is aten.as_strided.default for node in module.graph.nodes):  # it names places in memory
         return None
     module = fx.GraphModule(module, copy.deepcopy(module.graph))
-    deciding = deciding_nodes(module.graph)
+    deciding = set() if whole else deciding_nodes(module.graph)
     for node in module.graph.nodes:
-        if node.target is aten.max_pool2d_with_indices.default and _is_image(node.args[0]):
-            node.target = _pool  # bit for bit
-        elif node.op == "call_function" and node not in deciding:
+        if node.op == "call_function" and node not in deciding:
             _lay_out(node)
             _join(node, deciding)
         elif node.op == "output":  # whoever gets them expects the usual order
@@ -58,6 +59,14 @@ def for_images(module: fx.GraphModule) -> fx.GraphModule | None:
             node.args = (_wrapped(node, torch.Tensor.contiguous, results),)
     _share_windows(module.graph)
     return module
+
+
+def pool_by_channels(module: fx.GraphModule) -> None:
+    """Pools images with their channels side by side, which changes no bit."""
+    for node in module.graph.nodes:
+        if node.target is aten.max_pool2d_with_indices.default and _is_image(node.args[0]):
+            node.target = _pool
+    module.recompile()
 
 
 def deciding_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -99,6 +108,9 @@ def _lay_out(node: fx.Node) -> None:
         kernel.replace_all_uses_with(kernels)
     elif node.target is aten.threshold_backward.default and _is_stack(node):
         _lay_out_stack(node)
+    elif node.target is _pool and _is_image(given[0]):  # no kink depends on it here
+        node.target = aten.max_pool2d_with_indices.default
+        node.update_arg(0, _wrapped(node, _channels_last, [given[0]])[0])
     elif node.target in IMAGES:
         if node.target is aten.max_pool2d_with_indices_backward.default and _is_image(given[1]):
             node.update_arg(1, _room_for(node, given[1].meta["val"]))
