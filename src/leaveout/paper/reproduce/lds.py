@@ -27,7 +27,7 @@ from leaveout.scores import Scores
 from leaveout.trajectory.left_out import leave_out
 
 SHARES = (0.01, 0.05, 0.2)
-RUN: dict[str, Any] = {**GPT, "lr": 1e-3, "meaning": "run", "subsets": 40}
+RUN: dict[str, Any] = {**GPT, "lr": 1e-3, "meaning": "run", "subsets": 100}
 DIGITS: dict[str, Any] = {
     "data": "digits",
     "n": 300,
