@@ -175,7 +175,7 @@ HEADS = {
     ("algorithm", "digits"): "digits, algorithm",
 }
 
-SETTING = """Single run: the small GPT of `leaveout reproduce tsloo` (AdamW 0.001, one epoch), 40 random subsets of 1%,
+SETTING = """Single run: the small GPT of `leaveout reproduce tsloo` (AdamW 0.001, one epoch), 100 random subsets of 1%,
 5% and 20% left out of the recorded trajectory, 10 queries; and 300 digits, 64-32-10 with GELU, AdamW at 0.003, 5
 epochs of 30, 100 subsets, 50 queries. SGD-IE (the metagradient, MAGIC) is additive. Jumps of single examples are
 added, or a subset's examples leave each batch in one jump; each with saturated moments and with moments by derivative.

@@ -95,9 +95,9 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
 SETTING = """Small GPT: 58,496 parameters, 500 words, the first 33 words of 1,000 messages of 20News, batch 32, 40 left
 out, 10 queries. MNIST: 784-16-16-10, 6,000 images scaled to mean 0 and variance 1 but for one row, one epoch of 64, 200
 left out, 100 queries. AdamW with betas 0.9, 0.95, weight decay 0.01 and PyTorch's default eps of 1e-8; float32 but for
-one row. One example at a time is left out of the recorded trajectory. Three readings of one backward sweep: SGD-IE, which is the metagradient (MAGIC);
-the jump, `ACC()`'s default; and the jump whose change of Adam's moments is read by their derivative, without
-saturation. Mean (standard deviation) over seeds."""
+one row. One example at a time is left out of the recorded trajectory. Three readings of one backward sweep: SGD-IE,
+which is the metagradient (MAGIC); the jump, `ACC()`'s default; and the jump whose change of Adam's moments is read by
+their derivative, without saturation. Mean (standard deviation) over seeds."""
 
 TSLOO = Spec(
     "tsloo",
