@@ -211,9 +211,10 @@ def killed(work: Callable[[], object], *, at: int | None = None, size: int | Non
     if child == 0:
         left = at or 0
 
-        def count(event: str, _args: tuple) -> None:
+        def count(event: str, args: tuple) -> None:
             nonlocal left
-            if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            made = event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
+            if made or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
                 left -= 1
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -16,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,7 +40,7 @@ def cache_directory() -> Path:
 
 def write_text(file: Path, text: str) -> None:
     """Write a text file that is there whole or not at all."""
-    write_whole(file, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_opened(file, lambda opened: opened.write(text.encode()))
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
@@ -207,6 +208,25 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def write_opened(file: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Do the same into a file that is open, without a directory: making and removing one takes as long as the rest.
+
+    Nobody can have put a link in its place: it is made new, and written by its descriptor.
+    """
+    aside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o666)
+    try:
+        with open(descriptor, "wb") as opened:
+            write(opened)
+            opened.flush()
+            os.fsync(descriptor)
+        os.replace(aside, file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    _sync(file.parent)
+
+
 def or_null(value: Any) -> Any:
     """Return the value, or None for NaN and infinity, which JSON does not have.
 
@@ -217,7 +237,7 @@ def or_null(value: Any) -> Any:
 
 
 def asides(names: str) -> str:
-    """Return a pattern of the files that a killed writer of such names leaves; a file for a version before this."""
+    """Return a pattern of what a killed writer of such names leaves: files, and directories of ``write_whole``."""
     return rf"\.(?:{names})\.(?:\d+|[a-z0-9_]{{8}})"
 
 

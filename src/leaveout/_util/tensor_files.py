@@ -7,13 +7,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from leaveout._util.files import write_whole
+from leaveout._util.files import write_opened
 
 Rows: TypeAlias = Sequence[Tensor]
 """Tensors of one type and shape, which are written as one with a further first dimension, without being joined."""
@@ -51,18 +51,14 @@ def write_tensors_checked(file: Path, tensors: Mapping[str, Tensor | Rows]) -> i
     words += b" " * (-len(words) % 8)
     crc = 0
 
-    def write(aside: Path) -> None:
+    def write(opened: BinaryIO) -> None:
         nonlocal crc
-        with aside.open("wb", buffering=0) as opened:
-            for block in (len(words).to_bytes(8, "little"), words):
-                opened.write(block)
-                crc = zlib.crc32(block, crc)
-            for left in _pieces([value for _, value in ordered]):
-                crc = zlib.crc32(left, crc)
-                while left:  # a system writes no more than two gigabytes at a time
-                    left = left[opened.write(left) or 0 :]
+        start = memoryview(len(words).to_bytes(8, "little") + words)
+        for piece in chain([start], _pieces([value for _, value in ordered])):
+            crc = zlib.crc32(piece, crc)
+            opened.write(piece)
 
-    write_whole(file, write)
+    write_opened(file, write)
     return crc
 
 

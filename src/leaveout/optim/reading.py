@@ -46,7 +46,9 @@ def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
             code="optimizer-setting-not-supported",
         )
     further = [slot for slot, setting in definition.optional if _is_on(optimizer, setting)]
-    needed = {name for group in optimizer.param_groups for name in _extras(definition, group, [])}
+    needed = {
+        name for group in optimizer.param_groups for name in _extras(definition, group, definition.settings(group, []))
+    }
     extras = tuple(name for name in allowed_extras(definition) if name in needed)
     return Rule(definition.name, groups, (*definition.slots, *further), extras)
 
@@ -158,7 +160,8 @@ def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[st
 
 def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, params: list[Tensor]) -> Hyper:
     definition, group = rule.definition, optimizer.param_groups[number]
-    extras = _extras(definition, group, params)
+    given = definition.settings(group, params)
+    extras = _extras(definition, group, given)
     turned = [setting for slot, setting in definition.optional if group[setting] and slot not in rule.slots]
     turned += [name for name in extras if name not in rule.extras]
     if turned:
@@ -168,16 +171,16 @@ def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, par
         raise UnsupportedError(
             f"Parameter group {number} {changed} while training: start with it so.", code="optimizer-changed"
         )
-    own = {name: float(value) for name, value in definition.settings(group, params).items()}
-    return {**own, **{name: extras.get(name, 0.0) for name in rule.extras}}
+    own = {name: float(value) for name, value in given.items()}
+    return {**own, **{name: extras.get(name, 0.0) for name in rule.extras}} if rule.extras else own
 
 
-def _extras(definition: Definition, group: Group, params: list[Tensor]) -> Hyper:
+def _extras(definition: Definition, group: Group, given: Mapping[str, Any]) -> Hyper:
     """The further columns that a group needs: options that are on, types of hyperparameters that are tensors."""
     extras = {name: 1.0 for name in definition.options if group.get(name)}
     if group.get("fused"):  # its kernel takes the value and computes in its own precision
         return {**extras, FUSED: 1.0} if has_kernel(definition) else extras
-    for name, value in definition.settings(group, params).items():
+    for name, value in given.items():
         if isinstance(value, Tensor) and value.dtype in DTYPES[1:]:
             extras[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))
     if group.get("capturable"):  # then the counters are not made numbers before they are used

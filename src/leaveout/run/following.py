@@ -8,12 +8,13 @@ and every ``EVERY``-th as it is. Going from the one to the other takes elementwi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, State, memory, nbytes
+from leaveout._util.trees import PARAM, Params, State, memories, nbytes
 from leaveout.optim import AVERAGE, Hyper, Rule
 
 EVERY = 8
@@ -21,6 +22,8 @@ EVERY = 8
 
 PROVEN = 2
 """How many steps are computed again while recording, before states are kept as gradients."""
+
+_VERSION = attrgetter("_version")
 
 
 class Used(NamedTuple):
@@ -41,8 +44,8 @@ class Used(NamedTuple):
         Who zeroes them in place may do so behind the count of changes, by ``.data``, so that having them is enough.
         """
         now = [param.grad for param in self.params]
-        held = {memory(tensor) for tensor in self.gradients.values()}
-        return self.unchanged() and held.isdisjoint([memory(grad) for grad in now if grad is not None])
+        held = memories(list(self.gradients.values()))
+        return self.unchanged() and held.isdisjoint(memories([grad for grad in now if grad is not None]))
 
     def unchanged(self) -> bool:
         """Say whether nobody wrote to the gradients in a way that is counted."""
@@ -78,7 +81,7 @@ def size_of(kept: State | Used) -> int:
 
 
 def _versions(tensors: Params) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors.values())
+    return tuple(map(_VERSION, tensors.values()))
 
 
 def saves_room(rule: Rule) -> bool:

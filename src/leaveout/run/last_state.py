@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import State
 from leaveout.run.live_model import are_small, flat
+
+_VERSION = attrgetter("_version")
 
 
 class LastState:
@@ -44,12 +47,16 @@ class LastState:
         self._hooks: list[Any] = [optimizer.register_load_state_dict_pre_hook(hook)]
         self._hooks += [module.register_load_state_dict_pre_hook(hook) for module in model.modules()]
 
-    def total(self) -> Tensor:
-        """The parameters' norm, or the sum of their norms: finite only if all are, rarely the same after a change."""
+    def total(self) -> tuple[Tensor, Tensor | None]:
+        """The parameters' norm, or the sum of their norms: finite only if all are, rarely the same after a change.
+
+        Of small parameters it is the norm of a copy in one piece, which is returned as well.
+        """
         with torch.no_grad():
             if self._small:
-                return flat(self._params).norm()
-            return torch.stack(torch._foreach_norm(self._params)).sum()
+                copied = flat(self._params)
+                return torch.linalg.vector_norm(copied), copied
+            return torch.stack(torch._foreach_norm(self._params)).sum(), None
 
     def note(self, total: Tensor, state: State | None) -> None:
         """A step was taken; ``state`` is a copy of what it led to, if there is one."""
@@ -63,13 +70,13 @@ class LastState:
 
     def changed(self) -> bool:
         """Say whether the parameters were written to since the last step, and are not as they were."""
-        return self._versions not in (None, self._counted()) and not torch.equal(self.total(), self._total)
+        return self._versions not in (None, self._counted()) and not torch.equal(self.total()[0], self._total)
 
     def final(self) -> State | None:
         """The state after the last step; None where it is gone."""
         if self._state is not None:
             return self._state
-        now = self.total()
+        now, _ = self.total()
         if self._versions is None or now.device != self._total.device:
             return self._copied()
         # The second is for those who write past the count, by param.data.
@@ -83,7 +90,7 @@ class LastState:
         self._hooks = []
 
     def _counted(self) -> list[int]:
-        return [param._version for param in self._params]
+        return list(map(_VERSION, self._params))
 
 
 class _BeforeLoading:

@@ -71,9 +71,11 @@ class Frozen:
 
 def check_gradients(where: str, params: dict[str, Tensor]) -> None:
     """Refuse gradients that are sparse, left over from before a parameter was frozen, or not there at all."""
-    grads = [param.grad for param in params.values()]
-    for (name, param), grad in zip(params.items(), grads, strict=True):
+    missing = 0
+    for name, param in params.items():
+        grad = param.grad
         if grad is None:
+            missing += 1
             continue
         if grad.is_sparse:
             raise UnsupportedError(
@@ -86,28 +88,36 @@ def check_gradients(where: str, params: dict[str, Tensor]) -> None:
                 "freezing it.",
                 code="gradient-left-over",
             )
-    if all(grad is None for grad in grads):
+    if missing == len(params):
         raise UnsupportedError(
             f"{where}, no parameter has a gradient: call backward() before optimizer.step().", code="gradient-missing"
         )
 
 
-def state_of(optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor]) -> State:
-    """Return a copy of parameters and optimizer state: the optimizer changes its tensors in place."""
-    held = [(slot, name, t) for name, p in params.items() for slot, t in _held(optimizer, rule, p).items()]
+def state_of(
+    optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor], copied: Tensor | None = None
+) -> State:
+    """Return a copy of parameters and optimizer state: the optimizer changes its tensors in place.
+
+    ``copied`` is a copy of all parameters in one piece, as ``flat`` makes it, which becomes part of the state.
+    """
     state: State = {slot: {} for slot in rule.own_slots}
+    held: list[tuple[str, str, Tensor]] = []
+    if copied is None:
+        held += [(PARAM, name, param.detach()) for name, param in params.items()]
+    else:
+        parts = torch._utils._unflatten_dense_tensors(copied, list(params.values()))
+        state[PARAM] = dict(zip(params, parts, strict=True))
+    if len(state) > 1:
+        held += [(slot, name, t) for name, p in params.items() for slot, t in buffers(optimizer, rule, p).items()]
     for (slot, name, _), tensor in zip(held, _copied([tensor for *_, tensor in held]), strict=True):
         state[slot][name] = tensor
     return state
 
 
-def _held(optimizer: torch.optim.Optimizer, rule: Rule, param: Tensor) -> dict[str, Tensor]:
-    return {PARAM: param.detach(), **buffers(optimizer, rule, param)}
-
-
 def _copied(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Copy tensors, many small ones at once into one piece of memory."""
-    if are_small(tensors):
+    if tensors and are_small(tensors):
         return torch._utils._unflatten_dense_tensors(flat(tensors), tensors)
     return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
 

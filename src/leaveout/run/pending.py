@@ -13,17 +13,13 @@ from leaveout.run.micro import Micro
 from leaveout.task import batches
 from leaveout.task.draws import RandomState
 
-SMALL = 1 << 16
-"""Batches of no more bytes are copied, and hashed later by the thread that writes: many at a time go quicker."""
-
 
 class Drawn(NamedTuple):
-    """A batch that was drawn; ``random`` are the random generators at that time, ``copy`` is one of a small batch."""
+    """A batch that was drawn; ``noted`` is what its fingerprint is taken of, ``random`` the random generators then."""
 
     ids: Tensor
     batch: Any
-    fingerprint: list[tuple[int, int]]
-    copy: Any = None
+    noted: list[Any]
     random: RandomState | None = None
     denominator: float | None = None
     autocast: str | None = None
@@ -32,7 +28,7 @@ class Drawn(NamedTuple):
 class Taken(NamedTuple):
     """What a step was taken on: its micro-batches, modes, random generators after it, and batches to be kept.
 
-    ``unhashed`` are copies of small batches, of which the fingerprint has not been taken yet.
+    ``unhashed`` is what fingerprints are taken of, by the thread that writes, where that has not been done yet.
     """
 
     ids: Tensor
@@ -42,7 +38,7 @@ class Taken(NamedTuple):
     after: RandomState | None
     batches: tuple[Any, ...]
     autocast: str | None
-    unhashed: tuple[Any, ...] = ()
+    unhashed: list[Any]
 
 
 class Pending:
@@ -90,12 +86,12 @@ class Pending:
         used = self._batches and any(self._forwards.of_batches(len(self._batches)))
         if used and all(param.grad is None for param in self._params):
             self.clear()
-        self._batches.append(Drawn(ids, batch, *_noted(batch), self._forwards.state()))
+        self._batches.append(Drawn(ids, batch, batches.noted(batch), self._forwards.state()))
 
     def tell(self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None) -> None:
         """Take a batch that the loop names, before or after its forward pass."""
-        prints, copy = ([], None) if batch is None else _noted(batch)
-        self._batches.append(Drawn(ids, batch, prints, copy, self._forwards.state(), denominator, autocast))
+        noted = [] if batch is None else batches.noted(batch)
+        self._batches.append(Drawn(ids, batch, noted, self._forwards.state(), denominator, autocast))
 
     def take(self, *, keep_batches: bool = False) -> Taken:
         """Return what the step that was just taken was taken on, and begin anew.
@@ -110,16 +106,15 @@ class Pending:
             Micro(len(one.ids), random_of(own) if own else self._guessed(one), one.denominator)
             for one, own in zip(self._batches, passes, strict=True)
         )
-        later = all(one.copy is not None for one in self._batches)
         taken = Taken(
             torch.cat([one.ids for one in self._batches]) if len(self._batches) > 1 else self._batches[0].ids,
-            [] if later else [mark for one in self._batches for mark in _marks(one)],
+            [],
             micro,
             self._forwards.passes[-1].training if self._forwards.passes else self._forwards.training(),
             self._forwards.state() if any(part.random for part in micro) else None,
             tuple(one.batch for one in self._batches) if keep_batches else (),
             self.autocast,
-            tuple(one.copy for one in self._batches) if later else (),
+            [leaf for one in self._batches for leaf in one.noted],
         )
         self.clear()
         return taken
@@ -153,15 +148,3 @@ class Pending:
         """The generators when a batch was drawn, for models not called as a whole; None if they did not move."""
         now, before = self._forwards.state(), one.random
         return before if before and not all(torch.equal(before[name], now[name]) for name in now) else None
-
-
-def _noted(batch: Any) -> tuple[list[tuple[int, int]], Any]:
-    """Return a batch's fingerprint; or nothing, and a copy, where it is small."""
-    tensors = [leaf for leaf in batches.leaves(batch) if isinstance(leaf, Tensor)]
-    if sum(leaf.numel() * leaf.element_size() for leaf in tensors) > SMALL:
-        return batches.fingerprint(batch), None
-    return [], batches.map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def _marks(one: Drawn) -> list[tuple[int, int]]:
-    return one.fingerprint if one.copy is None else batches.fingerprint(one.copy)

@@ -45,7 +45,7 @@ class Processes:
 
     def gathered(self, taken: Taken) -> Taken:
         """All processes' parts of a step, in their order, for the first process; the others keep their own."""
-        taken = taken._replace(fingerprint=prints(taken), unhashed=())
+        taken = taken._replace(fingerprint=prints([taken])[0], unhashed=[])
         parts: list[Any] | None = [None] * distributed.get_world_size() if self.first else None
         distributed.gather_object(taken, parts, dst=0, group=self._group)
         if parts is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class Record:
     ``batches`` what the loader yielded, on its way to disk where it has to be kept; ``places`` each parameter's row of
     ``hypers``, on its way to disk where that is not its group's; ``average`` what became of the weights' average
     after it; ``scale`` what the loss was multiplied by, and the gradient divided by (``GradScaler``); ``unhashed``
-    copies of small batches, on their way to disk as fingerprints.
+    what fingerprints are taken of, on its way to disk.
     """
 
     index: int
@@ -40,7 +41,7 @@ class Record:
     places: tuple[int, ...] | None = None
     average: Update | None = None
     scale: float = 1.0
-    unhashed: tuple[Any, ...] = ()
+    unhashed: Sequence[Any] = ()
 
     @property
     def parts(self) -> tuple[Micro, ...]:
@@ -48,6 +49,7 @@ class Record:
         return self.micro or (Micro(len(self.ids)),)
 
 
-def prints(taken: Any) -> list[tuple[int, int]]:
-    """Return the fingerprints of a step's batches, taking those that were left for later."""
-    return [mark for batch in taken.unhashed for mark in batches.fingerprint(batch)] or taken.fingerprint
+def prints(taken: Sequence[Any]) -> list[list[tuple[int, int]]]:
+    """Return the fingerprints of steps' batches, taking those that were left for later."""
+    later = batches.fingerprints([one.unhashed for one in taken])
+    return [found or one.fingerprint for found, one in zip(later, taken, strict=True)]

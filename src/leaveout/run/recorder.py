@@ -346,7 +346,7 @@ class Recorder:
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         if not self._hooks:
             return
-        total = self._last.total()  # one question per step: a sum is finite only if all its terms are
+        total, copied = self._last.total()  # one question per step: a sum is finite only if all its terms are
         if not math.isfinite(total.item()):
             self._stop_at_nan()
         if self._steps == 0 and self._start is not None:
@@ -364,7 +364,7 @@ class Recorder:
         kept: State | Used | None = None
         if self._keep.wants(self._steps):
             given = partial(used, self._params, self._moving.now, alike=self._settings.places is None)
-            kept = self._choice.kept(self._steps, given, self._settings.hypers, self._state)
+            kept = self._choice.kept(self._steps, given, self._settings.hypers, partial(self._state, copied))
             held += (size := self._choice.size(kept))
             self._keep.note(self._steps, size)
         self._last.note(total, None if isinstance(kept, Used) else kept)
@@ -394,7 +394,7 @@ class Recorder:
         self._close(complete=False)
         raise failures.not_finite(self._steps, broken[0], ids, bad)
 
-    def _state(self) -> State:
-        state = state_of(self._optimizer, self._rule, self._params)
+    def _state(self, copied: Tensor | None = None) -> State:
+        state = state_of(self._optimizer, self._rule, self._params, copied)
         state[PARAM] |= self._moving.now()
         return state if self._average is None else {**state, AVERAGE: self._average.now()}

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum, write_tensors
+from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum
 from leaveout._util.tensor_files import Rows, write_tensors_checked
 from leaveout._util.trees import PARAM, Params, State
 from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
@@ -286,11 +286,10 @@ def _ours(file: Path, names: re.Pattern[str]) -> bool:
 
 def _write_start(path: Path, manifest: Manifest, initial: State) -> Manifest:
     """Write the state before the first step, then the manifest that names it."""
-    write_tensors(path / INITIAL, kept_states.flatten(initial))
     config = path / CONFIG
     manifest = replace(
         manifest,
-        initial_crc32=checksum(path / INITIAL),
+        initial_crc32=write_tensors_checked(path / INITIAL, kept_states.flatten(initial)),
         config_crc32=checksum(config) if config.exists() else None,
     )
     write_manifest(path, manifest)
@@ -307,7 +306,7 @@ def _write_shard(
     last: bool = False,
 ) -> Manifest:
     """Write a shard, then the manifest that names it, which says that the run is finished if it is the last one."""
-    marks = [prints(record) for record in records]
+    marks = prints(records)
     leaves = max(map(len, marks))
     marks = [[*own, *[(-1, -1)] * (leaves - len(own))] for own in marks]
     tensors: dict[str, Tensor | Rows] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,12 @@ Batch: TypeAlias = Any
 """What a loader yields: a tensor, or tuples, lists and dicts of them."""
 
 Collate: TypeAlias = Callable[[list], Batch]
+
+SMALL = 1 << 13
+"""Up to how many bytes a tensor is copied whose fingerprint is taken later."""
+
+PLAIN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8}
+"""Types that numpy has as well."""
 
 
 def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -> Batch:
@@ -168,35 +175,90 @@ def fingerprint(batch: Batch) -> list[tuple[int, int]]:
     >>> ordered == other, unordered == same
     (False, True)
     """
-    parts = leaves(batch)
-    tensors = [leaf for leaf in parts if isinstance(leaf, Tensor)]
-    marks = iter(_marks(tensors) if tensors else ())
-    return [next(marks) if isinstance(leaf, Tensor) else _word_mark(leaf) for leaf in parts]
+    return fingerprints([leaves(batch)])[0]
 
 
-def _word_mark(leaf: Any) -> tuple[int, int]:
-    checksum = zlib.crc32(repr(leaf).encode())
-    return checksum, checksum
+class Summed(NamedTuple):
+    """The sums of a tensor's rows, and a hash of its type and shape: what its fingerprint is made of."""
+
+    sums: np.ndarray
+    kind: np.uint64
 
 
-def _marks(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Hash all tensors of a batch at once: calls cost more than the numbers of a small batch."""
-    sums = [_row_sums(tensor) for tensor in tensors]
-    hashes = np.split(mixed(np.concatenate(sums)), np.cumsum([len(one) for one in sums])[:-1])
+def noted(batch: Batch) -> list[Any]:
+    """Return the leaves of a batch whose fingerprint is taken later, whatever becomes of its tensors until then.
+
+    Of a small tensor that is a copy, of a large one the sums of its rows: many batches together go quicker.
+
+    >>> x = torch.eye(2)
+    >>> later = noted(x)
+    >>> wanted = fingerprint(x)
+    >>> fingerprints([later, noted(x.zero_())])[0] == wanted
+    True
+    """
+    return [_kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves(batch)]
+
+
+def _kept(tensor: Tensor) -> Tensor | Summed:
+    if tensor.numel() * tensor.element_size() <= SMALL:
+        return tensor.detach().clone()
+    return Summed(_row_sums(tensor), _kind(tensor.dtype, tensor.shape))
+
+
+def fingerprints(noted: Sequence[Sequence[Any]]) -> list[list[tuple[int, int]]]:
+    """Take the fingerprints of many batches by their leaves: those of one type and shape at once, as calls cost."""
+    alike: dict[tuple, list[tuple[int, int]]] = {}
+    marks: list[list[tuple[int, int]]] = [[(0, 0)] * len(parts) for parts in noted]
+    for number, parts in enumerate(noted):
+        for place, leaf in enumerate(parts):
+            if isinstance(leaf, Tensor):
+                alike.setdefault((Tensor, leaf.dtype, leaf.shape), []).append((number, place))
+            elif isinstance(leaf, Summed):
+                alike.setdefault((Summed, leaf.kind, len(leaf.sums)), []).append((number, place))
+            else:
+                checksum = zlib.crc32(repr(leaf).encode())
+                marks[number][place] = checksum, checksum
+    if not alike:
+        return marks
+    sums = [_joined_sums([noted[number][place] for number, place in own]) for own in alike.values()]
+    hashes = np.split(
+        mixed(np.concatenate([one.ravel() for one, _ in sums])), np.cumsum([o.size for o, _ in sums])[:-1]
+    )
     both = [
-        _places(len(rows)) @ rows + _kind(tensor.dtype, tensor.shape)
-        for rows, tensor in zip(hashes, tensors, strict=True)
+        rows.reshape(one.shape) @ _places(one.shape[1]) + kind for rows, (one, kind) in zip(hashes, sums, strict=True)
     ]
-    return list(map(tuple, (mixed(np.stack(both)) >> np.uint64(1)).tolist()))  # signed integers on disk
+    found = (mixed(np.concatenate(both)) >> np.uint64(1)).tolist()  # signed integers on disk
+    for (number, place), mark in zip(chain.from_iterable(alike.values()), found, strict=True):
+        marks[number][place] = tuple(mark)
+    return marks
+
+
+def _joined_sums(parts: Sequence[Any]) -> tuple[np.ndarray, np.uint64]:
+    """Return the sums of the rows of tensors of one type and shape, a row for each, and the hash of these."""
+    first = parts[0]
+    if isinstance(first, Summed):
+        return np.stack([one.sums for one in parts]), first.kind
+    kind = _kind(first.dtype, first.shape)
+    if not first.numel():
+        return np.zeros((len(parts), 0), np.uint64), kind
+    # Joined by numpy: of the thread that writes, PyTorch's kernels would start further ones.
+    rows = _row_bytes(first) if len(parts) == 1 else np.concatenate([_row_bytes(tensor) for tensor in parts])
+    return row_sums(rows).reshape(len(parts), -1), kind
 
 
 def _row_sums(tensor: Tensor) -> np.ndarray:
     """Return Σ_j w_j x_j of each row, which is not mixed yet."""
+    return row_sums(_row_bytes(tensor)) if tensor.numel() else np.zeros(0, np.uint64)
+
+
+def _row_bytes(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype in PLAIN and tensor.device.type == "cpu" and tensor.ndim > 1 and tensor.is_contiguous():
+        return tensor.detach().numpy().reshape(len(tensor), -1).view(np.uint8)  # in few calls, as most batches are
     data = tensor.detach().cpu()
     data = (data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1)).contiguous()
     if data.stride(-1) != 1:  # a single value of a larger tensor counts as contiguous
         data = data.clone(memory_format=torch.contiguous_format)
-    return row_sums(data.view(torch.uint8).numpy()) if data.numel() else np.zeros(0, np.uint64)
+    return data.view(torch.uint8).numpy()
 
 
 @lru_cache(maxsize=64)
@@ -208,7 +270,7 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> np.uint64:
 @lru_cache(maxsize=64)
 def _places(count: int) -> np.ndarray:
     """Weights that tell the places of rows apart, and some that do not."""
-    return np.stack([weights(count), np.ones(count, np.uint64)])
+    return np.stack([weights(count), np.ones(count, np.uint64)], axis=1)
 
 
 def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[], Batch]) -> str | None:
