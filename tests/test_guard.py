@@ -8,12 +8,21 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout.errors import UnsupportedError
 from leaveout.sweep.curvature import Hessian
+from leaveout.task import preparing
 from leaveout.task.forms import Form
 from leaveout.task.guard.agreement import slope
 from leaveout.task.guard.points import trial
 from refusal import refused
 
 pytestmark = pytest.mark.compared_anew
+
+
+@pytest.fixture(params=["small", "large"], autouse=True)
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test is taken as for a large model too, for which fewer passes are made."""
+    if request.param == "large":
+        monkeypatch.setattr(preparing, "LARGE", 0)
+    return request.param
 
 
 def data(n: int = 8) -> TensorDataset:
@@ -186,3 +195,50 @@ def test_a_kink_beside_the_state_does_not_make_a_right_derivative_wrong():
     assert slope(task.quiet(), at, batch, trial(task, at, batch, near=False).point)
     away = task.compared_at(0, at)
     assert away.abilities.slope
+
+
+class Stopped(nn.Module):
+    """Stops a gradient within a product, so that the derivative of the gradient is no symmetric matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(hidden * hidden.detach())
+
+
+MODELS = {
+    "linear": lambda: nn.Linear(4, 2),
+    "layer norm": normalised,
+    "instance norm": lambda: nn.Sequential(
+        nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 2)
+    ),
+    "dropout": lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, 2)),
+    "a detached factor": Stopped,
+    "attention": lambda: nn.Sequential(
+        nn.Linear(4, 12), nn.Unflatten(1, (3, 4)), nn.TransformerEncoderLayer(4, 2, 5, 0.1, batch_first=True),
+        nn.Flatten(), nn.Linear(12, 2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ["large"], indirect=True)
+@pytest.mark.parametrize("name", MODELS)
+def test_fewer_passes_of_a_large_model_find_the_same(name: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the state that a task is made with, and at another as training sees it."""
+    assert size == "large"
+    found, passes = [], []
+    for large in (0, 1 << 24):
+        monkeypatch.setattr(preparing, "LARGE", large)
+        torch.manual_seed(0)
+        model, count = MODELS[name]().double(), [0]
+        model.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        task = lo.Task(model.eval(), nn.CrossEntropyLoss(), data())
+        trained = task.as_recorded(frozenset(part for part, _ in model.named_modules()), (), None)
+        last = {key: param.detach() * 1.1 for key, param in model.named_parameters()}
+        found.append((task.abilities, trained.compared_at(0, last).abilities))
+        passes.append(count[0])
+    assert found[0] == found[1]
+    assert passes[0] < passes[1]

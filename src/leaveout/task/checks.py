@@ -14,7 +14,7 @@ from leaveout.task import batches
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called
 from leaveout.task.guard.compare import compared, tried
-from leaveout.task.preparing import TRIAL
+from leaveout.task.preparing import trial_ids
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -89,7 +89,7 @@ def _module_problem(module: nn.Module) -> str | None:
 def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities]:
     """Problems that show on the first examples, and what the model's operations support."""
     none = Abilities()
-    ids = list(range(min(TRIAL, task.size)))
+    ids = trial_ids(task)
     try:
         batch, again = task.read(ids), task.read(ids)
     except InputError:

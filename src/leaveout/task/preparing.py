@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from leaveout.task.task import Task
 
 TRIAL = 3
-"""How many examples a trial takes."""
+"""How many examples a trial takes; of a large model, one less."""
+
+LARGE = 1 << 24
+"""From how many parameters on, frozen ones too, a model is large: a pass in float64 takes half a second or more."""
 
 
 class MicroBatch(NamedTuple):
@@ -68,9 +71,19 @@ def _factors(accumulation: str | int, own: list[float]) -> list[float]:
     return [float(times)] * len(own)
 
 
+def is_large(task: Task) -> bool:
+    """Say whether passes of a task's model take so long that as few as can be are made to compare derivatives."""
+    return sum(param.numel() for param in task.model.parameters()) >= LARGE
+
+
+def trial_ids(task: Task) -> list[int]:
+    """Return the first training examples, on which derivatives are compared."""
+    return list(range(min(TRIAL - is_large(task), task.size)))
+
+
 def trial_batch(task: Task, params: Params) -> TrainingBatch:
     """Return the first training examples as training would see them, with draws from a fixed seed."""
-    batch = task.read(range(min(TRIAL, task.size)))
+    batch = task.read(trial_ids(task))
     state = {"cpu": torch.Generator().manual_seed(0).get_state()}
     random = has_randomness(lambda: _eager(task, batch, params), task.device)
     ready = prepared(task, [MicroBatch(batch, state if random else None)], params)

@@ -6,6 +6,7 @@ point; without a point, only that it can be computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from leaveout.task.derivatives import (
 from leaveout.task.guard.differences import FLOOR, inner, norm
 from leaveout.task.guard.points import Point, reads
 from leaveout.task.joint import directional_by_example
+from leaveout.task.preparing import is_large
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -89,26 +91,32 @@ def vectors(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def changes(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """J·v for a stack of vectors; for the second, the weight of the first example changes as well."""
-    size = len(batches.leaves(batch)[0])
-    ones = _like(at).new_ones((2, size))
+    """J·v for a stack of vectors; for the last, the weight of the first example changes as well.
+
+    Of a large model only the last is looked at, which has both parts.
+    """
+    size, pair = len(batches.leaves(batch)[0]), _directions(at, point)
+    given = _stack(pair[1:] if is_large(task) else pair)
+    rows = len(_like(given))
+    ones = _like(at).new_ones((rows, size))
     added = torch.zeros_like(ones)
-    added[1, 0] = 1
-    value, changed = weighted_changes(task, at, batch, (_stack(_directions(at, point)), ones, added))
+    added[-1, 0] = 1
+    value, changed = weighted_changes(task, at, batch, (given, ones, added))
     if point is None:
         return True
-    second = each(lambda f, e: f[1] - e[0] / size, changed, point.examples)
+    last = each(lambda f, e: f[-1] - e[0] / size, changed, point.examples)
     return (
         point.has_gradient(value)
-        and point.difference.agrees(_row(changed, 0), 0)
-        and point.difference.agrees(second, 1)
+        and (rows == 1 or point.difference.agrees(_row(changed, 0), 0))
+        and point.difference.agrees(last, 1)
     )
 
 
 def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """J·v of every example, with one vector for all and with one each."""
+    """J·v of every example, with one vector for all and with one each; of a large model, only the latter."""
     size, u = len(batches.leaves(batch)[0]), _directions(at, point)[0]
-    for given in (u, each(lambda t: t.expand(size, *t.shape), u)):
+    own = each(lambda t: t.expand(size, *t.shape), u)
+    for given in (own,) if is_large(task) else (u, own):
         value, curved = example_products(task, at, batch, given)
         mean = each(lambda t: t.mean(0), curved)
         if point is not None and not (point.has_examples(value) and point.difference.agrees(mean, 0)):
@@ -117,9 +125,9 @@ def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def outer(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """Products with the Fisher and the Gauss-Newton matrix."""
-    for kind in (FISHER, GAUSS_NEWTON):
-        value, curved, reads = batch_products(task, at, batch, _stack(_directions(at, point)), kind=kind)
+    """Products with the Fisher and the Gauss-Newton matrix; of a large model with the latter, which has all parts."""
+    for kind in (GAUSS_NEWTON,) if is_large(task) else (FISHER, GAUSS_NEWTON):
+        value, curved, reads = batch_products(task, at, batch, _stack(_directions(at, point)[:1]), kind=kind)
         if point is None:
             continue
         wanted = _fisher(task, point) if kind is FISHER else _gauss_newton(task, point, batch)
@@ -208,8 +216,8 @@ def _like(params: Params) -> Tensor:
     return next(iter(params.values()))
 
 
-def _stack(pair: tuple[Params, Params]) -> Params:
-    return each(lambda a, b: torch.stack([a, b]), *pair)
+def _stack(vectors: Sequence[Params]) -> Params:
+    return each(lambda *rows: torch.stack(rows), *vectors)
 
 
 def _row(stack: Params, i: int) -> Params:

@@ -19,6 +19,7 @@ from leaveout.task.guard.coupled import coupled_abilities
 from leaveout.task.guard.culprit import culprit
 from leaveout.task.guard.differences import MISSING
 from leaveout.task.guard.points import Point, Trial, trial
+from leaveout.task.preparing import is_large
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
@@ -81,25 +82,52 @@ class _Search:
         self.abilities_now = Abilities(vmap=True, stacks=True, forward=True, outer=True)
 
     def abilities(self, before: Abilities | None) -> Abilities:
-        """What works, and is right."""
+        """What works, and is right.
+
+        Of a large model, one vector's product is right if it is together with every example's gradient; and what was
+        compared ``before``, and differs from another kind only in the axis that ``vmap`` goes along, is as it was then
+        if that other kind is.
+        """
+        large = is_large(self.task)
+        brief = before if large else None
         self._switch("vmap", agreement.examples, before)
-        self._switch("stacks", agreement.models, before)
+        if not self._as_before(brief, "vmap", "stacks"):
+            self._switch("stacks", agreement.models, before)
         self._switch("symmetric", self._symmetric, before)
-        self._switch("reads", agreement.weights, before)
         self._switch("slopes", agreement.weights, before)
+        if self.abilities_now.slopes:
+            self._set("reads", True)  # which serve where slopes do not
+        else:
+            self._switch("reads", agreement.weights, before)
         # Without a comparison, the form that is wrong most often is not used.
-        for kind, order, check in (
-            ("vector", VECTOR if self.point else VECTOR[1:], agreement.vector),
-            ("vectors", VECTORS, agreement.vectors),
-            ("changes", CHANGES, agreement.changes),
-            ("example", EXAMPLE if self.abilities_now.symmetric else (), agreement.example),
-        ):
-            self._choose(kind, _later(order, getattr(before, kind)) if before else order, check)
-        if self.abilities_now.vector is Form.REVERSE_FORWARD and self.abilities_now.vmap:
-            self._switch("together", agreement.together, before)
-        self._try([{"forward": True}, {"forward": False}, {"outer": False}], agreement.outer)
+        vector = VECTOR if self.point else VECTOR[1:]
+        self._set("vector", before.vector if before else vector[0])
+        if not (large and self._joint(before)):
+            self._choose("vector", vector, agreement.vector, before)
+            self._joint(before)
+        self._choose("vectors", VECTORS, agreement.vectors, before)
+        self._choose("changes", CHANGES, agreement.changes, before)
+        if not (self.abilities_now.symmetric and self._as_before(brief, "changes", "example")):
+            self._choose("example", EXAMPLE if self.abilities_now.symmetric else (), agreement.example, before)
+        if not (self.abilities_now.slopes and self._as_before(brief, "slopes", "forward", "outer")):
+            self._try([{"forward": True}, {"forward": False}, {"outer": False}], agreement.outer)
         self._try([{"stops": False}, {"stops": True}, {"slope": False}], agreement.slope)
         return self.abilities_now
+
+    def _joint(self, before: Abilities | None) -> bool:
+        """Say whether one vector's product can be had together with every example's gradient."""
+        self._set("together", False)
+        if self.abilities_now.vector is Form.REVERSE_FORWARD and self.abilities_now.vmap:
+            self._switch("together", agreement.together, before)
+        return self.abilities_now.together
+
+    def _as_before(self, before: Abilities | None, like: str, *names: str) -> bool:
+        """Take these over from a comparison before, if there is one and what they are ``like`` is as it was."""
+        if before is None or getattr(self.abilities_now, like) != getattr(before, like):
+            return False
+        for name in names:
+            self._set(name, getattr(before, name))
+        return True
 
     def _symmetric(self, _task: Task, _at: Params, _batch: Any, point: Point | None) -> bool:
         return point is None or point.difference.symmetric
@@ -111,8 +139,8 @@ class _Search:
             self._set(name, True)
             self._set(name, self._is_right(check))
 
-    def _choose(self, kind: str, order: Sequence[Form], check: Check) -> None:
-        for form in order:
+    def _choose(self, kind: str, order: Sequence[Form], check: Check, before: Abilities | None) -> None:
+        for form in _later(order, getattr(before, kind)) if before else order:
             self._set(kind, form)
             if self._is_right(check):
                 return

@@ -63,16 +63,18 @@ def difference(
     seed: int = 0,
     padding: Mapping[str, int] | None = None,
     counters: Collection[str] = (),
+    here: Params | None = None,
 ) -> Difference | None:
     """The differences of a gradient at a point along two random directions; None where all meet a kink.
 
     ``padding``: rows of embeddings that training may never move, as ``padding_rows`` gives them. Where such a row has
     no gradient, the directions do not move it either: no displacement and no carried vector ever does. ``counters``
-    are whole numbers, such as BatchNorm's count of batches, and are not moved.
+    are whole numbers, such as BatchNorm's count of batches, and are not moved. ``here`` is the gradient at the point,
+    where it is known.
     """
     dtype = next(iter(at.values())).dtype
     dtype = dtype if dtype in STEPS else torch.float32
-    here = slope(at)
+    here = slope(at) if here is None else here
     if not finite(here):
         return None
     generator = torch.Generator().manual_seed(seed)

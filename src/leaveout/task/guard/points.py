@@ -81,9 +81,10 @@ def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
     moved = each(torch.add, at, like(at, torch.Generator().manual_seed(0), MOVED))
     point: Point | None = None
     for seed, place in enumerate((moved, at) if near else (at, moved)):
-        problem = _mixing(wide, place, given)
-        if problem is None and point is None:
+        if point is None:
             problem, point = _point(wide, place, given, seed)
+        else:
+            problem = _mixing(wide, place, given)
         if problem:
             return Trial(wide, given, at, None, problem)
     return Trial(wide, given, at, point)
@@ -110,17 +111,17 @@ def _wide(task: Task, params: Params, batch: Any) -> tuple[Task, Any, Params]:
 
 def plain(task: Task, batch: Any) -> Callable[[Params], Params]:
     """ḡ as ``loss.backward()`` gives it."""
+    return lambda params: _plain(task, batch, params)[1]
 
-    def slope(params: Params) -> Params:
-        tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        with torch.enable_grad():
-            loss = task.losses(tracked, batch).mean()
-            gradients = torch.autograd.grad(loss, list(tracked.values()), allow_unused=True)
-        return {
-            n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tracked.items(), gradients, strict=True)
-        }
 
-    return slope
+def _plain(task: Task, batch: Any, params: Params) -> tuple[Tensor, Params]:
+    """The losses, and ḡ."""
+    tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    with torch.enable_grad():
+        losses = task.losses(tracked, batch)
+        gradients = torch.autograd.grad(losses.mean(), list(tracked.values()), allow_unused=True)
+    pairs = zip(tracked.items(), gradients, strict=True)
+    return losses.detach(), {n: torch.zeros_like(t) if g is None else g for (n, t), g in pairs}
 
 
 def reads(examples: Params, direction: Params) -> Tensor:
@@ -134,6 +135,11 @@ def _mixing(task: Task, at: Params, batch: Any) -> str | None:
     """Say whether an example has another loss alone than with others."""
     with torch.no_grad():
         alone, together = torch.cat([task.losses(at, one) for one in _singles(batch)]), task.losses(at, batch)
+    return _apart(task, at, batch, alone, together)
+
+
+def _apart(task: Task, at: Params, batch: Any, alone: Tensor, together: Tensor) -> str | None:
+    """Say how losses of examples alone differ from those with others, and whether it is for the others' sake."""
     near = partial(torch.allclose, rtol=_rounding(task), atol=1e-2 * _rounding(task), equal_nan=True)
     if near(alone, together):
         return None
@@ -148,15 +154,18 @@ def _mixing(task: Task, at: Params, batch: Any) -> str | None:
 
 
 def _point(task: Task, at: Params, batch: Any, seed: int) -> tuple[str | None, Point | None]:
-    slope = plain(task, batch)
-    whole, parts = slope(at), [plain(task, one)(at) for one in _singles(batch)]
+    """What plain autograd says at a state, or that examples depend on each other there; None of what is not finite."""
+    together, whole = _plain(task, batch, at)
+    alone, parts = zip(*(_plain(task, one, at) for one in _singles(batch)), strict=True)
+    if problem := _apart(task, at, batch, torch.cat(alone), together):
+        return problem, None
     examples = {name: torch.stack([part[name] for part in parts]) for name in at}
     if not (finite(whole) and finite(examples)):
         return None, None
     apart = norm(each(lambda g, e: g - e.mean(0), whole, examples))
     if apart > _rounding(task) * (1e2 * norm(whole) + norm(examples)):
         return _depends("the mean of their gradients is not the batch's"), None
-    measured = difference(slope, at, seed, padding_rows(task.model))
+    measured = difference(plain(task, batch), at, seed, padding_rows(task.model), here=whole)
     return None, Point(measured, examples) if measured else None
 
 
