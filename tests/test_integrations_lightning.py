@@ -17,6 +17,7 @@ import leaveout as lo
 lightning = pytest.importorskip("lightning")
 
 from leaveout.integrations.lightning import RecorderCallback  # noqa: E402
+from refusal import refused  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LEFT_OUT = [0, 7]
@@ -97,6 +98,15 @@ class Manual(Net):
         self.lr_schedulers().step()
 
 
+class Skipping(Net):
+    """Returns None for some batches, which are not trained on."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        first = batch_idx == 0 and self.trainer.training and self.current_epoch == 0
+        return None if batch_idx in (1, 2) or first else loss
+
+
 GIVEN = {"manual": {"loss": nn.CrossEntropyLoss(), "clip_norm": 0.3}}
 """What the task has to be told."""
 
@@ -110,6 +120,8 @@ CASES = {
     "not called as a whole, accumulated": (Inside, {"accumulate_grad_batches": 2}),
     "bf16": (Narrow, {"precision": "bf16-mixed", "gradient_clip_val": 1.0}),
     "manual": (Manual, {}),
+    "some batches skipped": (Skipping, {"gradient_clip_val": 0.3}),
+    "some batches skipped, accumulated": (Skipping, {"accumulate_grad_batches": 2}),
 }
 
 
@@ -221,6 +233,31 @@ def test_buffers_that_move_in_the_first_window(tmp_path) -> None:
     lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss()), data(6, 9))
 
 
+def test_skipped_batches_are_not_part_of_the_run() -> None:
+    alone, in_windows = (
+        recorded(name)[0].run for name in ("some batches skipped", "some batches skipped, accumulated")
+    )
+    assert [len(alone.record(i).ids) for i in range(len(alone))] == [4] * 5
+    assert [len(in_windows.record(i).ids) for i in range(len(in_windows))] == [4] * 5
+
+
+def test_a_skipped_batch_that_moves_buffers_is_refused(tmp_path) -> None:
+    with refused(lo.UnsupportedError, "skipped-batch-moves-buffers", "running_mean"):
+        fit(Skipping, {}, callbacks=[RecorderCallback(tmp_path / "run")], norm=True)
+
+
+class Zeroing(Skipping):
+    """Leaves gradients of zero, by which momentum still moves the parameters."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+
+def test_a_skipped_batch_with_gradients_of_zero_is_refused(tmp_path) -> None:
+    with refused(lo.UnsupportedError, "step-without-loss", "set_to_none"):
+        fit(Zeroing, {}, callbacks=[RecorderCallback(tmp_path / "run")])
+
+
 def test_random_data_is_kept(tmp_path) -> None:
     class Noisy(torch.utils.data.TensorDataset):
         def __getitem__(self, index):
@@ -317,6 +354,18 @@ def test_a_loss_that_is_no_mean_is_refused(tmp_path) -> None:
     assert error.value.code == "model-loss-unknown"
     weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss(weight)), data(6, 9))
+
+
+def test_a_loss_that_is_there_in_training_only_is_refused(tmp_path) -> None:
+    class Silent(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss if self.trainer.training else None
+
+    recorder = RecorderCallback(tmp_path / "run")
+    fit(Silent, {}, callbacks=[recorder])
+    with refused(lo.UnsupportedError, "model-loss-unknown", "Silent"):
+        recorder.task()
 
 
 def test_the_example(tmp_path) -> None:

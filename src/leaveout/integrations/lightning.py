@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class RecorderCallback(Callback):
         self._noted: NotedLoader | None = None
         self._settings: dict[str, Any] = {}
         self._convert: Any = None
+        self._take_back: Callable[[], None] | None = None
 
     @property
     def run(self) -> Run:
@@ -140,7 +142,22 @@ class RecorderCallback(Callback):
         """Tell the recorder which batch comes."""
         if self._recorder is not None and self._noted is not None:
             cast = "bfloat16" if str(trainer.precision) == "bf16-mixed" else None
-            self._recorder.step(self._noted.next(), batch, epoch=trainer.current_epoch, autocast=cast)
+            told = self._recorder.step(self._noted.next(), batch, epoch=trainer.current_epoch, autocast=cast)
+            self._take_back = told if self._module.automatic_optimization else None
+
+    def on_after_backward(self, *_: Any) -> None:
+        """Note that the batch has a gradient."""
+        self._take_back = None
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """Pass over a batch for which ``training_step`` returned None."""
+        if self._take_back is not None:
+            self._take_back()
+        self._take_back = None
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Do the same where the step comes later."""
+        self.on_before_optimizer_step()
 
     def on_save_checkpoint(self, *_: Any) -> None:
         """Have the run on disk before the checkpoint is, so that whoever has the checkpoint has the run."""
@@ -180,7 +197,7 @@ def _check_mean(module: LightningModule, batch: Any) -> None:
     with undisturbed(module):
         own, each = loss_of_step(module, batch), StepCall()(module, batch)[0]
     count = len(batches.leaves(batch)[0])
-    if each.shape != (count,) or not torch.allclose(each.mean(), own, rtol=1e-4, atol=1e-7):
+    if own is None or each.shape != (count,) or not torch.allclose(each.mean(), own, rtol=1e-4, atol=1e-7):
         raise UnsupportedError(
             f"The loss that {type(module).__name__}.training_step returns is not the mean of a loss of "
             "torch.nn.functional: give task(loss=...), a loss of what the module itself returns for its inputs, and "

@@ -50,8 +50,8 @@ class StepCall:
         return value, batches.leaves(batch)[-1]
 
 
-def loss_of_step(module: Any, batch: Any) -> Tensor:
-    """Return the loss of ``training_step``, as it is."""
+def loss_of_step(module: Any, batch: Any) -> Any:
+    """Return the loss of ``training_step``, as it is; None where it skips the batch."""
     quiet = {"log": _nothing, "log_dict": _nothing}
     held = {name: module.__dict__.pop(name) for name in quiet if name in module.__dict__}
     module.__dict__.update(quiet)

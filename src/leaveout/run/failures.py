@@ -8,6 +8,12 @@ from leaveout.errors import InputError, RunError, UnsupportedError
 from leaveout.run.manifest import MANIFEST
 
 
+def check_on_full(on_full: str) -> None:
+    """Refuse a word for what happens when the disk is full that means nothing."""
+    if on_full not in ("stop", "continue"):
+        raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.", code="on-full-unknown")
+
+
 def finished(path: Path) -> RunError:
     """The run that is resumed is at its end."""
     return RunError(f"The run in {path} is finished: record further steps into another directory.", code="run-finished")

@@ -94,6 +94,21 @@ def check_gradients(where: str, params: dict[str, Tensor]) -> None:
         )
 
 
+def is_unmoved(where: str, params: dict[str, Tensor]) -> bool:
+    """Say that a step all of whose batches were taken back has moved nothing, as no parameter has a gradient.
+
+    Where one has, that is refused.
+    """
+    if any(param.grad is not None for param in params.values()):
+        raise UnsupportedError(
+            f"{where}, there is no loss of this batch, and the optimizer steps with gradients that are zero or from "
+            "before, by which momentum and weight decay still move the parameters: leave gradients away where a batch "
+            "is skipped (zero_grad(set_to_none=True)), or return a loss of zero.",
+            code="step-without-loss",
+        )
+    return True
+
+
 def state_of(
     optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor], copied: Tensor | None = None
 ) -> State:

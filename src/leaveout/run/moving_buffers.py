@@ -61,5 +61,14 @@ class MovingBuffers:
                         code="buffer-moved-late",
                     )
 
+    def check_skipped(self) -> None:
+        """Refuse that a batch is skipped whose forward pass may have moved buffers, which belong to no step then."""
+        if self._names:
+            raise UnsupportedError(
+                f"A batch was skipped after its forward pass, which moves {self._names[0]!r}: skip it before the model "
+                "is called (leave it out of the data), or record what follows as another run.",
+                code="skipped-batch-moves-buffers",
+            )
+
     def _copied(self, buffers: dict[str, Tensor]) -> Params:
         return {name: buffer.detach().to("cpu", self._dtype, copy=True) for name, buffer in buffers.items()}

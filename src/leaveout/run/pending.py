@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from leaveout.run.first_pass import FirstPass
 from leaveout.run.forwards import Forwards, random_of
 from leaveout.run.micro import Micro
+from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.task import batches
 from leaveout.task.draws import RandomState
 
@@ -46,15 +48,16 @@ class Pending:
 
     Args:
         model: what is trained.
-        first: called before the first forward pass after a step.
+        moving: the model's moving buffers.
         fresh: whether a run begins, whose first forward pass is looked at.
     """
 
-    def __init__(self, model: nn.Module, first: Any, *, fresh: bool = True) -> None:
+    def __init__(self, model: nn.Module, moving: MovingBuffers, *, fresh: bool = True) -> None:
         self._batches: list[Drawn] = []
+        self._moving = moving
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._first_pass = FirstPass(model if fresh else None)
-        self._forwards = Forwards(model, lambda: len(self._batches), first, self._dropped)
+        self._forwards = Forwards(model, lambda: len(self._batches), moving.begin, self._dropped)
 
     def __bool__(self) -> bool:
         return bool(self._batches)
@@ -88,10 +91,21 @@ class Pending:
             self.clear()
         self._batches.append(Drawn(ids, batch, batches.noted(batch), self._forwards.state()))
 
-    def tell(self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None) -> None:
-        """Take a batch that the loop names, before or after its forward pass."""
+    def tell(
+        self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None
+    ) -> Callable[[], None]:
+        """Take a batch that the loop names, before or after its forward pass; what is returned takes it back."""
         noted = [] if batch is None else batches.noted(batch)
-        self._batches.append(Drawn(ids, batch, noted, self._forwards.state(), denominator, autocast))
+        told = Drawn(ids, batch, noted, self._forwards.state(), denominator, autocast)
+        self._batches.append(told)
+        return lambda: self._take_back(told)
+
+    def _take_back(self, told: Drawn) -> None:
+        """Forget a batch that has no gradient, with the forward passes since it was named."""
+        if self._batches and self._batches[-1] is told:
+            self._moving.check_skipped()
+            self._forwards.passes = [one for one in self._forwards.passes if one.place < len(self._batches)]
+            self._batches.pop()
 
     def take(self, *, keep_batches: bool = False) -> Taken:
         """Return what the step that was just taken was taken on, and begin anew.

@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
-from leaveout.errors import InputError, LeaveoutWarning, is_whole
+from leaveout.errors import LeaveoutWarning, is_whole
 from leaveout.optim import AVERAGE, Hyper, Settings, hypers_of, rule_of, unwrapped
 from leaveout.run import failures, uneven
 from leaveout.run.following import Choice, Used, used
@@ -28,7 +28,7 @@ from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
 from leaveout.run.live_average import LiveAverage, check_resumed
-from leaveout.run.live_model import Frozen, check_gradients, check_modules, state_of
+from leaveout.run.live_model import Frozen, check_gradients, check_modules, is_unmoved, state_of
 from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.run.overwrite import clear
@@ -91,8 +91,7 @@ class Recorder:
         overwrite: bool = False,
         on_full: str = "stop",
     ) -> None:
-        if on_full not in ("stop", "continue"):
-            raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.", code="on-full-unknown")
+        failures.check_on_full(on_full)
         optimizer = unwrapped(optimizer)
         if optimizer in _RECORDED:
             raise failures.already_recording()
@@ -125,7 +124,7 @@ class Recorder:
         self._past = Past(before if at is None else None)
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
         self._go_on(restored=at is not None)
-        self._pending = Pending(called, self._moving.begin, fresh=before is None)
+        self._pending = Pending(called, self._moving, fresh=before is None)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
         _RECORDED.add(optimizer)
@@ -183,20 +182,21 @@ class Recorder:
         epoch: int = 0,
         denominator: float | None = None,
         autocast: str | None = None,
-    ) -> None:
+    ) -> Callable[[], None]:
         """Say which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
 
         Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of losses was
         divided by, where the task cannot know; ``autocast`` the type of casts, where the model is not called whole.
+        What is returned takes it back, to be called before the step if the batch has no gradient after all.
         """
         numbers = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
             raise failures.not_an_epoch(epoch)
         self._epoch = int(epoch)
         if not self._hooks:
-            return  # the disk is full, or the run is finished
+            return lambda: None  # the disk is full, or the run is finished
         self._past.resume_draws()
-        self._pending.tell(numbers, batch, denominator, autocast)
+        return self._pending.tell(numbers, batch, denominator, autocast)
 
     def called_otherwise(self) -> None:
         """Say that the task will call the model in another way: what autograd functions it has now does not matter."""
@@ -344,7 +344,7 @@ class Recorder:
             self._give_up(error)
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
-        if not self._hooks:
+        if not self._hooks or (not self._pending and is_unmoved(f"At step {self._steps}", self._params)):
             return
         total, copied = self._last.total()  # one question per step: a sum is finite only if all its terms are
         if not math.isfinite(total.item()):

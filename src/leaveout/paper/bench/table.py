@@ -110,7 +110,7 @@ derivatives, in float64, when the task is made and at the last state. On a model
 calls of the model, of three examples, and 79 s of processor time of 90 (one thread; a second scoring takes 10.5 s). Now
 the losses of the gradients serve the check that examples do not depend on each other, inner products are compared in
 the one way that is used, and with 16 million weights or more two examples are taken, not three; what differs only in
-the axis that `vmap` goes along is not compared twice. That is 60 calls of the model, and 39 s of 50: the references
+the axis that `vmap` goes along is not compared twice. That is 60 calls of the model, and 41 s of 52: the references
 take a quarter, and each composition of forward and reverse mode is still compared once at each of the two states.
 Products that recur often enough to be traced have no part for frozen weights; in the first six of a sweep, PyTorch
 multiplies by tangents of zero, two products of six.

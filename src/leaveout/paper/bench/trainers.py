@@ -75,7 +75,9 @@ def adapters() -> list[Row]:
     return [
         Row("disk of a run of LoRA adapters / the adapters' own states", disk / own, "<=", 1.1, how),
         Row("SGD-IE / Trainer, LoRA adapters on a model of 101 million", warm.seconds / plain, "<=", 3.0, scored),
-        Row("task and first SGD-IE / second, the same adapters", (made + cold.seconds) / warm.seconds, "<=", 5.0, first),
+        Row(
+            "task and first SGD-IE / second, the same adapters", (made + cold.seconds) / warm.seconds, "<=", 5.0, first
+        ),
     ]
 
 
