@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 import leaveout as lo
 from leaveout._util.files import tensor_checksum
 from leaveout._util.trees import PARAM
-from leaveout.task.batches import fingerprint
+from leaveout.task.batches import fingerprint, fingerprints, leaves, noted
 from refusal import contents, refused
 
 SIZE = 18
@@ -670,6 +670,22 @@ def test_tensors_cut_out_of_others_have_the_fingerprints_of_their_values(cut: Ca
     x = torch.randn(4, 4)
     assert fingerprint(cut(x)) == fingerprint(torch.tensor(cut(x).tolist()))
     assert tensor_checksum(cut(x)) == tensor_checksum(torch.tensor(cut(x).tolist()))
+
+
+def test_fingerprints_taken_later_and_together_are_those_of_each_batch() -> None:
+    """Whatever becomes of the tensors meanwhile, and whether they are small, large, empty, strange or words."""
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool]
+    given = [{"x": (torch.randn(n, w) * 9).to(kind), "w": "word"} for kind in kinds for n, w in ((3, 5), (8, 2000))]
+    given += [torch.randn(4, 3).T, torch.randn(8, 4000)[:, ::2], torch.tensor(2.0), torch.zeros(3, 0), torch.ones(7)]
+    given += [(torch.randn(3, 5), torch.arange(3)), (torch.randn(3, 5), torch.arange(3)), []]
+    alone = [fingerprint(batch) for batch in given]
+    later = [noted(batch) for batch in given]
+    for batch in given:
+        for leaf in leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                leaf.zero_()
+    assert fingerprints(later) == alone
+    assert len({str(one) for one in alone}) == len(alone)
 
 
 @pytest.mark.parametrize("epoch", [0.33, None, "first", -1, 2**63, [0]], ids=str)

@@ -14,6 +14,8 @@ from leaveout.optim.definition import FUSED, Definition, Group, Hyper, counter, 
 from leaveout.optim.registry import optimizers
 from leaveout.optim.rule import DTYPES, TYPE, Rule, allowed_extras, has_kernel
 
+NOTHING: Mapping[str, Any] = {}
+
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside wrappers that hold it as ``.optimizer``, as accelerate's does; hooks belong to that one."""
@@ -78,7 +80,10 @@ def hypers_of(
     settings = [_group_hypers(optimizer, rule, number, own) for number, own in enumerate(members)]
     if gradients:
         members = [[param for param in own if param.grad is not None] for own in members]
-    counts = [{definition.counted(given[i], held.get(param, {})) for param in own} for i, own in enumerate(members)]
+    counts = [
+        {definition.counted(group, held.get(param, NOTHING)) for param in own}
+        for group, own in zip(given, members, strict=True)
+    ]
     if all(len(own) == 1 for own in counts):  # as in most trainings
         alike: list[Hyper] = [dict(zip(definition.counters, own.pop(), strict=True)) for own in counts]
         return Settings([{**row, **own} for row, own in zip(settings, alike, strict=True)])

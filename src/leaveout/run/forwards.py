@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 
 from leaveout.task.draws import RandomState, random_state
 from leaveout.task.forward import bare, casts_itself
+
+_TRAINING = attrgetter("training")
 
 
 @dataclass
@@ -54,6 +57,9 @@ class Forwards:
         self._drawn, self._first, self._again = drawn, first, again
         self._kind = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}
+        self._modules = [module for _, module in self._named]
+        self._modes: list[bool] = []
+        self._training: tuple[str, ...] = ()
         self.passes: list[Pass] = []
         self._within: str | None = None
         self._hooks = [
@@ -68,8 +74,11 @@ class Forwards:
         return random_state(*self._devices)
 
     def training(self) -> tuple[str, ...]:
-        """The modules that are in training mode, by name."""
-        return tuple(name for name, module in self._named if module.training)
+        """The modules that are in training mode, by name; looked up anew where one has changed."""
+        modes = list(map(_TRAINING, self._modules))
+        if modes != self._modes:
+            self._modes, self._training = modes, tuple(name for name, module in self._named if module.training)
+        return self._training
 
     def _autocast(self) -> str | None:
         kind = self._kind

@@ -139,7 +139,7 @@ class NotingSampler:
 
     def __iter__(self) -> Iterator[Any]:
         for indices in self._indexed:
-            if type(indices) is list and all(type(number) is int and number >= 0 for number in indices) and indices:
+            if type(indices) is list and set(map(type, indices)) == {int} and min(indices) >= 0:
                 drawn = list(indices)  # as most samplers give them
             else:
                 single = not isinstance(indices, Sized) or getattr(indices, "shape", None) == ()

@@ -252,7 +252,7 @@ def _row_sums(tensor: Tensor) -> np.ndarray:
 
 
 def _row_bytes(tensor: Tensor) -> np.ndarray:
-    if tensor.dtype in PLAIN and tensor.device.type == "cpu" and tensor.ndim > 1 and tensor.is_contiguous():
+    if tensor.dtype in PLAIN and tensor.device.type == "cpu" and tensor.ndim and tensor.is_contiguous():
         return tensor.detach().numpy().reshape(len(tensor), -1).view(np.uint8)  # in few calls, as most batches are
     data = tensor.detach().cpu()
     data = (data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1)).contiguous()
