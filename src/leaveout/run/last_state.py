@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from leaveout._util.trees import State
-from leaveout.run.live_model import are_small, flat
+from leaveout.run.live_model import Piece, are_small, joined, together
 
 _VERSION = attrgetter("_version")
 
@@ -39,7 +39,7 @@ class LastState:
         copied: Callable[[], State],
     ) -> None:
         self._params, self._copied = list(params.values()), copied
-        self._small = are_small(self._params)
+        self._parts = together(self._params) if are_small(self._params) else []
         self._versions: list[int] | None = None
         self._total = torch.zeros(())
         self._state: State | None = None
@@ -47,16 +47,15 @@ class LastState:
         self._hooks: list[Any] = [optimizer.register_load_state_dict_pre_hook(hook)]
         self._hooks += [module.register_load_state_dict_pre_hook(hook) for module in model.modules()]
 
-    def total(self) -> tuple[Tensor, Tensor | None]:
+    def total(self) -> tuple[Tensor, list[Piece]]:
         """The parameters' norm, or the sum of their norms: finite only if all are, rarely the same after a change.
 
-        Of small parameters it is the norm of a copy in one piece, which is returned as well.
+        Of small parameters it is taken of copies in few pieces, which are returned as well.
         """
         with torch.no_grad():
-            if self._small:
-                copied = flat(self._params)
-                return torch.linalg.vector_norm(copied), copied
-            return torch.stack(torch._foreach_norm(self._params)).sum(), None
+            pieces = [joined(part) for part in self._parts]
+            of = [piece.copy for piece in pieces] or self._params
+            return torch.stack(torch._foreach_norm(of)).sum(), pieces
 
     def note(self, total: Tensor, state: State | None) -> None:
         """A step was taken; ``state`` is a copy of what it led to, if there is one."""

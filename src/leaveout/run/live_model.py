@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,19 +111,18 @@ def is_unmoved(where: str, params: dict[str, Tensor]) -> bool:
 
 
 def state_of(
-    optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor], copied: Tensor | None = None
+    optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor], copied: Sequence[Piece] = ()
 ) -> State:
     """Return a copy of parameters and optimizer state: the optimizer changes its tensors in place.
 
-    ``copied`` is a copy of all parameters in one piece, as ``flat`` makes it, which becomes part of the state.
+    ``copied`` are copies of all parameters in few pieces, where there are some, which become part of the state.
     """
     state: State = {slot: {} for slot in rule.own_slots}
     held: list[tuple[str, str, Tensor]] = []
-    if copied is None:
-        held += [(PARAM, name, param.detach()) for name, param in params.items()]
+    if copied:
+        state[PARAM] = dict(zip(params, taken_apart(copied), strict=True))
     else:
-        parts = torch._utils._unflatten_dense_tensors(copied, list(params.values()))
-        state[PARAM] = dict(zip(params, parts, strict=True))
+        held += [(PARAM, name, param.detach()) for name, param in params.items()]
     if len(state) > 1:
         held += [(slot, name, t) for name, p in params.items() for slot, t in buffers(optimizer, rule, p).items()]
     for (slot, name, _), tensor in zip(held, _copied([tensor for *_, tensor in held]), strict=True):
@@ -133,7 +133,7 @@ def state_of(
 def _copied(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Copy tensors, many small ones at once into one piece of memory."""
     if tensors and are_small(tensors):
-        return torch._utils._unflatten_dense_tensors(flat(tensors), tensors)
+        return taken_apart([joined(part) for part in together(tensors)])
     return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
 
 
@@ -145,6 +145,39 @@ def are_small(tensors: Sequence[Tensor]) -> bool:
     return alike and small and first.device.type == "cpu" and len(tensors) > 1
 
 
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy several tensors into one piece of memory; of one alone this would be no copy."""
-    return torch._utils._flatten_dense_tensors(tensors)
+class Piece(NamedTuple):
+    """Tensors, and a copy of them in one piece of memory."""
+
+    tensors: list[Tensor]
+    copy: Tensor
+
+
+def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Split small tensors into parts that PyTorch copies, and takes the norm of, on one thread.
+
+    More numbers at once it would copy one tensor at a time, and wake up threads that small trainings do without.
+
+    >>> [len(part) for part in together([torch.zeros(12_000)] * 5)]
+    [2, 2, 1]
+    """
+    parts: list[list[Tensor]] = []
+    size = FEW
+    for tensor in tensors:
+        size += tensor.numel()
+        if size >= FEW:
+            parts.append([])
+            size = tensor.numel()
+        parts[-1].append(tensor)
+    return parts
+
+
+def joined(tensors: list[Tensor]) -> Piece:
+    """Copy tensors into one piece of memory."""
+    if len(tensors) == 1:  # which the function below would not copy
+        return Piece(tensors, tensors[0].detach().clone(memory_format=torch.contiguous_format).view(-1))
+    return Piece(tensors, torch._utils._flatten_dense_tensors(tensors))
+
+
+def taken_apart(pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return the copies of all tensors, in their own shapes."""
+    return [part for one in pieces for part in torch._utils._unflatten_dense_tensors(one.copy, one.tensors)]

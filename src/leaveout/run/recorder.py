@@ -28,7 +28,7 @@ from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
 from leaveout.run.live_average import LiveAverage, check_resumed
-from leaveout.run.live_model import Frozen, check_gradients, check_modules, is_unmoved, state_of
+from leaveout.run.live_model import Frozen, Piece, check_gradients, check_modules, is_unmoved, state_of
 from leaveout.run.model_match import described
 from leaveout.run.moving_buffers import MovingBuffers
 from leaveout.run.overwrite import clear
@@ -394,7 +394,7 @@ class Recorder:
         self._close(complete=False)
         raise failures.not_finite(self._steps, broken[0], ids, bad)
 
-    def _state(self, copied: Tensor | None = None) -> State:
+    def _state(self, copied: Sequence[Piece] = ()) -> State:
         state = state_of(self._optimizer, self._rule, self._params, copied)
         state[PARAM] |= self._moving.now()
         return state if self._average is None else {**state, AVERAGE: self._average.now()}
