@@ -59,5 +59,7 @@ def test_a_check_with_moved_starts_stands_beside_the_one_without(shell, monkeypa
         raise AssertionError("replayed what is on disk")
 
     monkeypatch.setattr(replay, "counterfactuals", twice)
+    assert shell("mnist", *ASKED, "--moves", "1", "--no-groups").code == 0
+    assert json.loads(file.read_text())["verify with moves"]["ceiling"] == {**moved["ceiling"], "groups": {}}
     assert shell("mnist", *ASKED, "--moves", "1").code == 0
     assert json.loads(file.read_text())["verify with moves"]["replays"] == moved["replays"]

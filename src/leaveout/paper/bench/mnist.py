@@ -31,12 +31,13 @@ CHECKS = ("verify", "verify with moves")
 
 
 def measure(
-    n: int, flipped: float, replays: int, out: Path, work: Path | None = None, moves: int = 0
+    n: int, flipped: float, replays: int, out: Path, work: Path | None = None, moves: int = 0, groups: bool = True
 ) -> dict[str, Any]:
     """Train, score and verify; write the most harmful images as one sheet, and the figures as JSON.
 
     With ``work``, run, scores and finished replays stay there, and the same call goes on with them. With ``moves``, the
-    images are replayed from moved starts too, and that check stands beside the other one.
+    images are replayed from moved starts too, and that check stands beside the other one; with ``groups``, groups of
+    growing size are as well, where single images have no reproducible effect.
     """
     work = work or folder()
     dataset = data.load("mnist", n_train=n, n_val=10_000)
@@ -53,7 +54,7 @@ def measure(
         acc.save(work / SCORES, overwrite=True)
     figures, acc, run = json.loads(file.read_text()), Scores.load(work / SCORES), open_run(work / "run")
     resources = Resources(memory="6GB", work=work / "shards")
-    check = verify(acc, run, task, dataset.val, replays=replays, moves=moves, resources=resources)
+    check = verify(acc, run, task, dataset.val, replays=replays, moves=moves, groups=groups, resources=resources)
     figures[CHECKS[moves > 0]] = {
         "sentence": check.sentence,
         "seconds": check.cost.seconds,
