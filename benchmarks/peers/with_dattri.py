@@ -24,12 +24,12 @@ def estimates(subject: Subject) -> Iterator[Estimate]:
         outputs = torch.func.functional_call(model, params, x.unsqueeze(0) if single(x, subject) else x)
         return subject.losses(outputs, y.unsqueeze(0) if y.ndim < subject.train.tensors[1].ndim else y).mean()
 
-    train, query = DataLoader(subject.train, batch_size=100), DataLoader(subject.query, batch_size=100)
+    query = DataLoader(subject.query, batch_size=100)
 
-    def influence(kind: type, batch: int = n, **options: float) -> Tensor:
+    def influence(kind: type, cached: int = n, batch: int = 100, **options: float) -> Tensor:
         tool = kind(AttributionTask(loss, model, last), device="cpu", **options)
-        tool.cache(DataLoader(subject.train, batch_size=batch))
-        return tool.attribute(train, query).mean(1) / n
+        tool.cache(DataLoader(subject.train, batch_size=cached))
+        return tool.attribute(DataLoader(subject.train, batch_size=batch), query).mean(1) / n
 
     if subject.settings["model"] in ("logistic", "mlp"):
         yield timed("IFAttributorCG", "default", lambda: influence(IFAttributorCG))
@@ -42,7 +42,8 @@ def estimates(subject: Subject) -> Iterator[Estimate]:
                 lambda: influence(IFAttributorExplicit, **decay),
             )
     else:
-        decay = {"batch": 1, "regularization": DECAY}  # every example's gradient, not those of batches
+        # Every example's own gradient, not those of batches; queries are transformed once per batch that is scored.
+        decay = {"cached": 1, "batch": n, "regularization": DECAY}
         yield timed("IFAttributorDataInf", f"damping {DECAY:g}", lambda: influence(IFAttributorDataInf, **decay))
     yield timed("DVEmbAttributor", "every recorded step", lambda: _dvemb(subject, loss))
 
