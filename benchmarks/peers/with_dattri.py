@@ -45,11 +45,7 @@ def estimates(subject: Subject) -> Iterator[Estimate]:
         # Every example's own gradient, not those of batches; queries are transformed once per batch that is scored.
         decay = {"cached": 1, "batch": n, "regularization": DECAY}
         yield timed("IFAttributorDataInf", f"damping {DECAY:g}", lambda: influence(IFAttributorDataInf, **decay))
-    if sum(p.numel() for p in model.parameters()) > 7000:
-        projected = "every recorded step, projected to 2,048 dimensions"
-        yield timed("DVEmbAttributor", projected, lambda: _dvemb(subject, loss, proj_dim=2048))
-    if sum(p.numel() for p in model.parameters()) < 20_000:
-        yield timed("DVEmbAttributor", "every recorded step", lambda: _dvemb(subject, loss))
+    yield timed("DVEmbAttributor", "every recorded step", lambda: _dvemb(subject, loss))
 
 
 def single(x: Tensor, subject: Subject) -> bool:
@@ -57,8 +53,10 @@ def single(x: Tensor, subject: Subject) -> bool:
     return x.ndim < subject.train.tensors[0].ndim
 
 
-def _dvemb(subject: Subject, loss: object, **options: int) -> Tensor:
+def _dvemb(subject: Subject, loss: object) -> Tensor:
     model, run = subject.copied(), subject.run
+    size = sum(p.numel() for p in model.parameters())
+    options = {} if size < 7000 else {"proj_dim": 2048}
     tool = DVEmbAttributor(AttributionTask(loss, model, model.state_dict()), **options)
     for step in range(len(run)):
         record = run.record(step)
