@@ -104,6 +104,9 @@ def test_a_run_without_a_truth_is_not_blamed_on_the_scores(rough):
     assert trusted(scores, replace(check, ceiling=sure)).headline == "Only the largest effects are reproducible"
     assert next(iter(check.ceiling.groups)) == 4
     assert check.ceiling.groups[4] == pytest.approx(_tau_of_groups(rough, 4))
+    quick = lo.verify(scores, *rough, replays=24, jitter=1e-2, groups=False)
+    assert quick.ceiling == replace(check.ceiling, groups={})
+    assert "Look at groups or labels" in str(quick)
     assert lo.verify(scores, *rough, replays=24, moves=0).ceiling is None
     exact = lo.Replay().score(*rough)
     assert lo.verify(exact, *rough, replays=24).ceiling is None

@@ -29,12 +29,12 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 SEEDS = {"small GPT": 2, "MNIST CNN": 2}
 
 
-def cells(tools: tuple[str, ...], seeds: int, quick: bool) -> list[Settings]:
+def cells(tools: tuple[str, ...], subjects: tuple[str, ...], seeds: int, quick: bool) -> list[Settings]:
     """A cell for each seed, subject and tool."""
     return [
         {**SUBJECTS[subject], **(QUICK if quick else {}), "subject": subject, "tool": tool, "seed": seed}
         for seed in range(seeds)
-        for subject in SUBJECTS
+        for subject in subjects
         if seed < SEEDS.get(subject, seeds)
         for tool in tools
     ]
@@ -144,23 +144,26 @@ def _shown(group: pd.DataFrame) -> list[str]:
     return [tau, f"{group.jaccard.mean():.2f}", ratio, f"{group.took.mean():.1f}"]
 
 
-def spec(tools: tuple[str, ...] = TOOLS) -> Spec:
-    """The experiment, of some tools or all."""
+def spec(tools: tuple[str, ...] = TOOLS, subjects: tuple[str, ...] = tuple(SUBJECTS)) -> Spec:
+    """The experiment, of some tools and subjects or all."""
     naming = ("subject", "tool", "seed")
-    return Spec("peers", "leaveout and its neighbours", 3, partial(cells, tools), compute, tables, naming)
+    return Spec("peers", "leaveout and its neighbours", 3, partial(cells, tools, subjects), compute, tables, naming)
 
 
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tools", nargs="*", choices=[*TOOLS, []])
+    parser.add_argument("--subject", choices=list(SUBJECTS), action="append", help="only this one; may be repeated")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if asked.tools:
-        runner.compute(spec(tuple(asked.tools)), asked.out, asked.seeds, quick=asked.quick)
+        runner.compute(
+            spec(tuple(asked.tools), tuple(asked.subject or SUBJECTS)), asked.out, asked.seeds, quick=asked.quick
+        )
     if asked.report:
         frame = runner.finished(spec(), asked.out, asked.seeds, quick=asked.quick)
         folder = runner.folder_of(spec(), asked.out, quick=asked.quick)

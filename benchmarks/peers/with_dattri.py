@@ -1,4 +1,4 @@
-"""dattri: influence functions, TracIn and data value embeddings (DVEmb)."""
+"""dattri: influence functions and data value embeddings (DVEmb)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from dattri.algorithm.dvemb import DVEmbAttributor
-from dattri.algorithm.influence_function import IFAttributorCG, IFAttributorExplicit
-from dattri.algorithm.tracin import TracInAttributor
+from dattri.algorithm.influence_function import IFAttributorCG, IFAttributorDataInf, IFAttributorExplicit
 from dattri.task import AttributionTask
 from estimate import Estimate, timed
 from subjects import DECAY, Subject
@@ -17,28 +16,20 @@ from torch.utils.data import DataLoader
 
 def estimates(subject: Subject) -> Iterator[Estimate]:
     """Each attributor at its defaults; the Hessian's with the weight decay, and DVEmb along the recorded steps."""
-    model, n, batch = subject.copied(), len(subject.train), subject.settings["batch"]
-    rate = subject.settings["lr"] / batch
-    states = [{key: value.clone() for key, value in state.items()} for state in subject.checkpoints()]
+    model, n = subject.copied(), len(subject.train)
+    last = {key: value.clone() for key, value in subject.checkpoints()[-1].items()}
 
     def loss(params: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
         x, y = data
         outputs = torch.func.functional_call(model, params, x.unsqueeze(0) if single(x, subject) else x)
         return subject.losses(outputs, y.unsqueeze(0) if y.ndim < subject.train.tensors[1].ndim else y).mean()
 
-    train, query = DataLoader(subject.train, batch_size=100), DataLoader(subject.query, batch_size=100)
-    whole = DataLoader(subject.train, batch_size=n)
+    query = DataLoader(subject.query, batch_size=100)
 
-    def influence(kind: type, **options: float) -> Tensor:
-        tool = kind(AttributionTask(loss, model, states[-1]), device="cpu", **options)
-        tool.cache(whole)
-        return tool.attribute(train, query).mean(1) / n
-
-    def tracin() -> Tensor:
-        task = AttributionTask(loss, model, states)
-        weights = torch.full((len(states),), rate)
-        tool = TracInAttributor(task, weights, normalized_grad=False, projector_kwargs={"proj_dim": 512})
-        return tool.attribute(train, query).mean(1)
+    def influence(kind: type, cached: int = n, batch: int = 100, **options: float) -> Tensor:
+        tool = kind(AttributionTask(loss, model, last), device="cpu", **options)
+        tool.cache(DataLoader(subject.train, batch_size=cached))
+        return tool.attribute(DataLoader(subject.train, batch_size=batch), query).mean(1) / n
 
     if subject.settings["model"] in ("logistic", "mlp"):
         yield timed("IFAttributorCG", "default", lambda: influence(IFAttributorCG))
@@ -50,6 +41,10 @@ def estimates(subject: Subject) -> Iterator[Estimate]:
                 "regularised by the weight decay",
                 lambda: influence(IFAttributorExplicit, **decay),
             )
+    else:
+        # Every example's own gradient, not those of batches; queries are transformed once per batch that is scored.
+        decay = {"cached": 1, "batch": n, "regularization": DECAY}
+        yield timed("IFAttributorDataInf", f"damping {DECAY:g}", lambda: influence(IFAttributorDataInf, **decay))
     yield timed("DVEmbAttributor", "every recorded step", lambda: _dvemb(subject, loss))
 
 

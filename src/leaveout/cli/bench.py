@@ -52,6 +52,13 @@ def mnist(
     images: Annotated[int, typer.Option(help="Training images.")] = 50_000,
     flipped: Annotated[float, typer.Option(help="Fraction of labels that are flipped.")] = 0.0,
     replays: Annotated[int, typer.Option(help="Exact replays that the scores are compared with.")] = 16,
+    moves: Annotated[
+        int, typer.Option(min=0, help="Moved starts to replay from as well: do single images have an effect?")
+    ] = 0,
+    groups: Annotated[
+        bool,
+        typer.Option(help="With moves: look from what group size on there is an effect, if single images have none."),
+    ] = True,
     out: Annotated[Path, typer.Option(help="Where the figures and the sheet of images go.")] = Path("docs/mnist"),
     work: Annotated[
         Path | None, typer.Option(help="Where run, scores and finished replays stay; the same command goes on.")
@@ -60,9 +67,15 @@ def mnist(
     """Score every MNIST training image along 20 epochs, and check it by exact replays. Long: see docs/mnist.md.
 
     [dim]$[/dim] leaveout mnist --images 5000 --flipped 0.1 --replays 64 --work runs/mnist
-    """
-    from leaveout.paper.bench.mnist import measure
 
-    figures = measure(images, flipped, replays, out, work)
-    console.print_json(data={key: value for key, value in figures.items() if key not in ("harmful", "verify")})
-    console.print(figures["verify"]["sentence"])
+    [dim]$[/dim] leaveout mnist --images 5000 --flipped 0.1 --replays 32 --moves 2 --work runs/mnist
+
+    Each move takes as long as the replays. Where single images have no reproducible effect, random groups of growing
+    size are replayed as well, 48 replays for each size; --no-groups leaves them out.
+    """
+    from leaveout.paper.bench.mnist import CHECKS, measure
+
+    figures = measure(images, flipped, replays, out, work, moves, groups)
+    long = ("harmful", *CHECKS)
+    console.print_json(data={key: value for key, value in figures.items() if key not in long})
+    console.print(figures[CHECKS[moves > 0]]["sentence"])

@@ -151,19 +151,20 @@ def ceiling_of(
     scores: Scores,
     seed: int,
     jitter: float,
+    sizes: bool,
     run: Run,
     task: Task,
     query: Dataset,
     resources: Resources | None,
 ) -> tuple[Ceiling, Cost]:
-    """The ceiling from a check's table with its moves, and the cost of looking at groups where that is needed."""
+    """The ceiling from a check's table with its moves, and the cost of looking at groups where it needs their sizes."""
     columns = ["truth", *(name for name in table if str(name).startswith(MOVE))]
     parts = {str(name): part for name, part in table.groupby("sample")}
     repeat = {name: repeatability([part[column] for column in columns]) for name, part in parts.items()}
     agreement = {name: kendall(part["score"], part[columns].mean(axis=1)) for name, part in parts.items()}
     groups: dict[int, float] = {}
     cost = Cost()
-    if scores.groups is None and not all(part.value >= REPRODUCIBLE for part in repeat.values()):
+    if sizes and scores.groups is None and not all(part.value >= REPRODUCIBLE for part in repeat.values()):
         groups, cost = group_sizes(seed, jitter, run, task, query, resources)
     ceiling = Ceiling(
         *(len(columns) - 1, jitter, repeat["extreme"], repeat["random"], agreement),

@@ -195,6 +195,7 @@ def verify(
     seed: int = 0,
     moves: int | None = None,
     jitter: float = JITTER,
+    groups: bool = True,
     resources: Resources | None = None,
 ) -> Check:
     """Replay the run exactly without the most extreme examples, and without a random sample of the rest.
@@ -217,6 +218,8 @@ def verify(
         moves: from how many moved starts to replay; by default from two if the scores' ranking is only a hint or worse,
             and otherwise from none.
         jitter: the size of a move, relative to the start's.
+        groups: whether to look for the group size from which on effects are reproducible, where those of single
+            examples are not: 48 more replays for every size that is tried, which for a long run is most of the time.
         resources: memory budget and progress.
     """
     if len(scores.train_ids) < 2 * MINIMUM or not is_whole(replays, 2 * MINIMUM):
@@ -250,7 +253,7 @@ def verify(
     moved, cost = moved_truths(scores, extreme + random, [seed + 1 + move for move in range(moves)], jitter, *asked)
     for number, values in enumerate(moved, start=1):
         table[f"{MOVE}{number}"] = values
-    ceiling, more = ceiling_of(table, scores, seed, jitter, *asked)
+    ceiling, more = ceiling_of(table, scores, seed, jitter, groups, *asked)
     return replace(check, cost=truth.cost + cost + more, ceiling=ceiling)
 
 

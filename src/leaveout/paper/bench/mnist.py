@@ -26,12 +26,18 @@ from leaveout.task.task import Task
 SHEET = 40
 EPOCHS = 20
 SCORES = "acc.safetensors"
+CHECKS = ("verify", "verify with moves")
+"""Under which names the figures have a check of the recorded start alone, and one with moved starts."""
 
 
-def measure(n: int, flipped: float, replays: int, out: Path, work: Path | None = None) -> dict[str, Any]:
+def measure(
+    n: int, flipped: float, replays: int, out: Path, work: Path | None = None, moves: int = 0, groups: bool = True
+) -> dict[str, Any]:
     """Train, score and verify; write the most harmful images as one sheet, and the figures as JSON.
 
-    With ``work``, run, scores and finished replays stay there, and the same call goes on with them.
+    With ``work``, run, scores and finished replays stay there, and the same call goes on with them. With ``moves``, the
+    images are replayed from moved starts too, and that check stands beside the other one; with ``groups``, groups of
+    growing size are as well, where single images have no reproducible effect.
     """
     work = work or folder()
     dataset = data.load("mnist", n_train=n, n_val=10_000)
@@ -47,12 +53,12 @@ def measure(n: int, flipped: float, replays: int, out: Path, work: Path | None =
         write_text(file, json.dumps(figures, indent=1) + "\n")
         acc.save(work / SCORES, overwrite=True)
     figures, acc, run = json.loads(file.read_text()), Scores.load(work / SCORES), open_run(work / "run")
-    check = verify(
-        acc, run, task, dataset.val, replays=replays, resources=Resources(memory="6GB", work=work / "shards")
-    )
-    figures["verify"] = {
+    resources = Resources(memory="6GB", work=work / "shards")
+    check = verify(acc, run, task, dataset.val, replays=replays, moves=moves, groups=groups, resources=resources)
+    figures[CHECKS[moves > 0]] = {
         "sentence": check.sentence,
         "seconds": check.cost.seconds,
+        **({} if check.ceiling is None else {"ceiling": check.ceiling.to_json()}),
         "replays": check.table.reset_index().to_dict("records"),
     }
     write_text(file, json.dumps(figures, indent=1) + "\n")
