@@ -68,8 +68,8 @@ def adapters() -> list[Row]:
     (first, cost), (again, _) = (
         seconds(lambda: SGDIE().score(run, task, data, resources=QUIET).cost) for _ in range(2)
     )
-    what = f"the same run and 8 texts asked about: making the task {made:.1f} s, SGD-IE with the checks and the tracing of "
-    what += f"the first time {first:.1f} s, once more {again:.1f} s; a process of {cost.peak_memory / 1e9:.1f} GB"
+    what = f"the same run and 8 texts asked about: making the task {made:.1f} s, SGD-IE with checks and tracing "
+    what += f"of the first time {first:.1f} s, once more {again:.1f} s; a process of {cost.peak_memory / 1e9:.1f} GB"
     return [
         Row("disk of a run of LoRA adapters / the adapters' own states", disk / own, "<=", 1.1, how),
         Row("task and first SGD-IE / second, the same adapters", (made + first) / again, "<=", 5.0, what),
