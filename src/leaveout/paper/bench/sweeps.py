@@ -51,8 +51,8 @@ def gpt_products() -> list[Row]:
         quickest(8, *calls)  # traced from then on
         training, product, reads, joint = quickest(4, problem.train, *calls)
     how = f"{GPT}: a step of training {training / 2 * 1e3:.0f} ms, the product {product * 1e3:.0f} ms, the losses "
-    how += f"along a vector {reads * 1e3:.0f} ms, the product with gradients {joint * 1e3:.0f} ms, the quickest of four "
-    how += "each, traced before"
+    how += f"along a vector {reads * 1e3:.0f} ms, the product with gradients {joint * 1e3:.0f} ms, the "
+    how += "quickest of four each, traced before"
     return [
         Row("SGD-IE's product / a step of training, GPT", 2 * product / training, "<=", 2.67, how),
         Row("TracIn's product / a step of training, GPT", 2 * reads / training, "<=", 1.2, "the same run"),
