@@ -36,35 +36,26 @@ matrix products. A hidden layer of exact ACC takes two products forward and five
 two; the first layer, whose inputs do not move, takes one and one, as the gradient does. On wide inputs, where the first
 layer dominates, the two are closer (the rates above).
 
-*Recording*: the rows are from before a step cost less; runs then gave 1.03 to 1.23. What a step costs is Python and
-small calls, each several times as long as by itself, since the training's kernels have just had the cache. By clocks of
-the thread's processor time around the recorder's hooks, one thread, on a machine with other work: 141 steps of the
-MNIST CNN 98 ms before, and 87 to 94 now; 128 steps of the tiny BERT 114 ms before, and 93 to 104 now, and in the thread
-that writes 107 ms before, and 82 to 93 now. Batches were hashed one by one, 0.25 ms each; now their rows are added up
-in the training, 0.14 ms, and the rest is done for all batches of a shard at once by the thread that writes. The copy of
-the parameters by whose norm a NaN, or a change between steps, is found is also the state that is kept, and is made in
-parts that PyTorch copies on one thread. What is left on the BERT is reading each parameter's count of steps, that copy
-and its norm; of the writing, a checksum and two copies. Joining rows in memory that is used again brought nothing
-there. A short run waits for the disk four times at its end (5 to 16 ms each on this machine); the directory beside each
-file, 4 ms each, is not made any longer.
+*Recording*: 1.02 to 1.17 on the MNIST network, 1.16 to 1.21 on the tiny BERT. What a step costs is Python and small
+calls, each several times as long as by itself, since the training's kernels have just had the cache. Batches' rows are
+added up in the training, and the rest of their hashing is done for all batches of a shard at once by the thread that
+writes. The copy of the parameters by whose norm a NaN, or a change between steps, is found is also the state that is
+kept, and is made in parts that PyTorch copies on one thread. What is left on the BERT is reading each parameter's count
+of steps, that copy and its norm; of the writing, a checksum and two copies. A short run waits for the disk four times
+at its end.
 
-*Replay of 32, MNIST CNN*: 0.64 to 0.91; the replays took 38 to 41 s each time, the plain training 1.3 to 2.0 s. Each
-model's gradient goes by a trace on a thread of its own: 13.3 ms of processor time, where it took 15.0 without the
-trace and an ordinary step takes 14.0. Laid out for images a trace takes 11.5 ms; it rounds in another way than the
-recorded training did, so replays do without it. The steps before an example's first use, an eighth of these four
-epochs, are not taken.
+*Replay of 32, MNIST CNN*: 0.46, and 0.64 to 0.91 before. Each model's gradient goes by a trace on a thread of its own,
+with images laid out by channels throughout: some 8 ms of processor time (one thread), where it took 13 in the layout of
+the training and an ordinary step takes 13 to 14. Such a trace rounds in another way than the recorded training did; all
+models of a replay, the one with every example among them, round alike, so that this cancels as other rounding does. The
+steps before an example's first use, an eighth of these four epochs, are not taken.
 
-*Replay of 64, GPT*: the row, 1.34, is from before four changes and has not been measured again on a quiet machine.
-Every model was counted with its batch's activations, although only those that step hold them, so that the 64 replays
-went by shards of four or five, each with a model of its own that has every example; the derivatives of other methods
-were compared; gradients went by a trace, which on operations of this size is slower than a plain call; and the
-optimizer's step went over all models' gradients at once, out of place. Now one shard holds them all, and each model
-takes its gradient and steps in place. What is left is the number of steps: with one epoch a replay takes half of them,
-(N + 1)/2 of N, and each of the 65 models computes the 100 queries' losses, about as much as one step. So the count is
-0.56 of the processor time with 30 steps, and what one model on each of two threads wastes less than one on both
-decides. The gradient at an example's first use could be had from one pass for all examples of its batch, as ḡ −
-g_k/|Z|. In float32 that would leave rounding where the exact gradient is zero (the words that only this text has),
-which Adam's division makes large; so each replay takes its own.
+*Replay of 64, GPT*: 0.53, and 1.34 before. One shard holds all models, and each takes its gradient and steps in place.
+What is left is the number of steps: with one epoch a replay takes half of them, (N + 1)/2 of N, and each of the 65
+models computes the 100 queries' losses, about as much as one step. So the count is 0.56 with 30 steps; that one model
+on each of two threads wastes less than one on both brings it below. The gradient at an example's first use could be had
+from one pass for all examples of its batch, as ḡ − g_k/|Z|. In float32 that would leave rounding where the exact
+gradient is zero (the words that only this text has), which Adam's division makes large; so each replay takes its own.
 
 *ACC / SGD-IE*: 1.30 to 1.54. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and
 moves each example's 13,750 numbers in and out of its row.
@@ -88,30 +79,30 @@ calls, reach it (the row with 100 outputs above). Every step's gradient is compa
 query's vector, which costs nothing; the first, the last and every sixteenth step are computed again as a whole, which
 costs a gradient each and weighs more the shorter a run is.
 
-The targets 2.67 and 1.2 of the products alone are this count, not a goal that was set beforehand. Whole sweeps of 32
-steps on that GPT take 2.78 and 1.42 times training. Beside the product, a step reads its state and takes the
-optimizer's derivative, some twenty elementwise passes over the parameters; the rest is paid once per sweep: three steps
-computed again, the queries' gradient, memory that is handed back and asked for again.
+The targets of the products alone are this count, or near it, not goals that were set beforehand. Whole sweeps of 32
+steps on that GPT take 2.78 to 2.94 and 1.42 to 1.54 times training. Beside the product, a step reads its state and
+takes the optimizer's derivative, some twenty elementwise passes over the parameters; the rest is paid once per sweep:
+three steps computed again, the queries' gradient, memory that is handed back and asked for again.
 
-*ResNet-18*: 3.83, and 3.74 before BatchNorm and sums of products took fewer passes; the training it is compared with
-took 1.8 s and 2.3 s, so the two rows do not tell what that brought. Of some 33 elementwise passes over the images per
-BatchNorm about 20 are left, where a step of training has one fused kernel each way. Convolutions are at the count
-above.
+*ResNet-18*: with 16 steps 3.83 before, and 3.45 now that elementwise derivatives do not mix images by pixels with
+images by channels, which took three times as long as one layout does; the row has 32 steps, as the GPT's has, of which
+three are computed again. The product alone is at the count above; BatchNorm takes some 20 elementwise passes over the
+images, where a step of training has one fused kernel each way.
 
-*From cold*: 2.44, and 2.61 before; a sweep with everything traced takes 1.85 to 2.0: the comparison of derivatives at
-the last state and the trace of the product are paid once. The gradient of the steps that are computed again is not
-traced any more, since ten calls do not pay for it, and a trace's first results serve all its comparisons.
+*From cold*: 2.37, and 2.44 to 2.61 before; a sweep with everything traced takes 1.85 to 2.0: the comparison of
+derivatives at the last state and the trace of the product are paid once. The gradient of the steps that are computed
+again is not traced, since ten calls do not pay for it, and a trace's first results serve all its comparisons.
 
-*Kinks*: 1.17 and 1.25 by the clock with two threads. What comes on top are elementwise passes over the activations,
-which two threads quicken less than they do the convolutions.
+*Kinks*: 1.16 and 1.18 by the clock with two threads; before, 1.25 and 1.17. What comes on top are elementwise passes
+over the activations, which two threads quicken less than they do the convolutions.
 
 *64 query vectors*: 58.7 s for two steps, 0.46 s per vector and step, where the product for one vector takes 0.39 s: a
 stack of products is no quicker than one after the other, as the count says. With two steps the row's ratio was 0.40,
 since the run with one vector pays all that is paid once; it is not in the table for that reason. The case now takes
 four steps.
 
-The cases on adapters (`adapter_sweep`), on many vectors (`query_vectors`) and on memory (`scoring_memory`) have no rows
-above, as they have not been measured on a quiet machine.
+The cases on adapters (`adapter_sweep`) and on many vectors (`query_vectors`) have no rows above, as they have not been
+measured on a quiet machine; by processor time, one thread, the adapters' is 2.88.
 
 *Adapters*: nearly all that SGD-IE takes the first time on adapters of a large frozen model is the comparison of
 derivatives, in float64, when the task is made and at the last state. On a model of 101 million weights that was 94
@@ -123,13 +114,14 @@ take a quarter, and each composition of forward and reverse mode is still compar
 Products that recur often enough to be traced have no part for frozen weights; in the first six of a sweep, PyTorch
 multiplies by tangents of zero, two products of six.
 
-The jump's limit is not a product. The examples' gradients come with SGD-IE's product: 0.89 s of processor time for
-both, where the product alone takes 0.69. Counted, that is one product of nine; but the two products with the vector are
-then formed example by example, where one for all would do, which is the next place to look. The optimizer's step is
-then taken once per example of the batch: 18 passes over 42 million numbers on the GPT, which were 24, and three inner
-products. A fifth of the numbers, the rows of the embedding that an example does not touch, are passed over. With this
-the row is 1.65, and was 1.86. A single kernel by `torch.compile` was tried: it is quicker, but compiling it takes
-longer than a sweep of a few dozen steps can save, so it is not used.
+The jump's limit is not a product. The examples' gradients come with SGD-IE's product for one matrix product per layer
+more, as counted (a ninth). The optimizer's step is then taken once per example of the batch: 18 passes over 42 million
+numbers on the GPT, and three inner products. A fifth of the numbers, the rows of the embedding that an example does not
+touch, are passed over; gradients are read as they lie in memory. With this the row is 1.65 to 1.70 by the clock with
+two threads, where it was 1.65 to 1.86; by the processor time of one thread it is 1.43 to 1.50, and was 1.65. Smaller
+blocks, larger ones, and a thread of its own for each block brought next to nothing with two threads. A single kernel by
+`torch.compile` was tried: it is quicker, but compiling it takes longer than a sweep of a few dozen steps can save, so
+it is not used.
 """
 
 LOAD = """
