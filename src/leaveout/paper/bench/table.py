@@ -36,7 +36,7 @@ matrix products. A hidden layer of exact ACC takes two products forward and five
 two; the first layer, whose inputs do not move, takes one and one, as the gradient does. On wide inputs, where the first
 layer dominates, the two are closer (the rates above).
 
-*Recording*: 1.02 to 1.17 on the MNIST network, 1.16 to 1.21 on the tiny BERT. What a step costs is Python and small
+*Recording*: 1.02 to 1.17 on the MNIST network, 1.06 to 1.21 on the tiny BERT. What a step costs is Python and small
 calls, each several times as long as by itself, since the training's kernels have just had the cache. Batches' rows are
 added up in the training, and the rest of their hashing is done for all batches of a shard at once by the thread that
 writes. The copy of the parameters by whose norm a NaN, or a change between steps, is found is also the state that is
