@@ -40,7 +40,6 @@ MOST = 64
 ROUNDING = 1000
 """By how many units of the largest value's last place a layout may change a result."""
 
-
 FEW = 1e-2
 """How far, of its length, a result may move because a few of many kinks are met on their other side."""
 
