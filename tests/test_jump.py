@@ -122,19 +122,18 @@ def test_words_that_an_example_does_not_have_are_passed_over(tmp_path, monkeypat
     assert len(seen) == len(run)
 
 
-def test_gradients_that_lie_column_by_column_are_read_as_they_lie(tmp_path, monkeypatch):
-    """Layers over sequences have them; taken by themselves, row by row, they give the same."""
+def test_gradients_that_come_with_the_product_are_those_of_their_own_pass(tmp_path, monkeypatch):
+    """Layers over sequences have them transposed; read in blocks, they give what gradients by themselves give."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Flatten(), nn.Linear(16, 2)).double()
     train, query = (TensorDataset(torch.randn(n, 4, 3).double(), torch.arange(n) % 2) for n in (12, 3))
     task = lo.Task(model, nn.CrossEntropyLoss(), train)
-    run = lo.train(task, torch.optim.AdamW(model.parameters(), lr=0.01), 2, 4, 0, tmp_path / "run")
+    run = lo.train(task, torch.optim.AdamW(model.parameters(), lr=0.01), 3, 4, 0, tmp_path / "run")
     monkeypatch.setattr(linear_step, "BLOCK", 30)
     seen = []
     monkeypatch.setattr(trees, "Block", lambda *given: seen.append(given) or Block(*given))
     together = lo.ACC().score(run, task, query).values
-    assert {name for name, _, turned in seen if turned} >= {"0.weight", "2.weight"}
-    assert len([name for name, _, turned in seen if name == "0.weight"]) > len(run)  # in more than one block
+    assert len([name for name, _ in seen if name == "0.weight"]) > len(run)  # in more than one block
     monkeypatch.setattr("leaveout.sweep.jump.HessianByExample", Hessian)
     close(together, lo.ACC().score(run, task, query).values, tolerance=1e-12)
 

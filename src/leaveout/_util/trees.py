@@ -39,31 +39,18 @@ def flat_rows(stack: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Some coordinates of one parameter, in the order of its memory, of all vectors of a stack.
-
-    ``turned`` is for a stack of matrices that lie in memory as their transposes do, column by column: the gradient of a
-    layer's weights for each example comes like that. Its blocks have whole columns.
-    """
+    """Some coordinates of one parameter, in the order of its memory, of all vectors of a stack."""
 
     name: str
     columns: slice = slice(None)
-    turned: bool = False
 
     def of(self, params: Params) -> Float[Tensor, " columns"]:
         """Return them of one vector."""
-        tensor = params[self.name]
-        if not self.turned:
-            return tensor.flatten()[self.columns]
-        lines = slice(self.columns.start // len(tensor), self.columns.stop // len(tensor))
-        return tensor.mT[lines].flatten()
+        return params[self.name].flatten()[self.columns]
 
     def of_rows(self, stack: Params) -> Float[Tensor, "rows columns"]:
         """Return them of every vector of a stack."""
-        return self.ordered(stack[self.name])[:, self.columns]
-
-    def ordered(self, stack: Tensor) -> Float[Tensor, "rows numbers"]:
-        """Return all coordinates of each tensor of a stack, in the order of which ``columns`` are some."""
-        return flat_rows(stack.mT if self.turned else stack)
+        return flat_rows(stack[self.name])[:, self.columns]
 
 
 class Touched(NamedTuple):
@@ -107,7 +94,7 @@ def _few(matrix: Tensor) -> bool:
 
 
 def _used(matrices: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(matrices, torch.inf, dim=-1) != 0
+    return (matrices.amax(-1) != 0) | (matrices.amin(-1) != 0)  # ten times as quick as a norm
 
 
 def blocks(stack: Params, size: int) -> Iterator[Block | Touched]:
@@ -117,8 +104,6 @@ def blocks(stack: Params, size: int) -> Iterator[Block | Touched]:
 
     >>> [block.columns for block in blocks({"w": torch.zeros(2, 3)}, 4)]
     [slice(0, 2, None), slice(2, 3, None)]
-    >>> [(block.columns, block.turned) for block in blocks({"w": torch.ones(2, 3, 4).mT}, 20)]
-    [(slice(0, 8, None), True), (slice(8, 12, None), True)]
     """
     for name, tensor in stack.items():
         if (few := touched(stack, name)) is not None:
@@ -126,11 +111,8 @@ def blocks(stack: Params, size: int) -> Iterator[Block | Touched]:
             continue
         width = tensor.shape[1:].numel()
         step = max(1, size // max(1, len(tensor)))
-        turned = tensor.ndim == 3 and not tensor.is_contiguous() and tensor.mT.is_contiguous()
-        if turned:
-            step = max(1, step // tensor.shape[1]) * tensor.shape[1]
         for start in range(0, width, step):
-            yield Block(name, slice(start, min(start + step, width)), turned)
+            yield Block(name, slice(start, min(start + step, width)))
 
 
 def sum_of(terms: Iterator[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Block, Params, Touched, add_rows, height, nbytes
+from leaveout._util.trees import PARAM, Block, Params, Touched, add_rows, flat_rows, height, nbytes
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources, shard_rows
 from leaveout.optim.definition import Slots
@@ -33,8 +33,6 @@ from leaveout.sweep.linear_step import Pairs, Pulled
 from leaveout.sweep.saturation import Saturation
 from leaveout.sweep.sweep import Sweep
 from leaveout.trajectory.left_out import LeftOut
-
-LAID_OUT = torch.contiguous_format
 
 ROW = 8
 """How many vectors of the state's size one left-out row takes while its jump is read."""
@@ -135,9 +133,7 @@ class Reading:
                     add_rows(reads, block.rows, each)
                 continue
             if block.name not in columns:
-                # Copies, laid out alike wherever they come from: how a product rounds depends on that.
-                arriving = {slot: block.ordered(pulled.arriving[slot][block.name]).T for slot in jump}
-                columns[block.name] = {slot: t.clone(memory_format=LAID_OUT) for slot, t in arriving.items()}
+                columns[block.name] = {slot: _as_columns(pulled.arriving[slot][block.name]) for slot in jump}
             for slot, moved in jump.items():
                 reads += moved @ columns[block.name][slot][block.columns]
 
@@ -162,3 +158,9 @@ class Reading:
     def packed(self) -> dict[str, Tensor]:
         """Return what is carried, by names."""
         return self.saturation.packed() if self.saturation else {}
+
+
+def _as_columns(stack: Tensor) -> Float[Tensor, "numbers vectors"]:
+    """Copy vectors into columns, laid out alike wherever they come from: how a product rounds depends on that."""
+    flat = flat_rows(stack).clone(memory_format=torch.contiguous_format)
+    return flat.view(-1, 1) if len(flat) == 1 else flat.T.contiguous()

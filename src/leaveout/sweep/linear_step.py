@@ -187,6 +187,7 @@ class LinearStep:
         if not self._rule.by_coordinate:
             whole = self._jump(self._counterfactual(leaving))
             return affected, ((Block(name), _slots(whole, name)) for name in leaving)
+        leaving = each(Tensor.contiguous, leaving)
         return affected, ((block, self._block_jump(block, leaving)) for block in blocks(leaving, BLOCK))
 
     def _block_jump(self, block: Block | Touched, leaving: Params) -> Slots:

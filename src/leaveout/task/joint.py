@@ -40,6 +40,7 @@ def directional_by_example(
         stack = each(lambda t: t.expand(size, *t.shape), v)
         with Elementary(), quiet_loops():
             (curved, gradients), slopes = grad(along, (0, 1), has_aux=True)(task.own(p), stack)
-        return curved, slopes, gradients
+        # Those of weight matrices come transposed; a trace multiplies the other way round instead of copying them.
+        return curved, slopes, each(Tensor.contiguous, gradients)
 
     return run(task, "directional_by_example", products, params, batch, vector)
