@@ -157,7 +157,7 @@ def test_replays_are_laid_out_as_a_whole(network, relaid):
     """Forward pass and all, also what decides at a kink; in float64 nothing decides otherwise."""
     task = task_of(network, torch.float64)
     given = {name: p.detach() for name, p in task.parameters().items()}, torch.rand(6).double(), task.read(range(6))
-    trace = task.tracer.trace(1, "one gradient", task.gradient, *given)
+    trace = task.tracer.trace((1, tracing.WARM_UP), "one gradient", task.gradient, *given)
     assert trace is not None
     assert len(relaid) == 1
     for name, found in trace(*given).items():

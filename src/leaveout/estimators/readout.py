@@ -20,6 +20,7 @@ from leaveout.errors import InputError, LeaveoutError
 from leaveout.scores import MEAN
 from leaveout.task import batches
 from leaveout.task.batches import Batch
+from leaveout.task.elementary import Quicker
 from leaveout.task.folding import Folded
 from leaveout.task.task import Task
 
@@ -102,8 +103,10 @@ class Query:
         parts = []
         for block in self.blocks():
             footprint = self.task.footprint(self.params, block)
-            chunk = min(max(1, BLOCK_BYTES // max(1, footprint)), self.fits(8 * footprint, height(stack)))
-            parts.append(torch.cat([self._block_losses(part, block) for part in split(stack, chunk)]))
+            several = BLOCK_BYTES // max(1, footprint)
+            losses = self._block_losses if several > 1 else self._losses_alone
+            chunk = min(max(1, several), self.fits(8 * footprint, height(stack)))
+            parts.append(torch.cat([losses(part, block) for part in split(stack, chunk)]))
         return torch.cat(parts, dim=1)
 
     def _checked_losses(self, ids: range) -> Float[Tensor, " examples"]:
@@ -124,6 +127,11 @@ class Query:
     def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
         with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken
             return self.task.over_models(self.task.measures, (0, None))(stack, block)
+
+    def _losses_alone(self, stack: Params, block: Batch) -> Float[Tensor, "1 examples"]:
+        """Compute the losses under one large model, whose layers are computed as they are."""
+        with torch.no_grad(), Quicker():
+            return self.task.measures(each(lambda tensor: tensor[0], stack), block)[None]
 
 
 class Readout(ABC):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
@@ -18,6 +19,9 @@ from leaveout.errors import InputError, kind_of
 
 Batch: TypeAlias = Any
 """What a loader yields: a tensor, or tuples, lists and dicts of them."""
+
+Each: TypeAlias = Float[Tensor, " batch"]
+"""One number per example of a batch."""
 
 Collate: TypeAlias = Callable[[list], Batch]
 

@@ -35,7 +35,7 @@ def gradient(task: Task, params: Params, batch: Batch) -> Params:
     """ḡ, to the last bit what autograd gives: recorded steps are taken again with it."""
 
     def value(p: Params, b: Batch) -> Params:
-        return task.gradient(p, ones(p, b), b)
+        return task.gradient(p, ones(p, b), b, alone=True)
 
     return run(task, "gradient", value, params, batch, exact=True, warm_up=RARE)
 

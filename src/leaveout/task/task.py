@@ -19,7 +19,7 @@ from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim.clip import clip_of
 from leaveout.task import batches
 from leaveout.task.batch_norm import weighted_batch_norm
-from leaveout.task.batches import Batch, Collate
+from leaveout.task.batches import Batch, Collate, Each
 from leaveout.task.batching import looped, side_by_side
 from leaveout.task.checks import check_options, is_coupled, module_problems, refuse, trial_problems
 from leaveout.task.draws import replay
@@ -284,7 +284,7 @@ class Task:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
 
-    def live_losses(self, batch: Batch) -> Float[Tensor, " batch"]:
+    def live_losses(self, batch: Batch) -> Each:
         """Losses of a batch under the model as it is, in its modes, whose mean is the training loss."""
         training = frozenset(name for name, module in self.called.named if module.training)
         (outputs, targets), _ = self.called.pure({}, batch, training)
@@ -300,23 +300,23 @@ class Task:
         task.measure, task._measured, task._views = measure, measure_of(measure), {}
         return task
 
-    def output_losses(self, outputs: Tensor, targets: Any) -> Float[Tensor, " batch"]:
+    def output_losses(self, outputs: Tensor, targets: Any) -> Each:
         """Losses per example of given outputs, without the L2 term."""
         return self.parts.losses(outputs, targets)
 
-    def query_losses(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
+    def query_losses(self, params: Params, batch: Batch) -> Each:
         """Losses per example, without the L2 term."""
         return self.parts.losses(*self.outputs(params, batch))
 
-    def output_measures(self, outputs: Tensor, targets: Any) -> Float[Tensor, " batch"]:
+    def output_measures(self, outputs: Tensor, targets: Any) -> Each:
         """The measure per example of given outputs; by default the loss."""
         return (self._measured or self.parts.losses)(outputs, targets)
 
-    def measures(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
+    def measures(self, params: Params, batch: Batch) -> Each:
         """The measure per example; by default the loss."""
         return self.output_measures(*self.outputs(params, batch))
 
-    def losses(self, params: Params, batch: Batch) -> Float[Tensor, " batch"]:
+    def losses(self, params: Params, batch: Batch) -> Each:
         """ℓ(z, θ) for each example z of the batch; of a training batch, times its scale."""
         parts, at = [], params
         for part in parts_of(batch):
@@ -338,16 +338,17 @@ class Task:
     def _decay(self, params: Params) -> Tensor:
         return 0.5 * self.l2 * sum_of(params[name].square().sum() for name in self.names)
 
-    def objective(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> tuple[Tensor, Params]:
+    def objective(self, params: Params, weights: Each, batch: Batch, *, alone: bool = False) -> tuple[Tensor, Params]:
         """(1/|Z|) Σ w_z ℓ(z, θ), and the buffers after the step's forward passes.
 
-        Leaving an example out sets its weight to zero; the denominator stays.
+        Leaving an example out sets its weight to zero; the denominator stays. One model ``alone``, without a stack of
+        others or of vectors, computes its linear layers as training does.
         """
         total, start = None, 0
         moved: Params = {}
         for part in parts_of(batch):
             own = weights[start : start + size_of(part)] if isinstance(batch, Window) else weights
-            with Folded() if self.autocast is None else nullcontext():  # a product laid out anew rounds differently
+            with nullcontext() if alone or self.autocast else Folded():  # that rounds otherwise than the cast product
                 losses, moved = self._part_losses({**params, **moved}, part, own)
                 losses = losses + self._decay(params) if self.l2 else losses
             term = (own * losses).sum()
@@ -355,12 +356,12 @@ class Task:
         assert total is not None  # noqa: S101 - a window has a micro-batch
         return total / len(weights), moved
 
-    def gradient(self, params: Params, weights: Float[Tensor, " batch"], batch: Batch) -> Params:
+    def gradient(self, params: Params, weights: Each, batch: Batch, *, alone: bool = False) -> Params:
         """ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, in its place, the value that it moves to."""
         own = {name: params[name] for name in self.chosen}
 
         def scaled(chosen: Params) -> tuple[Tensor, Params]:
-            loss, moved = self.objective({**params, **chosen}, weights, batch)
+            loss, moved = self.objective({**params, **chosen}, weights, batch, alone=alone)
             return (loss if self.loss_scale == 1 else loss * self.loss_scale), moved
 
         value, moved = grad(scaled, has_aux=True)(own)

@@ -17,13 +17,18 @@ from leaveout.compute.threads import spread
 from leaveout.optim import AVERAGE, Hyper, Rule
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import stacked_gradients
+from leaveout.task.elementary import Quicker
 from leaveout.task.task import Task
+from leaveout.task.trace.tracer import WARM_UP
 
 LARGE = 1_000_000
 """Bytes that a batch leaves for its backward pass, above which a stack of models takes longer than a loop."""
 
 LONG = 32 * LARGE
-"""... above which operations take so long that calling them does not count, and a trace is no quicker."""
+"""... above which operations take so long that calling them hardly counts, and a trace is slow to pay."""
+
+MANY = 256
+"""Gradients of such a model after which it does."""
 
 
 class Stack:
@@ -118,7 +123,11 @@ def is_apart(task: Task, footprint: int) -> bool:
 def _way(task: Task, params: Params, batch: Batch) -> Apart | None:
     """How models are stepped by a task; None: all at once."""
     footprint = LONG + 1 if task.autocast else task.footprint(params, batch)
-    return Apart(_twins(task, _threads(params)), footprint <= LONG) if is_apart(task, footprint) else None
+    if not is_apart(task, footprint):
+        return None
+    pays = WARM_UP if footprint <= LONG else MANY
+    traced = task.autocast is None and task.abilities.vmap and (pays == WARM_UP or not task.tracer.images)
+    return Apart(_twins(task, _threads(params)), pays if traced else None)
 
 
 def _threads(params: Params) -> int:
@@ -145,13 +154,14 @@ def _twins(task: Task, count: int) -> list[Task]:
 
 @dataclass(frozen=True)
 class Apart:
-    """Models stepped one at a time, by each of the ``tasks`` on a thread of its own; ``traced`` where that is quicker.
+    """Models stepped one at a time, by each of the ``tasks`` on a thread of its own.
 
-    A model's gradient and state are still near the processor when it steps; those of all of them would not be.
+    ``pays`` is the number of gradients after which tracing pays; None: never. A model's gradient and state are still
+    near the processor when it steps; those of all of them would not be.
     """
 
     tasks: list[Task]
-    traced: bool
+    pays: int | None
 
     def stepped(
         self, models: list[State], weights: Tensor, batch: Batch, step: Callable[[State, Params], State]
@@ -169,8 +179,9 @@ class Apart:
         plain = first.autocast is None
         # A setting of the whole process: no thread may put it back under another. Within casts, training's rounds.
         with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
-            if plain and self.traced and first.abilities.vmap:
-                trace = first.tracer.trace(len(weights), "one gradient", first.gradient, *given(0))
+            if self.pays is not None:
+                counted = (len(weights), self.pays)
+                trace = first.tracer.trace(counted, "one gradient", partial(_gradient, first), *given(0))
             return spread([partial(stepped_by, task) for task in self.tasks], range(len(weights)))
 
 
@@ -179,12 +190,18 @@ def _in_range(task: Task, params: Params, weights: Tensor, batch: Batch) -> Para
 
     The step was taken, so it is taken here too. A power of two changes no digit of what neither over- nor underflows.
     """
-    value = task.gradient(params, weights, batch)
+    value = _gradient(task, params, weights, batch)
     while task.loss_scale > 1 and not all(bool(torch.isfinite(tensor).all()) for tensor in value.values()):
         task = copy.copy(task)
         task.loss_scale /= 2
-        value = task.gradient(params, weights, batch)
+        value = _gradient(task, params, weights, batch)
     return value
+
+
+def _gradient(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
+    """Compute ḡ(θ; w) of one model, the quickest way; all models of a replay round alike, if not as training did."""
+    with Quicker():
+        return task.gradient(params, weights, batch, alone=True)
 
 
 def _each(function: Callable[[Tensor], Tensor], state: State) -> State:

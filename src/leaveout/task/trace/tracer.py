@@ -84,17 +84,17 @@ class Tracer:
         trace = self._traces[key]
         return function(*args) if trace is None else trace(*args)
 
-    def trace(self, calls: int, name: str, function: Callable, *args: Any) -> Callable | None:
-        """A trace for so many calls with these shapes; None as long as it is not worth its time.
+    def trace(self, counted: tuple[int, int], name: str, function: Callable, *args: Any) -> Callable | None:
+        """Return a trace for some calls with these shapes; None up to the number of calls after which it pays.
 
         It keeps every bit, except on images: there it is made at once, and how they are laid out depends on nothing but
         the shapes, so that all models whose results are compared round alike. Other threads may call it, too, while the
         function itself may have parts that serve one call at a time.
         """
-        key = (name, _signature(args))
+        key, (calls, pays) = (name, _signature(args)), counted
         if key not in self._traces:
             self._calls[key] += calls
-            if self._never or self._calls[key] <= WARM_UP * (not self.images) or len(self._traces) >= MOST:
+            if self._never or self._calls[key] <= pays * (not self.images) or len(self._traces) >= MOST:
                 return None
             self._traces[key] = _traced(name, function, args, self.images, whole=True)
         return self._traces[key]
