@@ -14,7 +14,7 @@ class Folded(TorchFunctionMode):
     """Computes x·Wᵀ as (W·xᵀ)ᵀ.
 
     With weights stacked over models and inputs shared, ``vmap`` turns W·xᵀ into one product of all models' rows with
-    xᵀ, and its gradient into another; x·Wᵀ would become a batch of thin products, several times slower.
+    xᵀ, and its gradient into another; x·Wᵀ would become a batch of thin products, which is several times slower.
     """
 
     def __torch_function__(
