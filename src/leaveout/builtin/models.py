@@ -154,7 +154,7 @@ def names() -> tuple[str, ...]:
 
 
 def build(name: str, seed: int | None = None, **options: Any) -> nn.Module:
-    """Build a model by name; with a seed its weights are repeatable and the global random state is left alone.
+    """Build a model by name; with a seed its weights are reproducible and the global random state is not changed.
 
     >>> build("mlp", seed=0, features=62, hidden=(16,))(torch.zeros(5, 62)).shape
     torch.Size([5])

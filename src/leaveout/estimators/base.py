@@ -305,7 +305,7 @@ class Estimator(ABC):
 
     @abstractmethod
     def _values(self, request: Request) -> tuple[Float[Tensor, "rows queries"], Params | None]:
-        """Return the scores, and the displacements if they were asked for."""
+        """Return the scores, and the displacements if requested."""
 
 
 def _moved(shards: list[dict[str, Tensor]]) -> Params:

@@ -87,7 +87,7 @@ class Choice:
             )
 
     def values(self, request: Request) -> tuple[Tensor, Params | None]:
-        """Compute the scores, and the displacements if they were asked for."""
+        """Compute the scores, and the displacements if requested."""
         self.schedule.check(request.trajectory.run)
         if self.transport in (None, "exact"):
             return self._swept(request)

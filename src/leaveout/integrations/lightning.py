@@ -125,7 +125,7 @@ class RecorderCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start recording."""
-        assert self._noted is not None  # noqa: S101 - the loader is made by now
+        assert self._noted is not None  # noqa: S101 - the loader exists by now
         loader, self._module = self._noted.loader, pl_module
         self._settings, self._convert = {}, trainer.precision_plugin.convert_input
         if pl_module.automatic_optimization:

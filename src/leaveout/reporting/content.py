@@ -85,7 +85,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many scores lie between each two edges; zero is an edge."""
+    """The number of scores between each two edges; zero is an edge."""
 
     edges: list[float]
     counts: list[int]

@@ -87,7 +87,7 @@ def check_transformed(model: nn.Module, args: tuple, kwargs: dict[str, Any], nam
     before = random_state(*devices)
     try:
         twin = copy.deepcopy(model)
-    except Exception:  # noqa: BLE001 - a module may refuse in its own way; then the task tells
+    except Exception:  # noqa: BLE001 - a module may refuse to be copied with any error; then the task reports it
         return
     given, named = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
 

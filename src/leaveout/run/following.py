@@ -103,7 +103,7 @@ def follows(rule: Rule, before: State, given: Used, hypers: list[Hyper], after: 
 
 @torch.no_grad()
 def stepped(rule: Rule, state: State, given: Params, hypers: list[Hyper]) -> State:
-    """O(s, g): the state after a step, from what it was given."""
+    """Compute O(s, g): the state after a step, from what it was given."""
     buffers = tuple(name for name in given if name not in rule.groups)
     return rule.following(None, buffers).again(state, given, hypers)
 

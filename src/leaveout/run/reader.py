@@ -109,7 +109,7 @@ class Run:
 
     @property
     def fingerprint(self) -> int:
-        """A number that tells this run from others: its manifest has the checksums of all its files."""
+        """A number that identifies this run: its manifest has the checksums of all its files."""
         return zlib.crc32(f"{self.manifest} {len(self)}{' average' if self.averaged else ''}".encode())
 
     @cached_property

@@ -127,7 +127,7 @@ class Past:
         return scaled and self._part == 0 and self._skipped <= SKIPPED and record.epoch >= self._epoch
 
     def resume_draws(self) -> None:
-        """Before the first new batch, restore the random generators to their states after the last step."""
+        """Restore the random generators, before the first new batch, to their states after the last step."""
         if not self._resumed:
             self._resumed = True
             after = self._run.random_after() if self._run is not None else None

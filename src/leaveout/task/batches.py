@@ -108,7 +108,7 @@ def size(dataset: Dataset) -> int:
 
 
 def _not_a_dataset(given: Any) -> str | None:
-    """Say what to give in place of a loader, or of tensors that stand for a data set."""
+    """Say what to give instead of a loader, or of tensors used as a data set."""
     if isinstance(given, DataLoader):
         return "the loader's own, loader.dataset"
     if isinstance(given, Tensor):

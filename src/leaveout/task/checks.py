@@ -94,7 +94,7 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
         batch, again = task.read(ids), task.read(ids)
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is passed on in words
+    except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is reported
         return [f"the first training examples cannot be read: {_line(error)}"], none
     task.random_data = batches.fingerprint(batch) != batches.fingerprint(again)
     if problem := _structure_problem(batch, len(ids)):
@@ -111,7 +111,7 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
             task.counted = task.parts.counts is not None and task.parts.counts(outputs, targets) is not None
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is passed on in words
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is reported as a problem
         return [f"the model or the loss fails on the first training examples: {_line(error)}"], none
     problems = _side_effects(task.model, buffers, rng)
     if problems:

@@ -52,7 +52,7 @@ class CurvatureMap(ABC):
 
 
 class Hessian(CurvatureMap):
-    """J = ∂ḡ/∂θ itself, by whichever form is right for the task; H(Z) where nothing stops gradients."""
+    """J = ∂ḡ/∂θ itself, by whichever form is correct for the task; H(Z) if nothing stops gradients."""
 
     def name(self, form: Form | None) -> str:
         """Name it with its form."""

@@ -26,7 +26,7 @@ class Folded(TorchFunctionMode):
         return function(*args, **named)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - as F.linear has it
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - as in F.linear
     out = (weight @ input.flatten(0, -2).mT).mT
     out = out if bias is None else out + bias
     return out.unflatten(0, input.shape[:-1])

@@ -34,7 +34,7 @@ def margin(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def log_prob(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the log-probability that the outputs, as logits, give the target; the mean over tokens."""
+    """Compute the log-probability of the target, with the outputs as logits; the mean over tokens."""
     if outputs.ndim == targets.ndim:
         values = -F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
     else:

@@ -109,7 +109,7 @@ def _noted(task: Task, part: MicroBatch, params: Params) -> tuple[Draws, Tensor 
 
 
 def _counts(task: Task, batch: Batch, params: Params) -> Tensor | None:
-    assert task.parts.counts is not None  # noqa: S101 - asked before
+    assert task.parts.counts is not None  # noqa: S101 - checked before
     if task.parts.by_targets and task.called.rule is default_forward:
         return task.parts.counts(None, default_targets(batch))
     return task.parts.counts(*_eager(task, batch, params))

@@ -32,7 +32,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=True))
 
 
-def _hardsigmoid(value: Tensor, inplace: bool = False) -> Tensor:  # noqa: ARG001, FBT - called as PyTorch's own
+def _hardsigmoid(value: Tensor, inplace: bool = False) -> Tensor:  # noqa: ARG001, FBT - has PyTorch's signature
     return (value / 6 + 0.5).clamp(0, 1)
 
 

@@ -60,7 +60,7 @@ def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
     try:
         gradient(quiet, params, batch)
         example_gradients(quiet, params, batch)
-    except Exception as error:  # noqa: BLE001 - PyTorch and the model may raise anything; it is passed on in words
+    except Exception as error:  # noqa: BLE001 - PyTorch and the model may raise anything; it is reported as a problem
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return (
             f"torch.func cannot take its gradient ({reason}); write the operation with PyTorch's own functions, or "

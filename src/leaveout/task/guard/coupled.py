@@ -56,7 +56,7 @@ def coupled_abilities(
         measured = difference(_plain(wide, given), at, padding=padding_rows(wide.model), counters=counters)
     except LeaveoutError:
         raise
-    except Exception as error:  # noqa: BLE001 - a model that insists on its own type, or fails; it is passed on in words
+    except Exception as error:  # noqa: BLE001 - a model that insists on its own dtype, or fails; reported as a problem
         return f"its gradient cannot be computed in training mode ({_line(error)})", abilities
     once = {"vmap": abilities.vmap, "stacks": abilities.stacks, "vector": Form.TRANSPOSED, "vectors": Form.TRANSPOSED}
     plain: tuple[dict[str, Any], ...] = ({}, {"vmap": False}, {"stacks": False})

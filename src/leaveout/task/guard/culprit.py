@@ -96,7 +96,7 @@ def _problem(
     try:
         at, value = given()
         measured = difference(slope, at, padding=padding) if at else None
-    except Exception:  # noqa: BLE001 - what cannot be called alone is not the culprit that can be named
+    except Exception:  # noqa: BLE001 - a module that cannot be called alone cannot be identified as the culprit
         return None
     if measured is None:
         return None

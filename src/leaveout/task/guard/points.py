@@ -104,7 +104,7 @@ def _wide(task: Task, params: Params, batch: Any) -> tuple[Task, Any, Params]:
             wide.losses(each(_widened, params), given)
     except LeaveoutError:
         raise
-    except Exception:  # noqa: BLE001 - a model that insists on its own type is compared in that
+    except Exception:  # noqa: BLE001 - a model that insists on its own dtype is compared in that
         wide, given = task.quiet(), batch
     return wide, given, each(_widened, params) if wide.is_wide else each(torch.clone, params)
 
