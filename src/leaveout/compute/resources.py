@@ -141,7 +141,7 @@ class Resources:
         return self._engine.same_disk
 
     def shard_size(self, bytes_each: int, count: int, most: int = ROWS) -> int:
-        """Return how many of ``count`` rows or queries of this size make a shard, at most ``most`` unless it is set."""
+        """Return how many of ``count`` rows or queries of this size make a shard: ``most`` unless ``shard`` is set."""
         fits = self.part(bytes_each, count)
         return fits if self.whole else min(fits, self.shard or shard_rows(bytes_each, most))
 

@@ -128,7 +128,7 @@ class Dynamics(Comparable):
 
     @cached_property
     def learned(self) -> Int[Tensor, " n"]:
-        """The position of the state from which on the given label is always predicted; their number if never."""
+        """The position of the state from which on the label is always predicted; the number of states if never."""
         place = torch.arange(1, len(self.steps) + 1, device=self.fitted.device)[:, None]
         return torch.where(self.fitted, 0, place).amax(0)
 

@@ -43,7 +43,7 @@ def weighted_batch_norm(
 
     *If all examples are left out* (all weights 0) no batch was seen: the running statistics and their count stay as
     they were, and the outputs are finite but meaningless. *If a single value is left* (n = 1) the unbiased variance is
-    not defined. PyTorch raises an error for such a batch. So does this function, if the weights have values;
+    not defined. PyTorch raises an error for such a batch. So does this function, if it can read the weights' values;
     under ``vmap`` and in a trace the new running variance is NaN. ``refuse_single_values`` checks beforehand.
 
     Args:
