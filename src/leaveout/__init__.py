@@ -1,6 +1,6 @@
 """Which training examples made your model what it is, and what would it be without them?
 
-Names are imported when they are first used, so that ``import leaveout`` costs next to nothing.
+Names are imported when they are first used, so that ``import leaveout`` takes almost no time.
 """
 
 from importlib import import_module
@@ -93,7 +93,7 @@ _HOMES = {
     "sweep.transports": ("Subspace",),
     "task.task": ("Task",),
 }
-"""Where each public name lives."""
+"""The module of each public name."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

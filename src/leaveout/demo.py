@@ -42,7 +42,7 @@ class Demo:
 
 
 def run_demo(out: Path, *, examples: int = 500, replays: int = 64, resources: Resources | None = None) -> Demo:
-    """Train a small network on digits with a tenth of the labels flipped, and ask which examples did harm.
+    """Train a small network on digits with a tenth of the labels flipped, and find which examples did harm.
 
     The run goes to the new directory ``out``, with its config, scores, checks, cleansing curve and report beside it.
     """

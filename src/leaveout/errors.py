@@ -1,4 +1,4 @@
-"""What leaveout refuses, and why: every error says in one sentence what is wrong and what to do.
+"""Errors: each says in one sentence what is wrong and what to do.
 
 Each has a ``code``, a short name of its cause that stays when the sentence is reworded; docs/errors.md lists them.
 """
@@ -22,7 +22,7 @@ class LeaveoutError(Exception):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the code when the error travels to another process."""
+        """Keep the code when the error is pickled for another process."""
         return _rebuilt, (type(self), str(self), self.code), self.__dict__
 
 
@@ -47,7 +47,7 @@ class EngineError(LeaveoutError):
 
 
 class LeaveoutWarning(UserWarning):
-    """Something that does not stop the work, but that its user should know."""
+    """Something that does not stop the work, but that the user should know."""
 
 
 def _rebuilt(kind: type[LeaveoutError], message: str, code: str) -> LeaveoutError:
@@ -55,7 +55,7 @@ def _rebuilt(kind: type[LeaveoutError], message: str, code: str) -> LeaveoutErro
 
 
 def closest(word: str, among: Iterable[str]) -> str:
-    """Suggest a similar name in brackets for one that does not exist, or nothing.
+    """Suggest a similar name in brackets for one that does not exist; return an empty string if there is none.
 
     >>> closest("batchsize", ["batch_size", "epochs"])
     ' (did you mean batch_size?)'
@@ -88,7 +88,7 @@ def is_whole(value: Any, low: int, high: int | None = None) -> bool:
 
 
 def check_seed(seed: Any, low: int = -(2**63), high: int = 2**64 - 1) -> int:
-    """Return the seed, or refuse it where it is not a whole number within the bounds; by default those of PyTorch."""
+    """Return the seed, or refuse it if it is not a whole number within the bounds; by default those of PyTorch."""
     if not is_whole(seed, low, high):
         raise InputError(f"seed={seed!r} must be a whole number from {low} to {high}.", code="seed-not-a-number")
     return operator.index(seed)

@@ -25,11 +25,11 @@ from leaveout.task.measures import OWN, UNITS
 SIGN = "positive: the query loss would rise without this example; it helped"
 UNIT = "change of the query loss"
 EFFECTS = (UNIT, OWN, *UNITS.values())
-"""Units in which replays are counted as well: changes of the loss, or of another measure."""
+"""Units that replays have too: changes of the loss, or of another measure."""
 MEAN, SELF = "mean", "self"
 """The single columns of scores for the queries' mean loss, and for each example's own loss."""
 LABELS = "labels"
-"""What removing the labels that look wrong is called in a cleansing curve."""
+"""The name for removing the labels that look wrong, in a cleansing curve."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +37,12 @@ class Scores(Comparable):
     """How the query loss would change without each training example (or group).
 
     ``values`` has a row for each of ``train_ids`` and a column for each of ``query_ids``. Positive: the loss would
-    rise without the example, so it helped. ``exact`` marks the rows that are exact replays rather than estimates, where
-    there are such; ``displacements`` are kept where they were asked for; ``query_fingerprint`` tells whether other
-    scores are of the same queries, ``run_fingerprint`` whether they are of the same run; ``groups`` says which examples
-    the rows leave out, where they are groups; ``spread`` is the standard deviation over several runs, where these are
-    averages (``lo.average``); ``precision`` is what was computed in: the parameters' type and, where the training ran
-    under ``torch.autocast``, its type too.
+    rise without the example, so it helped. ``exact`` marks the rows that are exact replays rather than estimates, if
+    there are any; ``displacements`` are kept if they were requested; ``query_fingerprint`` identifies the queries and
+    ``run_fingerprint`` the run, to compare with other scores; ``groups`` says which examples the rows leave out, if
+    they are groups; ``spread`` is the standard deviation over several runs, if these are averages (``lo.average``);
+    ``precision`` is that of the computation: the parameters' dtype and, if the training ran under ``torch.autocast``,
+    its dtype too.
 
     >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
     >>> scores.harmful(1), scores.helpful(2)
@@ -66,7 +66,7 @@ class Scores(Comparable):
 
     @property
     def mixed(self) -> str:
-        """Say how the training's mixed precision was met; nothing where it had none.
+        """How the training's mixed precision was handled, in words; empty if it had none.
 
         >>> Scores(torch.zeros(1, 1), (0,), ("mean",), "ACC", precision="float32 around bfloat16").mixed
         'trained in bfloat16 (autocast), derivatives in float32'
@@ -125,7 +125,7 @@ class Scores(Comparable):
 
     @property
     def queries(self) -> str:
-        """What the columns are: ``"mean"`` of all queries, ``"each"`` of them, or ``"self"``."""
+        """What the columns are: the ``"mean"`` of all queries, ``"each"`` of them, or ``"self"``."""
         single = self.query_ids[0] if len(self.query_ids) == 1 else None
         return str(single) if single in (MEAN, SELF) else "each"
 
@@ -140,25 +140,25 @@ class Scores(Comparable):
 
     @property
     def helpful_count(self) -> int:
-        """How many rows helped: the query loss would rise without them."""
+        """The number of rows that helped: the query loss would rise without them."""
         return int((self.mean() > 0).sum())
 
     @property
     def harmful_count(self) -> int:
-        """How many rows did harm: the query loss would fall without them."""
+        """The number of rows that did harm: the query loss would fall without them."""
         return int((self.mean() < 0).sum())
 
     def helpful(self, k: int = 10) -> list[int | str]:
         """Return the k ids without which the query loss would rise most, most helpful first.
 
-        Only those that helped: fewer than k, and a warning, where fewer have a score above zero.
+        Only those that helped: fewer than k, with a warning, if fewer have a score above zero.
         """
         return self._ranked(k, self.helpful_count, "helpful", descending=True)
 
     def harmful(self, k: int = 10) -> list[int | str]:
         """Return the k ids without which the query loss would fall most, most harmful first.
 
-        Only those that did harm: fewer than k, and a warning, where fewer have a score below zero.
+        Only those that did harm: fewer than k, with a warning, if fewer have a score below zero.
         """
         return self._ranked(k, self.harmful_count, "harmful", descending=False)
 
@@ -220,11 +220,11 @@ class Scores(Comparable):
         return [self.train_ids[i] for i in order[: min(k, count)].tolist()]
 
     def to_frame(self, data: Any = None, columns: Sequence[str] = ()) -> pd.DataFrame:
-        """Tabulate: training ids down, query ids across.
+        """Tabulate the scores: training ids as rows, query ids as columns.
 
         Args:
-            data: the training set, where ``columns`` are wanted; such as a ``datasets.Dataset``.
-            columns: those of its columns that come first in the table.
+            data: the training set, if ``columns`` are wanted; such as a ``datasets.Dataset``.
+            columns: its columns that come first in the table.
         """
         frame = pd.DataFrame(
             self.values.detach().cpu().numpy(),
@@ -240,7 +240,7 @@ class Scores(Comparable):
         return frame
 
     def to_dataset(self, data: Any, column: str = "influence") -> Any:
-        """Return the training set, a ``datasets.Dataset``, with a column more: the mean score of each row.
+        """Return the training set, a ``datasets.Dataset``, with one more column: the mean score of each row.
 
         Rows that were not scored have None.
         """
@@ -253,7 +253,7 @@ class Scores(Comparable):
         return data.add_column(column, values)
 
     def _rows_of(self, data: Any, columns: Sequence[str]) -> list[int]:
-        """The rows of the data that were scored, if it has them, and the columns."""
+        """Return the rows of the data that were scored; refuse data without these rows or columns."""
         present = getattr(data, "column_names", None)
         missing = [name for name in columns if name not in (present or ())]
         if present is None or missing:
@@ -268,7 +268,7 @@ class Scores(Comparable):
         return [int(i) for i in self.train_ids]
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the scores to one safetensors file, whole or not at all."""
+        """Write the scores to one safetensors file, atomically."""
         path = free(path, overwrite=overwrite)
         facts = {
             "method": self.method,

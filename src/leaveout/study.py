@@ -1,4 +1,4 @@
-"""One study: a run, its task and a query set, said once; every question after that is a short call."""
+"""A study: a run, its task and a query set, given once; every question after that is a short call."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from leaveout.task.task import Task
 _BY_IDENTITY = (Scores, Check, Labels, Dataset)
 
 REMOVED = (0.02, 0.05, 0.1)
-"""What ``cleanse`` removes by default, as shares of the training examples."""
+"""How many examples ``cleanse`` removes by default, as shares of the training set."""
 
 
 class Study:
-    """Ask a recorded run about its training examples; what was answered is remembered and goes into the report.
+    """Ask a recorded run about its training examples; the answers are remembered and go into the report.
 
     Each method calls the function of the same name with this run, task and query set. ``scores`` and ``checks`` hold
     the answers by method, ``issues`` the labels, ``curve`` the cleansing curve. The same question is not computed
@@ -47,9 +47,9 @@ class Study:
     Args:
         run: the recorded run, or its directory.
         task: what was trained.
-        query: the examples whose mean loss is explained; ``labels`` does without them.
+        query: the examples whose mean loss is explained; ``labels`` does not need them.
         show: how examples are shown, for labels and the report: a ``Show``, or a function of an example.
-        resources: memory budget, engine and progress of everything that is asked.
+        resources: memory budget, engine and progress for everything that is computed.
 
     >>> from tempfile import mkdtemp
     >>> import torch
@@ -98,8 +98,8 @@ class Study:
     def score(self, estimator: Estimator | None = None, *, budget: float = 60.0, **options: Any) -> Scores:
         """Score every training example; without an ``estimator`` the method is chosen.
 
-        Every example is replayed exactly where that takes no longer than ``budget`` seconds; otherwise several methods
-        are compared with a sample of replays, and the best one's scores are given (see ``lo.choose``; ``choice`` holds
+        Every example is replayed exactly if that takes no longer than ``budget`` seconds; otherwise several methods are
+        compared with a sample of replays, and the best one's scores are returned (see ``lo.choose``; ``choice`` holds
         the comparison). ``options`` are those of ``Estimator.score``: ``queries=``, ``ids=``, ``groups=``.
         """
         return self._once(("score", estimator, budget, options), lambda: self._scored(estimator, budget, options))
@@ -128,7 +128,7 @@ class Study:
         return self._once(("refine", scores, top), refined)
 
     def labels(self, *, folds: int | str | None = AUTO, **options: Any) -> Labels:
-        """Say which labels look wrong; verified scores are mixed in as far as they can be trusted."""
+        """Say which labels look wrong; verified scores are included as far as they can be trusted."""
         scores = next(
             (one for one in self.scores.values() if one.method in self.checks and _of_all(one, self.task)), None
         )
@@ -150,7 +150,7 @@ class Study:
     ) -> Curve:
         """Remove the most harmful examples, train again, and measure on the test set; by default 2, 5 and 10 %.
 
-        ``scores`` are those to go by, or labels, or several of them; by default the most trustworthy ones.
+        ``scores`` are the scores or labels to rank by, or several of them; by default the most trustworthy scores.
         """
         if test_set is None:
             raise InputError(
@@ -176,7 +176,7 @@ class Study:
         )
 
     def plan(self) -> pd.DataFrame:
-        """Predict time, memory and disk of every method along the run."""
+        """Predict time, memory and disk of every method on the run."""
         return self._once(("plan",), lambda: plan(self.task, self.query, self.run, resources=self.resources))
 
     def report(
@@ -186,9 +186,9 @@ class Study:
         show: Show | Callable[[Any], Any] | None = None,
         overwrite: bool = False,
     ) -> Page:
-        """Write the page about everything that was asked; scores and labels are computed if they were not before.
+        """Write a page about everything that was asked; scores and labels are computed if they were not before.
 
-        It goes to ``path``, by default to ``report.html`` in the run's directory.
+        It is written to ``path``, by default ``report.html`` in the run's directory.
         """
         first = self._known(None)
         rest = [one for one in self.scores.values() if one is not first and same_rows(one, first)]
@@ -255,7 +255,7 @@ class Study:
         return scores
 
     def _known(self, scores: Scores | None) -> Scores:
-        """These scores, else the best that were computed, else new ones."""
+        """Return these scores, else the best that were computed, else new ones."""
         if scores is None:
             return self.best or self.score()
         if not isinstance(scores, Scores):
@@ -270,10 +270,10 @@ class Study:
         return scores
 
     def _once(self, question: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
-        """Compute the answer, or give the one that is there; scores and data sets count by identity."""
+        """Compute the answer, or return the stored one; scores and data sets are compared by identity."""
         key = repr([id(part) if isinstance(part, _BY_IDENTITY) else part for part in question])
         if key not in self._answers:
-            self._answers[key] = (compute(), question)  # the question, so that nothing else gets its identity
+            self._answers[key] = (compute(), question)  # keeps the question alive, so that no other object gets its id
         return self._answers[key][0]
 
 

@@ -1,6 +1,6 @@
-"""The verdict, the top tables and the page in the experiment trackers that people use; each needs only its own library.
+"""Logs the verdict, the top tables and the page to experiment trackers; each needs only its own library.
 
-Nothing is sent anywhere unless one of these functions is called, and then only to the run that is given or under way.
+Nothing is sent anywhere unless one of these functions is called, and then only to the given or active run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from leaveout.evaluate.verify import Check
 from leaveout.scores import Scores
 
 NAME = "leaveout"
-"""What everything begins with that is logged."""
+"""The prefix of everything that is logged."""
 
 
 def to_wandb(
@@ -25,10 +25,10 @@ def to_wandb(
     """Log to a run of Weights & Biases: numbers and verdict in its summary, tables, and the page as an artifact.
 
     Args:
-        scores: what is logged.
-        check: what ``verify`` says of them.
+        scores: the scores to log.
+        check: the result of ``verify`` for them.
         page: the file that ``report`` wrote.
-        run: what ``wandb.init`` returned; by default the run under way.
+        run: what ``wandb.init`` returned; by default the active run.
         k: how many of the most harmful and the most helpful examples the tables have.
     """
     import wandb
@@ -57,10 +57,10 @@ def to_mlflow(
     """Log to a run of MLflow: numbers as metrics, the verdict as a tag, tables and the page as artifacts.
 
     Args:
-        scores: what is logged.
-        check: what ``verify`` says of them.
+        scores: the scores to log.
+        check: the result of ``verify`` for them.
         page: the file that ``report`` wrote.
-        run_id: of which run; by default the one under way.
+        run_id: the id of the run; by default the active one.
         k: how many of the most harmful and the most helpful examples the tables have.
     """
     import mlflow
@@ -92,12 +92,12 @@ def to_tensorboard(
     step: int | None = None,
     k: int = 20,
 ) -> None:
-    """Log to TensorBoard: numbers as scalars, verdict and tables as texts; the page is put into the log's directory.
+    """Log to TensorBoard: numbers as scalars, verdict and tables as texts; the page is copied to the log directory.
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``.
-        scores: what is logged.
-        check: what ``verify`` says of them.
+        scores: the scores to log.
+        check: the result of ``verify`` for them.
         page: the file that ``report`` wrote.
         step: the global step at which it appears.
         k: how many of the most harmful and the most helpful examples the tables have.

@@ -1,1 +1,1 @@
-"""What the commands and experiments use: data sets, models, configs."""
+"""Built-in data sets, models and configs, for the commands and experiments."""

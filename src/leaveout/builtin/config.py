@@ -1,4 +1,4 @@
-"""A run with a built-in data set and model as a TOML file, from which it can be repeated bit by bit."""
+"""A run with a built-in data set and model as a TOML file, from which it can be repeated bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from leaveout.run.writer import claim
 from leaveout.task.task import Task
 
 OPTIMIZERS = {name.lower(): one.torch_class for name, one in optimizers().items() if one.torch_class is not None}
-"""By the names that a config has."""
+"""By their names in a config."""
 
 
 MOST_BYTES = 1_000_000
@@ -35,7 +35,7 @@ MOST_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class DataPart:
-    """Which examples: a data set by name, and a fraction of its training labels flipped."""
+    """Which examples: a data set by name, and the fraction of its training labels to flip."""
 
     name: str = "digits"
     n_train: int | None = None
@@ -47,7 +47,7 @@ class DataPart:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Which model, by name; what is None is left to the model."""
+    """Which model, by name; None means the model's default."""
 
     name: str = "mlp"
     seed: int = 0
@@ -57,7 +57,7 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """Which optimizer, by name; what is None is left to PyTorch."""
+    """Which optimizer, by name; None means PyTorch's default."""
 
     name: str = "sgd"
     lr: float = 0.2
@@ -92,9 +92,9 @@ class Config:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a run is about: the task that was trained, the queries, and what else is known of the data.
+    """What a run is about: the task that was trained, the queries, and what else is known about the data.
 
-    ``flipped`` are the training examples whose labels were made wrong on purpose.
+    ``flipped`` are the training examples whose labels were flipped on purpose.
     """
 
     task: Task
@@ -106,7 +106,7 @@ class Subject:
 
 PARTS = {"data": DataPart, "model": ModelPart, "optimizer": OptimizerPart, "train": TrainPart}
 
-# The types as TOML has them, by the fields' annotations; a whole number serves as a float.
+# The types in TOML, by the fields' annotations; an integer is accepted as a float.
 TYPES: dict[str, tuple[str, Any]] = {
     "str": ("text", lambda v: isinstance(v, str)),
     "int": ("a whole number", lambda v: type(v) is int),
@@ -119,7 +119,7 @@ TYPES: dict[str, tuple[str, Any]] = {
 
 
 def from_dict(raw: Mapping[str, Any], source: str) -> Config:
-    """Make a config from nested dictionaries; everything that is wrong with them is said at once."""
+    """Build a config from nested dictionaries; all problems are reported at once."""
     problems = list(_problems(raw))
     if problems:
         listing = "\n".join(f"  - {problem}" for problem in problems)
@@ -166,7 +166,7 @@ def read(path: str | Path) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """Return the config as text; what is left to others is left out."""
+    """Return the config as text; defaults (None) are left out."""
     parts = {
         name: {key: value for key, value in part.items() if value is not None} for name, part in asdict(config).items()
     }
@@ -183,9 +183,9 @@ def prepare(config: Config) -> Subject:
 
 
 def run_config(config: Config, out: Path, resources: Resources | None = None) -> tuple[Run, Subject]:
-    """Train and record what a config describes; the config lies beside the run from the first step on.
+    """Train and record what a config describes; the config is beside the run from the first step on.
 
-    A run of the same config that was cut short is continued.
+    A run of the same config that was cut short is resumed.
     """
     subject = prepare(config)
     optimizer = _optimizer(config.optimizer, subject.task.model)
@@ -199,7 +199,7 @@ def run_config(config: Config, out: Path, resources: Resources | None = None) ->
 def _leave(config: Config, out: Path) -> bool:
     """Write the config into the new directory; say whether a run that it describes was cut short there.
 
-    As the directory's one writer: of two trainings at once, the second finds the config of the first.
+    This holds the directory's lock: of two trainings at once, the second finds the config of the first.
     """
     file = RunPaths(out).config
     lock = claim(out, resume=True)

@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 MOST_LAYERS = 100
-"""Hidden layers that a network may have: a config may come from a stranger, and each layer takes its time."""
+"""The most hidden layers of a network: a config may come from an untrusted source, and each layer takes time."""
 
 
 class OneLogit(nn.Module):
@@ -45,7 +45,7 @@ def logistic(features: int) -> nn.Module:
 
 
 def mlp(features: int, hidden: Sequence[int] = (8, 8), outputs: int = 1, activation: str = "relu") -> nn.Module:
-    """Build a network on flat features, features-8-8-1 with ReLU if nothing else is asked for.
+    """Build a network on flat features, by default features-8-8-1 with ReLU.
 
     >>> mlp(784, outputs=10)(torch.zeros(5, 784)).shape
     torch.Size([5, 10])
@@ -80,8 +80,8 @@ def mnist_cnn() -> nn.Module:
 def cifar_cnn() -> nn.Module:
     """Build 3 blocks of two 3 x 3 convolutions (32, 32, 64, 64, 128, 128 channels), pool, fc10, on (batch, 3, 32, 32).
 
-    The experiments' original normalises each block's first convolution by BatchNorm. There an example's loss depends
-    on the rest of its batch, and no per-example gradient exists; GroupNorm takes its place here.
+    The original experiments normalise each block's first convolution by BatchNorm. There an example's loss depends on
+    the rest of its batch, and no per-example gradient exists; GroupNorm is used here instead.
     """
     blocks: list[nn.Module] = []
     for inputs, channels in ((3, 32), (32, 64), (64, 128)):
@@ -101,7 +101,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's outputs, of the shape of its inputs (batch, positions, width)."""
+        """Return the layer's outputs, of the same shape as its inputs (batch, positions, width)."""
         parts = self.mixed(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind(0)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -119,7 +119,7 @@ class GPT(nn.Module):
         self.last, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits, with the words before the positions, as ``CrossEntropyLoss`` takes them."""
+        """Return the logits, with the words before the positions, as ``CrossEntropyLoss`` takes them."""
         x = self.word(tokens) + self.position.weight[: tokens.shape[-1]]
         for block in self.blocks:
             x = block(x)
@@ -127,7 +127,7 @@ class GPT(nn.Module):
 
 
 def gpt(words: int = 500, width: int = 32, layers: int = 2, heads: int = 4, positions: int = 32) -> nn.Module:
-    """A GPT of 58,496 parameters, if nothing else is asked for.
+    """Build a GPT, by default with 58,496 parameters.
 
     >>> gpt()(torch.zeros(5, 32, dtype=torch.int64)).shape, sum(p.numel() for p in gpt().parameters())
     (torch.Size([5, 500, 32]), 58496)
@@ -154,7 +154,7 @@ def names() -> tuple[str, ...]:
 
 
 def build(name: str, seed: int | None = None, **options: Any) -> nn.Module:
-    """Build a model by name; with a seed its weights are repeatable and the global random state is left alone.
+    """Build a model by name; with a seed its weights are reproducible and the global random state is not changed.
 
     >>> build("mlp", seed=0, features=62, hidden=(16,))(torch.zeros(5, 62)).shape
     torch.Size([5])
@@ -176,7 +176,7 @@ def build(name: str, seed: int | None = None, **options: Any) -> nn.Module:
             torch.manual_seed(check_seed(seed))
         try:
             return make(**options)
-        except (RuntimeError, TypeError, OverflowError) as error:  # PyTorch's words for widths beyond memory
+        except (RuntimeError, TypeError, OverflowError) as error:  # what PyTorch raises for widths beyond memory
             reason = str(error).splitlines()[0]
             raise InputError(
                 f"the model {name!r} cannot be made with {options}: {reason}; make it smaller.", code="model-too-large"

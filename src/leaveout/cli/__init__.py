@@ -17,9 +17,9 @@ _WITH_THEIR_PLACE = warnings.formatwarning
 
 
 def entry() -> None:
-    """Run the command line; what leaveout refuses ends in its one sentence, not in a traceback.
+    """Run the command line; an error of leaveout ends in its one sentence, not in a traceback.
 
-    A refusal of something that was typed is one of usage, exit code 2; any other has exit code 1.
+    An error about something that was typed is a usage error, with exit code 2; any other has exit code 1.
     """
     warnings.formatwarning = plainly
     try:
@@ -38,7 +38,7 @@ def entry() -> None:
 
 
 def plainly(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
-    r"""Write a warning of leaveout's own as its sentence, without the line of code that it comes from.
+    r"""Write a warning of leaveout as its sentence only, without the line of code that it comes from.
 
     >>> plainly("The disk is full.", LeaveoutWarning, "writer.py", 3)
     'The disk is full.\n'

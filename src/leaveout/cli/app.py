@@ -1,4 +1,4 @@
-"""What the commands share: consoles, options, opening a run, leaving it half done."""
+"""Shared parts of the commands: consoles, options, opening a run, resuming interrupted work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 SHARD = 256
-"""Rows that are finished, and kept, together."""
+"""The number of rows per stored shard."""
 
 console = Console()
 complaints = Console(stderr=True)
@@ -44,7 +44,7 @@ RayOption = Annotated[
 
 
 def opened(path: Path, *, partial: bool = False) -> Run:
-    """Open the run in a directory; where there is none, suggest one with a similar name."""
+    """Open the run in a directory; if there is none, suggest one with a similar name."""
     from leaveout.run.manifest import MANIFEST, cut_short
     from leaveout.run.reader import open_run
 
@@ -70,7 +70,7 @@ def engine_of(processes: int, ray: str | None) -> Engine:
 
     if ray is not None and processes != 1:
         raise typer.BadParameter("--processes are on this machine, --ray is a cluster: give one of them.")
-    if processes > 1:  # they share the cores: workers take as many threads as this process has
+    if processes > 1:  # they share the cores: workers use as many threads as this process
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     return Local(processes) if ray is None else Ray(None if ray == "auto" else ray)
 
@@ -79,9 +79,9 @@ def engine_of(processes: int, ray: str | None) -> Engine:
 def working(
     run: Run, question: tuple, targets: Iterable[Path], memory: str, processes: int = 1, ray: str | None = None
 ) -> Iterator[Resources]:
-    """Keep finished shards of a question until it is answered: a crash loses only what is under way.
+    """Store finished shards of a question until it is answered: a crash loses only unfinished shards.
 
-    No other command writes the ``targets`` meanwhile. Ctrl-C within ends in a sentence that says how to go on.
+    No other command writes the ``targets`` meanwhile. Ctrl-C ends with a sentence that says how to continue.
     """
     from leaveout.compute.jobs import cached_work
     from leaveout.compute.resources import Resources
@@ -92,13 +92,13 @@ def working(
         with resumable("What was finished is kept; the same command goes on from there."):
             yield Resources(memory, engine=engine, work=work, shard=SHARD)
         shutil.rmtree(work, ignore_errors=True)
-    with suppress(OSError):  # others are at work there
+    with suppress(OSError):  # other work is stored there
         work.parent.rmdir()
 
 
 @contextmanager
 def _claimed(targets: Iterable[Path]) -> Iterator[None]:
-    """Hold a lock beside each file that will be written: who comes second is told before the work, not after it."""
+    """Hold a lock beside each file that will be written: a second command is refused before the work, not after it."""
     from leaveout._util.files import Lock
 
     with ExitStack() as stack:
@@ -125,9 +125,9 @@ def _claimed(targets: Iterable[Path]) -> Iterator[None]:
 
 
 def _remove(place: Path) -> None:
-    with suppress(OSError):  # another command has its lock there by now
+    with suppress(OSError):  # another command holds its lock there by now
         place.rmdir()
-        place.parent.rmdir()  # made for the lock, where nothing was written
+        place.parent.rmdir()  # created for the lock, if nothing was written
 
 
 def _holder(place: Path) -> str:
@@ -140,19 +140,19 @@ def _holder(place: Path) -> str:
 
 
 def print_next(command: str, run: Path, task: str | None, results: Path | None = None) -> None:
-    """Print what one would do now, ready to be copied."""
+    """Print the next command to run, ready to be copied."""
     more = (f" --task {task}" if task else "") + (f" --results {results}" if results else "")
     console.print(f"\nNext: leaveout {command} {run}{more}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_json(content: Any) -> None:
-    """Print JSON to stdout, not wrapped to any width."""
+    """Print JSON to stdout, without line wrapping."""
     typer.echo(json.dumps(content, indent=1))
 
 
 @contextmanager
 def resumable(how: str | Callable[[], str]) -> Iterator[None]:
-    """End Ctrl-C within in a sentence that says how to go on, and exit code 130."""
+    """End with exit code 130 after Ctrl-C in this context, with a sentence that says how to continue."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Do scores on disk answer what is asked? Sizes and checksums of the data tell."""
+"""Checks by sizes and checksums of the data whether scores on disk answer a question."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from leaveout.trajectory.left_out import leave_out
 
 @dataclass(frozen=True)
 class Asked:
-    """A run's data as a command asks about them: queries each or in the mean, examples one by one or in groups."""
+    """A command's question about a run: each query or their mean, single examples or groups."""
 
     facts: Facts
     queries: str
     groups: dict[str, Any] | None
 
     def answered(self, file: Path, method: str | None, ids: Sequence[int] | None = None) -> Scores:
-        """Read scores that are on disk; refuse those of another question. Without a ``method``, any will do."""
+        """Read scores from disk; refuse those of another question. Without a ``method``, any method is accepted."""
         scores = Scores.load(file)
         if other := self._difference(scores, method or scores.method, ids):
             raise InputError(f"{file} holds scores of {other}: give --again to replace them.", code="scores-in-the-way")
         return scores
 
     def _difference(self, scores: Scores, method: str, ids: Sequence[int] | None) -> str | None:
-        """Say what tells scores from those that are asked for; what an older file does not say is not counted."""
+        """Say how scores differ from the requested ones; facts that an older file does not contain are not compared."""
         facts, left_out = self.facts, leave_out(self.facts.train_size, ids, self.groups)
         columns = tuple(range(facts.queries)) if self.queries == "each" else (MEAN,)
         if scores.run_fingerprint not in (None, facts.run_fingerprint):

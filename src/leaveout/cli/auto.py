@@ -1,4 +1,4 @@
-"""leaveout score without a method: the one that measurement chooses, kept with how it was chosen."""
+"""leaveout score without a method: the one chosen by measurement, stored with how it was chosen."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from leaveout.run.paths import RunPaths
 from leaveout.scores import Scores
 
 AUTO = "auto"
-"""The word for no method in particular, and the name of its files."""
+"""The name for a method chosen by measurement, and of its files."""
 
 
 def automatic(question: Question, budget: float, file: Path, paths: RunPaths, *, again: bool) -> Chosen:
-    """Score with the method that measurement chooses; keep the scores, and the check that comes with them."""
+    """Score with the method chosen by measurement; save the scores, and the check that comes with them."""
     chosen = choose(
         *(question.run, question.task, question.query),
         budget=budget,
@@ -37,7 +37,7 @@ def automatic(question: Question, budget: float, file: Path, paths: RunPaths, *,
 
 
 def show(chosen: Chosen) -> None:
-    """Print what was chosen and the methods that were compared; exact scores need no such comparison."""
+    """Print what was chosen and the methods that were compared; exact scores need no comparison."""
     if chosen.exact:
         return
     console.print(f"\n{chosen}", highlight=False, markup=False)
@@ -53,7 +53,7 @@ def show(chosen: Chosen) -> None:
 
 
 def facts(chosen: Chosen | None) -> dict[str, Any]:
-    """What a machine wants to know of the choice."""
+    """Return the choice as plain data for JSON."""
     if chosen is None:
         return {}
     rows = chosen.table.astype(object).where(chosen.table.notna(), None).reset_index().to_dict("records")
@@ -61,7 +61,7 @@ def facts(chosen: Chosen | None) -> dict[str, Any]:
 
 
 def is_of_the_choice(check: Check, scores: Scores) -> bool:
-    """Say whether a check is the one that came with chosen scores: all its rows were replayed and are exact there."""
+    """Say whether a check came with chosen scores: all its rows were replayed and are exact there."""
     if scores.exact is None or scores.all_exact or check.method != scores.method:
         return False
     exact = {i for i, is_exact in zip(scores.train_ids, scores.exact.tolist(), strict=True) if is_exact}

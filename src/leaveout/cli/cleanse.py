@@ -38,7 +38,7 @@ from leaveout.run.reader import Run
 from leaveout.scores import LABELS, MEAN, Scores
 
 SHARES = (0.02, 0.05, 0.1)
-"""What is removed by default, as shares of the training examples."""
+"""How many examples are removed by default, as shares of the training set."""
 
 
 @app.command()
@@ -92,7 +92,7 @@ def cleanse(
     curve = _answering(out, recorded, scores, amounts, options) if out.exists() and not again else None
     if curve is None:
         with working(recorded, question, [out], memory, processes, ray) as resources:
-            _check_free(out, again)  # another command may have ended just now
+            _check_free(out, again)  # another command may have just finished
             trained, test = subject().task, _test(subject())
             curve = lo_cleanse(scores, recorded, trained, test, amounts, **options, resources=resources)
             curve.save(out, overwrite=again)
@@ -105,7 +105,7 @@ def cleanse(
 
 
 def _print(curve: Curve, wanted: int | None) -> None:
-    """Print what the page says of it, for the number nearest to the labels that look wrong, then every number."""
+    """Print what the report says, for the number nearest to that of labels that look wrong, then all numbers."""
     first = LABELS if LABELS in curve.choices else curve.choices[0]
     console.print(removal(curve, first, amount(curve, first, wanted)), highlight=False, markup=False)
     table = Table()
@@ -119,7 +119,7 @@ def _print(curve: Curve, wanted: int | None) -> None:
 
 
 def _labels(paths: RunPaths, run: Run) -> Scores:
-    """Read the order of the labels that look wrong."""
+    """Read the ranking of the labels that look wrong."""
     if not paths.labels.exists():
         raise InputError(f"{run.path} has no labels yet: run leaveout labels {run.path} first.", code="labels-missing")
     ranking = Labels.load(paths.labels).to_scores()
@@ -128,7 +128,7 @@ def _labels(paths: RunPaths, run: Run) -> Scores:
 
 
 def _answering(out: Path, run: Run, scores: list[Scores], amounts: list[int], options: dict[str, int]) -> Curve:
-    """The curve in a file, if it answers this question."""
+    """Return the curve in a file, if it answers this question."""
     curve = Curve.load(out)
     methods = [one for one in scores if one.harmful_count]
     removed = {(one.method, min(m, one.harmful_count)) for one in methods for m in amounts}
@@ -156,7 +156,7 @@ def _check_free(out: Path, again: bool) -> None:
 
 
 def _rankings(scores: list[Scores], run: Path) -> list[Scores]:
-    """Return the plain scores of examples; where there are none, those of single queries, which are averaged."""
+    """Return the plain scores of examples; if there are none, those of single queries, which are averaged."""
     examples = [one for one in scores if isinstance(one.train_ids[0], int)]
     plain = [one for one in examples if one.queries == MEAN]
     each = [one for one in examples if isinstance(one.query_ids[0], int)]

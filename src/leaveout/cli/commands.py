@@ -20,7 +20,7 @@ DAILY, DATA, PROJECT = "From a run to an answer", "Data", "Measurements of the p
 
 
 class Command(NamedTuple):
-    """A command as ``--help`` lists it: its first line, its panel, and the file it is in, if not one of its name."""
+    """A command as ``--help`` lists it: its first line, its panel, and its file, if not named after it."""
 
     summary: str
     panel: str = DAILY
@@ -64,7 +64,7 @@ COMMANDS = {
         "Record very many steps, score very many examples, and watch the memory. Long: see docs/load.md.", PROJECT
     ),
 }
-"""Every command, in the order of ``--help``; those of the project itself are not on that first screen."""
+"""Every command, in the order of ``--help``; those of the project itself are hidden there."""
 
 
 class LazyGroup(TyperGroup):
@@ -75,19 +75,19 @@ class LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, _ctx: Any, cmd_name: str) -> Any:
-        """Give a stand-in that ``--help`` can describe."""
+        """Return a placeholder that ``--help`` can describe."""
         if cmd_name not in COMMANDS:
             return None
         summary, panel, _ = COMMANDS[cmd_name]
         return TyperCommand(cmd_name, help=summary, rich_help_panel=panel, hidden=panel == PROJECT)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; Ctrl-C before there is anything to keep ends in a sentence too."""
+        """Run the command; Ctrl-C before there is anything to resume ends in a sentence too."""
         with resumable("The same command begins again."):
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Load the command that the arguments name; a mistyped one is answered by those that are like it."""
+        """Load the command that the arguments name; for a mistyped one, suggest a similar name."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"No such command {args[0]!r}{closest(args[0], COMMANDS)}.")
         name, command, rest = super().resolve_command(ctx, args)

@@ -40,7 +40,7 @@ def fetch(
     [dim]$[/dim] leaveout data fetch adult mnist
     """
     for name in names or ():
-        sets.sizes(name)  # refuses a name that there is not
+        sets.sizes(name)  # refuses an unknown name
     failed = [name for name in names or sets.names() if not _fetched(name)]
     if failed:
         raise typer.Exit(1)

@@ -34,7 +34,7 @@ def demo(
 
 
 def free(name: str) -> Path:
-    """Return the directory of that name, or with the first number behind it that is not taken."""
+    """Return the directory of that name, or with the first free number appended."""
     names = (Path(name if i == 1 else f"{name}-{i}") for i in count(1))
     return next(path for path in names if not path.exists())
 

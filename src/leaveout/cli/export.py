@@ -63,9 +63,9 @@ def export(
 
 
 def gathered(run: Run, paths: RunPaths) -> pd.DataFrame:
-    """Join labels and scores of single examples; columns of scores have their files' names.
+    """Join labels and scores of single examples; columns of scores are named after their files.
 
-    Scores whose method was chosen are called by that method, unless there is such a file too.
+    Scores whose method was chosen by measurement are named after that method, unless it has a file too.
     """
     tables = []
     if paths.labels.exists():

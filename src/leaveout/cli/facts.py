@@ -1,4 +1,4 @@
-"""What leaveout train knows of a run and later commands ask again, kept beside the run: no data are read for it."""
+"""Facts about a run that later commands need, stored beside it by leaveout train, so that no data has to be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training came to: the numbers by name, in a sentence, and what is wrong with them, if anything."""
+    """The result of a training: numbers by name, a sentence, and a warning, if there is a problem."""
 
     numbers: dict[str, float | None]
     sentence: str
@@ -37,7 +37,7 @@ class Facts:
 
 
 def read_off(run: Run, subject: Subject) -> Facts:
-    """Take the facts from a run's data themselves."""
+    """Compute the facts from a run's data."""
     from leaveout.estimators.readout import query_fingerprint
     from leaveout.task import batches
 
@@ -46,13 +46,13 @@ def read_off(run: Run, subject: Subject) -> Facts:
 
 
 def keep(run: Run, subject: Subject, outcome: Outcome) -> None:
-    """Write down what is known of a run that was trained just now."""
+    """Store the facts about a run that was just trained."""
     plain = replace(outcome, numbers={name: or_null(value) for name, value in outcome.numbers.items()})
     save_json(RunPaths(run.path).training, asdict(replace(read_off(run, subject), outcome=plain)))
 
 
 def kept(run: Run, task: str | None = None) -> Facts | None:
-    """Read that again; None where it is not there or of another run, or where a task of one's own was given."""
+    """Read the stored facts; None if they are missing or of another run, or if the user gave a task."""
     paths = RunPaths(Path(run.path))
     if task is not None or not paths.training.exists() or not paths.config.exists():
         return None

@@ -90,12 +90,12 @@ def labels(
         print_json(_content(answer, run, out, top))
     else:
         _print(answer, flipped, [out, *([csv] if csv else [])], top)
-        found = len(answer) and task is None  # tasks of one's own may have no test set
+        found = len(answer) and task is None  # a user's task may have no test set
         print_next("cleanse --labels" if found else "score", run, task, results)
 
 
 def _folds(words: str) -> int | str | None:
-    """Read the option: a number, 0 for none, or auto."""
+    """Parse the option: a number, 0 for none, or auto."""
     if words == AUTO:
         return AUTO
     if not words.isdecimal() or words == "1":
@@ -104,7 +104,7 @@ def _folds(words: str) -> int | str | None:
 
 
 def _verified(run: Run, paths: RunPaths, method: str | None) -> tuple[Scores | None, Check | None]:
-    """Return the scores of a method and their check, which must be there."""
+    """Return the scores of a method and their check, which must exist."""
     if method is None:
         return None, None
     file = chosen(run, paths, [method])[0]

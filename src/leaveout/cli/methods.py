@@ -1,4 +1,4 @@
-"""Methods as they are written on the command line: ``acc``, ``sgd-ie``, ``"acc(transport=subspace(16))"``."""
+"""Parses methods as written on the command line: ``acc``, ``sgd-ie``, ``"acc(transport=subspace(16))"``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHOICES: dict[str, Callable[..., Any]] = {"subspace": Subspace}
 
 
 def parse(text: str) -> Estimator:
-    """Make an estimator from words. Only names, numbers and lists are understood: nothing is evaluated.
+    """Build an estimator from text. Only names, numbers and lists are understood: nothing is evaluated.
 
     >>> parse("sgd-ie").name, parse("ACC(free)") == parse("acc(transport=free)")
     ('SGD-IE', True)

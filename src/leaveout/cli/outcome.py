@@ -1,4 +1,4 @@
-"""What a training came to: losses and accuracies, and a warning where it failed."""
+"""The result of a training: losses and accuracies, and a warning if it failed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from leaveout.task import batches
 GUESSED = 0.02
 """How much better than the most frequent class a model must be on the training labels to have learned something."""
 LITTLE = 0.6
-"""The share of its training labels that a model should be right for before its mistakes are looked into."""
+"""The share of its training labels that a model should predict before its mistakes are worth examining."""
 
 
 def measured(run: Run, subject: Subject) -> Outcome:
-    """Ask the trained model about the training labels as they were given, and about the validation examples."""
+    """Evaluate the trained model on the training labels as they were given, and on the validation examples."""
     task, classes = subject.task, () if subject.data is None else subject.data.classes
     params, resources = run.final()[PARAM], Resources()
     train = opinions(task, params, task.train_set, range(task.size), classes, resources)

@@ -94,7 +94,7 @@ def _show(prediction: pd.DataFrame, as_json: bool) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Write seconds in the unit that a person would use.
+    """Write seconds in a readable unit.
 
     >>> duration(12.34), duration(7200.0), duration(1e6), duration(1e12)
     ('12.3 s', '2.0 hours', '11.6 days', '31,688 years')

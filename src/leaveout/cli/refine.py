@@ -76,7 +76,7 @@ def refine(
 
 
 def _plain(files: list[Path], run: Path) -> Scores:
-    """The newest scores that are estimates of a change of the loss, or the chosen ones, some of which are exact."""
+    """Return the newest scores that are estimates of a change of the loss, or chosen ones that are partly exact."""
     estimates = [
         scores
         for file in sorted(files, key=lambda one: one.stat().st_mtime)
@@ -94,7 +94,7 @@ def _plain(files: list[Path], run: Path) -> Scores:
 
 
 def _answering(file: Path, scores: Scores, top: int) -> Scores:
-    """The refined scores in a file, if they are of these scores and of as many replays."""
+    """Return the refined scores in a file, if they belong to these scores and to the same number of replays."""
     refined = Scores.load(file)
     before = set() if scores.exact is None else set(scores.exact.nonzero().flatten().tolist())
     rows = before | set(scores.extreme(top))

@@ -111,17 +111,17 @@ def report(
 
 
 def _answers(files: list[Path], paths: RunPaths) -> tuple[list[Scores], dict[str, Check]]:
-    """Load the scores that can be shown together, the most trustworthy in front, and their checks by method."""
+    """Load the scores that can be shown together, the most trustworthy first, and their checks by method."""
     scores: list[Scores] = []
     checks: dict[str, Check] = {}
     for file in sorted(files, key=lambda one: one.stat().st_mtime):
         one = Scores.load(file)
-        scores = [*(other for other in scores if other.method != one.method), one]  # of two variants the newer
+        scores = [*(other for other in scores if other.method != one.method), one]  # the newer of two variants
         before = checks.pop(one.method, None)
         if paths.check(file).exists():
             checks[one.method] = Check.load(paths.check(file))
         elif before is not None and is_of_the_choice(before, one):
-            checks[one.method] = before  # chosen scores that were refined since
+            checks[one.method] = before  # chosen scores that were refined later
     first = most_trusted(scores, checks)
     assert first is not None  # noqa: S101 - chosen refuses a run without scores
     together = [first, *(one for one in scores if one is not first and same_rows(one, first))]
@@ -129,6 +129,6 @@ def _answers(files: list[Path], paths: RunPaths) -> tuple[list[Scores], dict[str
 
 
 def _stamp(files: list[Path], options: tuple[str | None, ...]) -> str:
-    """A comment at the end of the page that tells what it was made from."""
+    """Return a comment for the end of the page that identifies what it was built from."""
     sums = [f"{file.name} {checksum(file):08x}" for file in sorted(files)]
     return f"<!-- {hashlib.sha256(repr((sums, options)).encode()).hexdigest()} -->"

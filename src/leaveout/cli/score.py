@@ -119,7 +119,7 @@ def score(
 
 
 class Answer(NamedTuple):
-    """Scores, the file that they are in, whether they are new, and how their method was chosen, if it was just now."""
+    """Scores, their file, whether they are new, and how their method was chosen, if it was chosen just now."""
 
     scores: Scores
     file: Path
@@ -132,7 +132,7 @@ def _name(estimator: Estimator | None, run: Run) -> str | None:
 
 
 def _there(files: Files, asked: Asked, run: Run) -> dict[Estimator | None, Answer]:
-    """Read the answers that are on disk; None stands for the method that measurement chooses."""
+    """Read the answers that are on disk; None stands for the method chosen by measurement."""
     return {
         one: Answer(asked.answered(file, _name(one, run), getattr(one, "ids", None)), file)
         for one, file in files.items()
@@ -149,7 +149,7 @@ def _answers(
     *,
     again: bool,
 ) -> Iterator[Answer]:
-    """Yield the answers: first those that are there, then each as it is done and kept."""
+    """Yield the answers: first those on disk, then each new one once it is computed and saved."""
     yield from there.values()
     if None in files and None not in there:
         choice = auto.automatic(question, budget, files[None], paths, again=again)
@@ -160,7 +160,7 @@ def _answers(
 
 
 def _next(answers: list[Scores], run: Path, groups: Path | None) -> tuple[str, Path]:
-    """What to do with the scores: exact ones need no check, and a few rows cannot be ranked."""
+    """Return the next command for the scores: exact ones need no check, and a few rows cannot be ranked."""
     if all(scores.all_exact for scores in answers):
         return "report", run
     if all(len(scores.train_ids) < 2 * MINIMUM for scores in answers):

@@ -62,7 +62,7 @@ def show(
 
 
 def _next(facts: dict[str, Any], paths: RunPaths) -> str | None:
-    """Name the first step from a run to its answer that was not taken yet."""
+    """Name the first command of the usual sequence that has not been run yet."""
     if not facts["finished"]:
         return None
     taken = {"labels": facts["labels"], "score": facts["scores"], "report": paths.report.exists()}
@@ -96,14 +96,14 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def _examples(run: Run) -> set[int]:
-    """The examples that some step used."""
+    """Return the examples that some step used."""
     return {i for step in range(len(run)) for i in run.record(step).ids.tolist()}
 
 
 def _results(paths: RunPaths, run: Run | None) -> dict[str, list[dict[str, Any]]]:
-    """List the results beside a run, each with what it holds or with its problem: also that it is of another run.
+    """List the results beside a run, each with its content or its problem, such as belonging to another run.
 
-    A damaged run, None, is not compared with.
+    With a damaged run (None), results are not compared with it.
     """
     return {
         "scores": [_result(file, run, Scores.load, _scores) for file in paths.scored()],
@@ -131,7 +131,7 @@ def _scores(scores: Scores) -> dict[str, Any]:
 
 
 def _check(paths: RunPaths, file: Path) -> Check:
-    """Read a check, compared with the scores of its name."""
+    """Read a check, and compare it with the scores of the same name."""
     check = Check.load(file)
     for scores in paths.scored():
         if scores.stem == file.stem:
@@ -168,7 +168,7 @@ def _print(facts: dict[str, Any], run: Path) -> None:
     for kind, part in (("check", "checks"), ("labels", "labels"), ("cleansing", "curves")):
         for entry in facts[part]:
             table.add_row(kind, entry.get("sentence") or entry["problem"])
-    console.print(table, markup=False)  # names in other people's files are not markup
+    console.print(table, markup=False)  # names in files from others are not markup
 
 
 def _hypers(groups: list[dict[str, float]]) -> str:

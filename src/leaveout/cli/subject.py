@@ -1,4 +1,4 @@
-"""What a run is about: told by its config, or by a user's own function named on the command line."""
+"""What a run is about: given by its config, or by a user's function named on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TaskOption = Annotated[
 
 
 def subject_of(run: Path, where: str | None) -> Subject:
-    """Return the task and the queries of a run: the user's own, or those of the config beside it."""
+    """Return the task and the queries of a run: the user's, or those of the config beside it."""
     if where is not None:
         return subject(where)
     file = RunPaths(run).config
@@ -45,7 +45,7 @@ def subject_of(run: Path, where: str | None) -> Subject:
 
 
 def later(run: Path, where: str | None) -> Callable[[], Subject]:
-    """Return a function that gives the same, and reads the data and makes the task only when it is first called."""
+    """Return a function that returns the same, and loads the data and builds the task only on its first call."""
     return cache(partial(subject_of, run, where))
 
 
@@ -68,7 +68,7 @@ def called(where: str, option: str) -> Any:
 
 
 def named(where: str, option: str) -> Any:
-    """Return what the user calls package.module:name; the module is looked for in the working directory as well."""
+    """Return the object package.module:name; the module is also searched in the working directory."""
     module, _, name = where.partition(":")
     if not module or not name:
         raise typer.BadParameter(f"{where} must be written as package.module:function.", param_hint=option)
@@ -102,7 +102,7 @@ def _checked(where: str, answer: Any) -> Subject:
 
 
 def _failed(where: str, error: Exception) -> InputError:
-    """Put the user's own error in a sentence, with the place in the user's own file."""
+    """Put an error of the user's code in a sentence, with its place in the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
     return InputError(

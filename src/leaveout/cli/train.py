@@ -92,7 +92,7 @@ def _kept(path: Path) -> str:
 
 
 def _there(plan: Config, path: Path) -> tuple[Run, Outcome] | None:
-    """Return the run of this very config and its outcome, if the directory holds it already, finished."""
+    """Return the finished run of this config and its outcome, if the directory already holds it."""
     file = RunPaths(path).config
     if not file.exists() or not (path / MANIFEST).exists() or cut_short(path) or lo_config.read(file) != plan:
         return None
@@ -109,7 +109,7 @@ def _trained(plan: Config, path: Path) -> tuple[Run, Outcome]:
 
 
 def _with(base: Config, overrides: dict[str, dict[str, Any]]) -> Config:
-    """Return the config with the options that were given in place of what it says."""
+    """Return the config with the given options in place of its own values."""
     parts = {
         name: replace(getattr(base, name), **{key: value for key, value in options.items() if value is not None})
         for name, options in overrides.items()

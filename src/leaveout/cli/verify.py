@@ -84,10 +84,10 @@ def verify(
             scores, out = Scores.load(file), paths.check(file)
             if method is None and scores.all_exact:
                 exact.append(scores.method)
-                continue  # asked for by name, they are replayed once more
+                continue  # if requested by name, they are replayed once more
             if method is None and len(scores.train_ids) < 2 * MINIMUM:
                 few.append({"file": str(file), "method": scores.method, "rows": len(scores.train_ids)})
-                continue  # asked for by name, they are refused
+                continue  # if requested by name, they are refused
             if out.exists() and not again:
                 check = _answering(out, scores, replays, seed, moves)
             else:
@@ -121,7 +121,7 @@ def _print(checks: list[Check], files: list[str]) -> None:
 
 
 def _table(checks: list[Check]) -> Table:
-    """Make a table with a row per method: the verdict, and rank correlation and error in both samples."""
+    """Build a table with a row per method: the verdict, and rank correlation and error in both samples."""
     table = Table("method", "verdict", title=f"Compared with {len(checks[0].table)} exact replays")
     for heading in ("tau, most extreme", "tau, at random", "typical error"):
         table.add_column(heading, justify="right")
@@ -139,7 +139,7 @@ def _table(checks: list[Check]) -> Table:
 
 
 def _advice(checks: list[tuple[Check, Scores]]) -> tuple[str, str]:
-    """Say what to do next: with scores that can be trusted, the page; with weak ones, something truer."""
+    """Say what to do next: with scores that can be trusted, the report; with weak ones, something more exact."""
     if not checks or any(scores.all_exact for _, scores in checks):
         return "", "report"
     verdict = min((check.verdict for check, _ in checks), key=list(Verdict).index)
@@ -169,7 +169,7 @@ def _too_few(scores: dict[str, Any], run: Path) -> str:
 
 
 def _answering(file: Path, scores: Scores, replays: int, seed: int, moves: int | None) -> Check:
-    """Return the check in a file, if it is of these scores and of the sample that is asked for."""
+    """Return the check in a file, if it belongs to these scores and to the requested sample."""
     check = Check.load(file)
     if is_of_the_choice(check, scores) and not moves:
         return check

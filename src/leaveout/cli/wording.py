@@ -1,4 +1,4 @@
-"""Errors in the words of the command line: the options that were typed, not the arguments behind them."""
+"""Errors in terms of the command line: the options that were typed, not the arguments behind them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USAGE = frozenset(
 """Codes of errors that mean a mistyped command line: exit code 2, as for an option that does not exist."""
 
 BEHIND = {"flip": "fraction"}
-"""Options whose argument has another name."""
+"""Options whose Python argument has another name."""
 
 
 def in_options(message: str, options: Iterable[str]) -> str:
@@ -43,7 +43,7 @@ def in_options(message: str, options: Iterable[str]) -> str:
 
 
 def in_commands(sentence: str) -> str:
-    """Name commands in place of the functions that do the same.
+    """Replace functions by the commands that do the same.
 
     >>> in_commands("take another method (lo.choose), or refine (lo.refine)")
     'take another method (leaveout score), or refine (leaveout refine)'
@@ -52,12 +52,12 @@ def in_commands(sentence: str) -> str:
 
 
 def naming(message: str, words: list[str]) -> str:
-    """Put the option in front whose value the message quotes, where the message does not name it.
+    """Prepend the option whose value the message quotes, if the message does not name it.
 
     >>> naming("there is no data set 'digts'.", ["train", "--data", "digts", "--epochs", "3"])
     "--data: there is no data set 'digts'."
     """
-    reason = message.partition("}: ")[2]  # of what PyTorch says
+    reason = message.partition("}: ")[2]  # PyTorch's reason
     for option, value in typed(words):
         name = option[2:].replace("-", "_")
         quoted = repr(value) in message or message.startswith(f"{value} ") or re.search(rf"\b{name}\b", reason)
@@ -67,7 +67,7 @@ def naming(message: str, words: list[str]) -> str:
 
 
 def typed(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the options that were typed, with what came after them."""
+    """Yield the options that were typed, with their values."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         option, equals, value = word.partition("=")
         if option.startswith("--"):

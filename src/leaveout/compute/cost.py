@@ -1,4 +1,4 @@
-"""What a computation took: products, gradients, seconds, memory."""
+"""What a computation cost: products, gradients, seconds, memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 
 @dataclass
 class Cost:
-    """What a computation took.
+    """What a computation cost.
 
-    ``hvps`` counts Hessian-vector products over a batch (one product for each of a batch's examples counts as one),
-    ``gradients`` batch gradients in the same way.
+    ``hvps`` counts Hessian-vector products over a batch (one product per example of a batch counts as one in total),
+    ``gradients`` counts batch gradients in the same way.
     """
 
     hvps: int = 0
@@ -28,7 +28,7 @@ class Cost:
     peak_memory: int = field(default=0)
 
     def __add__(self, other: Cost) -> Cost:
-        """Add both, one after the other."""
+        """Return the cost of both, done one after the other."""
         return Cost(
             self.hvps + other.hvps,
             self.gradients + other.gradients,
@@ -38,7 +38,7 @@ class Cost:
 
     @contextmanager
     def metered(self) -> Iterator[None]:
-        """Add the time of a block, and note the process's largest resident size during it."""
+        """Add the time of a block, and note the process's peak resident size during it."""
         _reset_peak()
         start = time.perf_counter()
         try:

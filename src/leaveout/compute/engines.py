@@ -1,8 +1,8 @@
 """Where shards of work are done: in this process, in several on this machine, or on a Ray cluster.
 
-An engine calls one function on many items. The function travels once to each worker and the items one by one; both go
-by cloudpickle, from the user's own process to the user's own workers. A worker that dies is replaced, and only what it
-was doing is done again.
+An engine calls one function on many items. The function is sent once to each worker and the items one by one; both by
+cloudpickle, from the user's own process to the user's own workers. A worker that dies is replaced, and only its current
+item is done again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ RETRIES = 3
 
 
 class Engine(ABC):
-    """Something that calls a function on every item."""
+    """Calls a function on every item."""
 
     elsewhere = True
-    """Say whether the function runs in other processes than this one."""
+    """Whether the function runs in other processes than this one."""
 
     same_disk = True
-    """Say whether these processes see this machine's files."""
+    """Whether these processes see this machine's files."""
 
     @abstractmethod
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
@@ -75,7 +75,7 @@ class Local(Engine):
         if not self.elsewhere:
             yield from ((place, function(item)) for place, item in enumerate(items))
             return
-        import joblib  # its processes need no guard around the caller's main module, and are kept for the next call
+        import joblib  # its processes need no guard around the caller's main module, and are reused for the next call
 
         left = dict(enumerate(items))
         with tempfile.TemporaryDirectory(prefix="leaveout-") as folder:
@@ -91,8 +91,8 @@ class Local(Engine):
                         deaths = 0
                         yield place, result
                 except BrokenProcessPool:
-                    # Which of those under way it was is not told. After more deaths than they may have together, one
-                    # of them has died too often.
+                    # It is not known which of the running items it was. After more deaths than they may have together,
+                    # one of them has died too often.
                     deaths += 1
                     if deaths > RETRIES * min(self.processes, len(left)):
                         raise EngineError(_died(RETRIES + 1), code="worker-died") from None
@@ -124,7 +124,7 @@ class Ray(Engine):
         ray = self._connected()
         try:
             yield from self._run(ray, function, items)
-        except ray.exceptions.RayError as error:  # a node, its raylet, or the whole cluster
+        except ray.exceptions.RayError as error:  # a node, its raylet, or the whole cluster was lost
             raise EngineError(
                 f"The Ray cluster was lost ({str(error).splitlines()[0]}): start it again and repeat the work; "
                 "Resources(work=...) keeps what was finished.",
@@ -134,7 +134,7 @@ class Ray(Engine):
     def _run(self, ray: Any, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[tuple[int, Result]]:
         remote = ray.remote(num_cpus=self.cpus, max_retries=RETRIES)(_call_put)
         key, sent = os.urandom(8).hex(), [ray.put(_packed(function))]
-        # A few more under way than can run, so that no worker waits and the store does not fill.
+        # Submit a few more than can run, so that no worker waits and the object store does not fill up.
         window = 2 + 2 * int(ray.cluster_resources().get("CPU", 1) / self.cpus)
         waiting = list(enumerate(items))[::-1]
         places: dict[Any, int] = {}
@@ -146,13 +146,13 @@ class Ray(Engine):
                 (future,), _ = ray.wait(list(places))
                 yield places.pop(future), _fetched(ray, future)
         finally:
-            for reference in places:  # an error, or the rest is not wanted
+            for reference in places:  # after an error, or if the rest is not wanted
                 with suppress(ray.exceptions.RayError):
                     ray.cancel(reference, force=True)
 
     def _connected(self) -> Any:
         own = self.address is None and "RAY_ADDRESS" not in os.environ
-        if own:  # Ray's word for a cluster that listens on the loopback alone, read when Ray is imported
+        if own:  # makes Ray's cluster listen on the loopback only; read when Ray is imported
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         ray = _ray()
         if ray.is_initialized():
@@ -170,7 +170,7 @@ class Ray(Engine):
 
 
 def _check_listens(address: str | None) -> None:
-    """Raise ConnectionError where nothing listens at an address of the form host:port; Ray itself tries for minutes."""
+    """Raise ConnectionError if nothing listens at an address of the form host:port; Ray itself tries for minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         try:
@@ -208,7 +208,7 @@ def _ray() -> Any:
 def _fetched(ray: Any, reference: Any) -> Any:
     try:
         return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:  # the function's own error, as it would have come here
+    except ray.exceptions.RayTaskError as error:  # the function's own error, as it would have been raised here
         raise error.cause from None
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError, ray.exceptions.NodeDiedError):
         raise EngineError(_died(RETRIES + 1), code="worker-died") from None
@@ -238,7 +238,7 @@ def _read(file: str) -> Callable:
 
 
 def _call_sent(file: str, place: int, item: Any, threads: int) -> tuple[int, Any]:
-    torch.set_num_threads(threads)  # as many as where it was asked for: others would round sums differently
+    torch.set_num_threads(threads)  # as many as in the calling process: another number would round sums differently
     return place, _read(file)(item)
 
 
@@ -250,5 +250,5 @@ def _call_put(key: str, sent: list, item: bytes, threads: int) -> Any:
     if key not in _PUT:
         _PUT.clear()
         _PUT[key] = cloudpickle.loads(_ray().get(sent[0]))
-    torch.set_num_threads(threads)  # as many as where it was asked for: more would round sums differently
+    torch.set_num_threads(threads)  # as many as in the calling process: more would round sums differently
     return _PUT[key](cloudpickle.loads(item))

@@ -1,8 +1,8 @@
-"""The shards of one computation: done by an engine, and kept as they finish, so that what was killed can go on.
+"""The shards of one computation: done by an engine, and stored as they finish, so that killed work can be resumed.
 
-A kept shard is one file named by a hash of everything that it depends on, this library's code and PyTorch's version
-included: other work never finds it, nor does the same work after an upgrade, which may round otherwise. It is written
-aside and renamed, with a checksum; one that was damaged is done again.
+A stored shard is one file named by a hash of everything it depends on, including this library's code and PyTorch's
+version: other work never finds it, nor does the same work after an upgrade, which may round differently. It is written
+to a temporary file and renamed, with a checksum; a damaged one is computed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shard:
-    """What a part of the work gave, and what it cost."""
+    """The result of a part of the work, and its cost."""
 
     tensors: dict[str, Tensor]
     cost: Cost
@@ -41,25 +41,25 @@ def completed(
     keys: Sequence[str],
     what: str,
 ) -> Iterator[Shard]:
-    """Yield ``function((item, checkpoint))`` of every item, in order; those kept under their keys are read instead.
+    """Yield ``function((item, checkpoint))`` for every item, in order; those stored under their keys are read instead.
 
-    Whoever takes them decides how many are held together; only shards that are done before their turn wait here.
+    The caller decides how many are held at once; only shards that are done before their turn wait here.
 
     Args:
-        resources: the engine, and where shards are kept.
-        function: gives an item's shard; may note in a file ``checkpoint`` how far it is.
+        resources: the engine, and where shards are stored.
+        function: returns an item's shard; may save its progress in the file ``checkpoint``.
         items: the parts of the work.
-        keys: a word for each item, with everything that its shard depends on.
+        keys: a string for each item, with everything that its shard depends on.
         what: a word for the progress bar.
     """
     files = _files(resources, keys)
     missing = [place for place in range(len(items)) if not (files and _read(files[place]))]
     checkpoints = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
     todo = [(items[place], checkpoints[place]) for place in missing]
-    # In this process, a shard shows a bar of its own, which counts the others in.
+    # In this process, a shard shows its own progress bar, which includes the others.
     done = resources.map(function, todo, what) if resources.elsewhere else _in_turn(function, todo)
 
-    def kept(place: int) -> Shard:  # read a second time, so that not all of them are held; if it is gone, done again
+    def kept(place: int) -> Shard:  # read again, so that not all are in memory; if it is gone, computed again
         return _read(files[place]) or function((items[place], None))
 
     waiting: dict[int, Shard] = {}
@@ -101,7 +101,7 @@ def _files(resources: Resources, keys: Sequence[str]) -> list[Path]:
 
 @cache
 def code_version() -> str:
-    """Return a hash of what computes: this library's source as it is on disk, and PyTorch's version."""
+    """Return a hash of the code that computes: this library's source on disk, and PyTorch's version."""
     source = hashlib.sha256(torch.__version__.encode())
     package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
@@ -110,9 +110,9 @@ def code_version() -> str:
 
 
 def cached_work(run_fingerprint: int, *question: object) -> Path:
-    """Return the directory in the user's cache where a command keeps the shards of what it was asked about a run.
+    """Return the directory in the user's cache where a command stores the shards of its work on a run.
 
-    Not beside the run: a run may come from a stranger, and shards of his must not be found.
+    It is not beside the run: a run may come from an untrusted source, whose shards must not be used.
     """
     name = hashlib.sha256(repr(question).encode()).hexdigest()[:16]
     return cache_directory() / "work" / f"{run_fingerprint:08x}" / name
@@ -125,7 +125,7 @@ def _write(file: Path, shard: Shard) -> None:
 def _read(file: Path) -> Shard | None:
     try:
         tensors, facts = read_sealed(file)
-        # A shard in another's place is not taken for it.
+        # A shard under another's name is not accepted.
         return Shard(tensors, Cost(**facts["cost"])) if facts["file"] == file.name else None
     except (OSError, KeyError, TypeError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""Progress bars: one at a time, shown only when work takes longer than a moment."""
+"""Progress bars: one at a time, shown only if work takes longer than a moment."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ T = TypeVar("T")
 MOMENT = 1.0
 """Seconds that work may take without a bar."""
 REDRAWN = 0.25
-"""Seconds between two pictures of a notebook's bar."""
+"""Seconds between two updates of a notebook's bar."""
 
 _SHOWING: list[str] = []
-"""What the bar on the screen is about: work within other work shows none of its own."""
+"""The description of the visible bar: nested work does not show another one."""
 
 
 _PART: list[tuple[int, int]] = []
-"""Which part of how many alike is under way: the bar and its time left cover them all."""
+"""The number of the current part and the number of parts: the bar and its remaining time cover them all."""
 
 
 @contextmanager
 def part(number: int, count: int) -> Iterator[None]:
-    """Say that what is tracked within is part ``number`` (from 0) of ``count`` alike."""
+    """Mark what is tracked in this context as part ``number`` (from 0) of ``count`` equal parts."""
     _PART.append((number, count))
     try:
         yield
@@ -49,7 +49,7 @@ def part(number: int, count: int) -> Iterator[None]:
 
 
 def track(items: Iterable[T], total: int, what: str, visible: bool | None) -> Iterator[T]:
-    """Yield the items, with a bar that shows how far the work is and the time left, one bar at a time.
+    """Yield the items, with a bar that shows the progress and the remaining time, one bar at a time.
 
     ``visible=None`` shows it on a terminal and in a notebook, and nowhere else.
     """
@@ -76,7 +76,7 @@ class _Rate(ProgressColumn):
 
 
 def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Iterator[T]:
-    """Yield the items, with a bar as soon as they take longer than a moment; it goes away when they are done."""
+    """Yield the items, with a bar as soon as they take longer than a moment; it disappears when they are done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -105,9 +105,9 @@ def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Itera
 
 
 def _in_cell(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """Yield the items, with one bar below the cell that is redrawn in place and goes away when they are done.
+    """Yield the items, with one bar below the cell that is updated in place and disappears when they are done.
 
-    It is plain HTML, so that it needs no widgets, and a notebook that is kept holds nothing of it.
+    It is plain HTML, so that it needs no widgets, and a saved notebook does not contain it.
     """
     from IPython.display import HTML, display
 

@@ -18,16 +18,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 ROWS, VECTORS, SHARD_BYTES = 64, 16, 500_000_000
-"""What makes a shard that goes to another process or is kept: the same wherever it is done."""
+"""The size of a shard that goes to another process or is stored: the same wherever it is computed."""
 
 BESIDE = 32_000_000
-"""What scoring may need beside its budget: traces and other code that is made for it, and what the allocator loses."""
+"""Memory that scoring may need besides its budget: traces and other generated code, and allocator overhead."""
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def shard_rows(bytes_each: int, most: int = ROWS) -> int:
-    """Return how many rows or queries of this size make a shard, whoever works on it.
+    """Return how many rows or queries of this size make a shard, wherever it is computed.
 
     >>> shard_rows(1), shard_rows(100_000_000), shard_rows(10**12)
     (64, 5, 1)
@@ -36,7 +36,7 @@ def shard_rows(bytes_each: int, most: int = ROWS) -> int:
 
 
 def parse_bytes(amount: str | int, what: str = "memory") -> int:
-    """Read bytes in words.
+    """Parse an amount of bytes.
 
     >>> parse_bytes("2GB"), parse_bytes("1.5 kB"), parse_bytes(64)
     (2000000000, 1500, 64)
@@ -58,20 +58,20 @@ class Resources:
     """What an estimator may use.
 
     Args:
-        memory: the most that is held, like ``"2GB"``, beside what is there already, the result (scores, and
-            displacements if they are asked for), the states of the run between two kept ones with a shard of its
-            files, and 32 MB for traces and other code. Longer work is cut into chunks that fit; what does not fit is
-            kept in temporary files. A budget that does not hold one vector and its product is refused with the least
-            that is needed. ``"auto"`` is half of what the machine has free. Each worker of an engine has this budget.
+        memory: the most memory to use, like ``"2GB"``, besides what is used already, the result (scores, and
+            displacements if requested), the states of the run between two kept ones with a shard of its files, and
+            32 MB for traces and other code. Larger work is split into chunks that fit; what does not fit is kept in
+            temporary files. A budget too small for one vector and its product is refused, with the least that is
+            needed. ``"auto"`` is half of the machine's free memory. Each worker of an engine has this budget.
         progress: show progress bars; by default on a terminal and in a notebook only.
         engine: where shards of work are done: ``"local"``, ``"ray"``, ``Local(processes)`` or ``Ray(address)``.
-        work: a directory where finished shards are kept. The same work, begun again after a crash, goes on from there.
-            They stay when all is done: delete the directory when the scores are saved.
-        shard: rows or query vectors in a shard. By default as many as memory holds, or at most 64 rows or 16 vectors
-            where shards go to other processes or are kept. Shards of the same size give the same scores to the last
-            bit, others the same but for rounding. No shard is larger than the budget, or with ``"auto"`` than 500 MB:
-            what is free at the moment does not change the shards.
-        checkpoint: the file in which a sweep notes how far it is; each shard that is kept is given its own.
+        work: a directory where finished shards are stored. The same work, started again after a crash, continues from
+            there. They stay when all is done: delete the directory when the scores are saved.
+        shard: rows or query vectors per shard. By default as many as fit into memory, or at most 64 rows or 16 vectors
+            if shards go to other processes or are stored. Shards of the same size give the same scores to the last
+            bit, others the same up to rounding. No shard is larger than the budget, or with ``"auto"`` than 500 MB:
+            the memory that is free at the moment does not change the shards.
+        checkpoint: the file in which a sweep saves its progress; each stored shard gets its own.
     """
 
     memory: str | int = "auto"
@@ -97,23 +97,23 @@ class Resources:
 
     @property
     def bytes(self) -> int:
-        """The budget."""
+        """The budget in bytes."""
         return free_memory() // 2 if self.memory == "auto" else parse_bytes(self.memory)
 
     def chunk(self, bytes_each: int, count: int) -> int:
-        """Return how many of ``count`` things of this size fit into the budget, at least one."""
+        """Return how many of ``count`` items of this size fit into the budget, at least one."""
         return max(1, min(count, self.bytes // max(1, bytes_each)))
 
     def divided(self, parts: int) -> Resources:
-        """Return the same with a budget for one of several things held together; half of what is free stays that."""
+        """Return the same with the budget divided among several things held together; ``"auto"`` stays the same."""
         return self if self.memory == "auto" else replace(self, memory=max(1, self.bytes // parts))
 
     def without(self, held: int) -> Resources:
-        """Return the same with a budget smaller by what is held all along; half of what is free stays that."""
+        """Return the same with a budget smaller by what is held throughout; ``"auto"`` stays the same."""
         return self if self.memory == "auto" else replace(self, memory=max(1, self.bytes - held))
 
     def check(self, least: int, what: str) -> None:
-        """Refuse a budget that is smaller than the least that the work needs."""
+        """Refuse a budget that is smaller than the minimum for the work."""
         if self.memory != "auto" and self.bytes < least:
             raise InputError(
                 f"memory={self.memory!r} is too little: {what} at a time needs at least {least} bytes "
@@ -123,7 +123,7 @@ class Resources:
 
     @property
     def whole(self) -> bool:
-        """Say whether work is done in one piece here, as far as memory holds it."""
+        """Say whether work is done in this process in one piece, as far as memory allows."""
         return self.shard is None and self.work is None and not self.elsewhere
 
     @property
@@ -137,34 +137,34 @@ class Resources:
 
     @property
     def same_disk(self) -> bool:
-        """Say whether those who work see this machine's files."""
+        """Say whether the workers see this machine's files."""
         return self._engine.same_disk
 
     def shard_size(self, bytes_each: int, count: int, most: int = ROWS) -> int:
-        """Return how many of ``count`` rows or queries of this size make a shard, ``most`` of them unless it is set."""
+        """Return how many of ``count`` rows or queries of this size make a shard: ``most`` unless ``shard`` is set."""
         fits = self.part(bytes_each, count)
         return fits if self.whole else min(fits, self.shard or shard_rows(bytes_each, most))
 
     def part(self, bytes_each: int, count: int) -> int:
-        """Return how many of ``count`` things of this size are worked on at a time, at least one.
+        """Return how many of ``count`` items of this size are processed at a time, at least one.
 
-        Where shards are kept or sent, what is free at the moment has no say: the next process must find them again.
+        If shards are stored or sent, this does not depend on the free memory: the next process must find them again.
         """
         if self.whole or self.memory != "auto":
             return self.chunk(bytes_each, count)
         return shard_rows(bytes_each, count)
 
     def inside(self) -> Resources:
-        """Return what a shard may use while it is worked on."""
+        """Return the resources for the work inside a shard."""
         quiet = False if self.elsewhere else self.progress
         return replace(self, progress=quiet, engine=Local(), work=None, shard=None)
 
     def with_checkpoint(self, file: Path | None) -> Resources:
-        """Return the same with a place for notes."""
+        """Return the same with a checkpoint file."""
         return replace(self, checkpoint=file)
 
     def map(self, function: Callable[[T], R], items: Sequence[T], what: str) -> Iterator[tuple[int, R]]:
-        """Yield (position, result) of every item as the engine has it, with one bar for all workers."""
+        """Yield (position, result) of every item as the engine finishes it, with one bar for all workers."""
         return self.track(self._engine.run(function, items), len(items), what)
 
     def track(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
@@ -173,7 +173,7 @@ class Resources:
 
 
 def free_memory() -> int:
-    """Return the bytes that can be had without pushing anything out, or 4 GB where the system does not say."""
+    """Return the bytes that can be allocated without swapping, or 4 GB if the system does not say."""
     try:
         match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:

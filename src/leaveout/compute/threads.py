@@ -1,7 +1,7 @@
-"""Calls of one function on several threads of this process, each of which computes with one of PyTorch's threads.
+"""Runs one function on several threads of this process, each using a single PyTorch thread.
 
-Two models of medium size side by side, a thread each, are done sooner than one after the other with two threads each:
-PyTorch's own threads wait for each other at every operation.
+Two models of medium size side by side, with one thread each, finish sooner than one after the other with two threads
+each: PyTorch's own threads wait for each other at every operation.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ B = TypeVar("B")
 
 
 def spread(functions: Sequence[Callable[[A], B]], items: Sequence[A]) -> list[B]:
-    """Apply the functions to all items: one thread per function, each of which takes the next item that is left.
+    """Apply the functions to all items: one thread per function, each taking the next remaining item.
 
-    The functions compute the same and share nothing that a call changes, so that it does not matter who takes what.
+    The functions compute the same and share no mutable state, so it does not matter which one takes which item.
 
     >>> spread([lambda x: x + 1, lambda x: x + 1], [1, 2, 3])
     [2, 3, 4]
@@ -30,7 +30,7 @@ def spread(functions: Sequence[Callable[[A], B]], items: Sequence[A]) -> list[B]
     results: dict[int, B] = {}
 
     def work(function: Callable[[A], B]) -> None:
-        torch.set_num_threads(1)  # of this thread; for matrix products, of all
+        torch.set_num_threads(1)  # for this thread; for matrix products, for all threads
         for place in left:
             results[place] = function(items[place])
 
@@ -47,5 +47,5 @@ def spread(functions: Sequence[Callable[[A], B]], items: Sequence[A]) -> list[B]
 
 @lru_cache(maxsize=1)
 def _pool(_process: int) -> ThreadPoolExecutor:
-    """The threads of a process; a forked one has none of its parent's."""
+    """Return the thread pool of a process; a forked process does not have its parent's threads."""
     return ThreadPoolExecutor(max(1, os.cpu_count() or 1), thread_name_prefix="leaveout")

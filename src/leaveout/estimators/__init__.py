@@ -1,4 +1,4 @@
-"""One small file an estimator: its formula, and the choices it makes of the shared sweep."""
+"""One small file per estimator: its formula, and how it uses the shared sweep."""
 
 from leaveout.estimators.acc import ACC
 from leaveout.estimators.adamie import AdamIE

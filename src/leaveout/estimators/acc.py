@@ -22,34 +22,34 @@ class ACC(Estimator):
     """δ ← ∂F_i(s_i; w^{−k})·δ + Γ_{k,i}.
 
     For plain SGD ``δ ← (I − α_i H(Z_i) + (α_i/|Z_i|) H(z_k))·δ + (α_i/|Z_i|) g(z_k, θ_i)`` at the steps that use z_k:
-    once an example is out, its curvature is out too. Linear in δ but not in the example's weight; exact wherever the
+    when an example is left out, so is its curvature. Linear in δ but not in the example's weight; exact wherever the
     loss is quadratic. Equivalently, SGD-IE with ``g(z_k) + H(z_k)·δ_k`` read in place of ``g(z_k)``.
 
-    Where the step is not linear in the gradient (the Adam family), the jump reads the finite change of the step with
+    If the step is not linear in the gradient (the Adam family), the jump reads the finite change of the step with
     SGD-IE's backward vector u: ``score_k = Σ_{i: k∈Z_i} ⟨u_{i+1}, O(s_i, ḡ_i − g(z_k)/|Z_i|) − O(s_i, ḡ_i)⟩``. That is
-    the first term of the correction and holds nearly all of it there. It is not a transport: δ plays no part in it.
+    the first term of the correction, and nearly all of it there. It is not a transport: it does not involve δ.
 
-    Cost: free transport, one HVP per step for one query and one more than there are query vectors otherwise, whatever
-    the number of examples; jump, SGD-IE's and the batch's per-example gradients; exact transport, one HVP per step and
-    example.
+    Cost: free transport, one HVP per step for one query, and otherwise one more than the number of query vectors,
+    whatever the number of examples; jump, SGD-IE's cost and the batch's per-example gradients; exact transport, one
+    HVP per step and example.
 
     Args:
         transport: how δ gets from one occurrence to the next: ``"free"`` (without curvature), ``"subspace"`` or
             ``Subspace(rank)`` (with curvature in the most curved directions), ``"jump"`` (not at all: the finite
-            change of the step is read instead), or ``"exact"``. By default free for SGD, jump for optimizers whose
-            step is not linear in the gradient, exact for displacements and for the exact readout.
+            change of the step is read instead), or ``"exact"``. The default is free for SGD, jump for optimizers whose
+            step is not linear in the gradient, and exact for displacements and for the exact readout.
         readout: ``"linear"``, ``"outputs"``, or, with exact transport, ``"exact"``.
-        sketch: keep what is remembered of each example in a random projection of this width (free transport, one
-            query); by default it is kept whole, on disk where memory does not hold it.
+        sketch: store each example's remainder in a random projection of this width (free transport, one query); by
+            default it is stored whole, on disk if it does not fit into memory.
         direction: ``"forward"`` carries displacements (with a cheap transport: the corrected-gradient order),
-            ``"backward"`` a remainder per row (the remainder order, one query at a time); ``"auto"`` takes the cheaper.
+            ``"backward"`` a remainder per row (the remainder order, one query at a time); ``"auto"`` is the cheaper.
         layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
-        probability: each occurrence is corrected with this probability, and otherwise taken as by SGD-IE.
-        epochs: which are corrected: a number of first ones, a (start, stop) pair, or ``"first"``: the first
+        probability: each occurrence is corrected with this probability, and otherwise treated as in SGD-IE.
+        epochs: which epochs are corrected: the number of first ones, a (start, stop) pair, or ``"first"``: the first
             occurrence at which there is something to correct.
         seed: for the random choice.
         kinks: give the kinks of ReLU, leaky ReLU, hardtanh, ReLU6, abs and clamp in the model their curvature in H;
-            ``"auto"``: unless they are crossed in leaps, which a few steps of the run tell.
+            ``"auto"``: unless they are crossed in leaps, which is determined from a few steps of the run.
     """
 
     transport: str | Subspace = "auto"
@@ -84,12 +84,12 @@ class ACC(Estimator):
         return titled("ACC", options)
 
     def resolved(self, run: Run, task: Task | None = None, *, displacements: bool = False) -> ACC:
-        """Choose the transport that the run and the question call for."""
+        """Choose the transport that suits the run and the question."""
         if self.transport != "auto":
             return self
-        # Clipping is not linear in the gradient, and BatchNorm's gradient not in the examples' weights.
+        # Clipping is not linear in the gradient, and BatchNorm's gradient is not linear in the examples' weights.
         clipped = task is not None and task.clip is not None
-        # Whose draw is where in packed sequences is not known: no example is looked at alone.
+        # In packed sequences it is not known which draw belongs to which example: none can be computed alone.
         shared = task is not None and task.called.packs and any(part.random is not None for part in run.record(0).parts)
         linear = run.rule.linear and not clipped and not run.manifest.buffers and not shared
         if displacements or self.readout == "exact" or self.direction == "forward":

@@ -1,4 +1,4 @@
-"""Adam-IE: LESS's cosine between the query gradient and what Adam would make of an example's gradient."""
+"""Adam-IE: LESS's cosine between the query gradient and Adam's update for an example's gradient."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class AdamIE(Estimator):
     linearisation of training with Adam is ``SGDIE`` or ``ACC`` on the same run.
 
     ``acc=True`` reads Γ of the corrected gradient ``g(z_k) + H(z_k)·δ_k``; ``δ_k = Σ (α/|Z|) Γ_c(g(z_k))`` over the
-    earlier c is what the example's own part of the updates has been so far, carried without curvature.
+    earlier c is the example's own part of the updates so far, carried without curvature.
 
-    Cost: one gradient of every example per checkpoint; with ``acc`` a Hessian product of every example as well.
+    Cost: one gradient of every example per checkpoint; with ``acc`` one HVP of every example as well.
 
     Args:
         acc: correct the gradients with the examples' own curvature.
@@ -46,7 +46,7 @@ class AdamIE(Estimator):
 
     @property
     def unit(self) -> str:
-        """What the scores are counted in."""
+        """The unit of the scores."""
         return "learning rate times cosine"
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
@@ -110,7 +110,7 @@ def preconditioned(
 
 
 def cosines(left: Float[Tensor, "rows width"], right: Float[Tensor, "queries width"]) -> Float[Tensor, "rows queries"]:
-    """Compute the cosine of every row with every query; zero where one of them vanishes.
+    """Compute the cosine of every row with every query; zero if one of them is zero.
 
     >>> cosines(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[2.0, 0.0]])).tolist()
     [[0.6000000238418579], [0.0]]

@@ -1,4 +1,4 @@
-"""What every estimator shares: the call, its checks, and the account of what it cost."""
+"""What all estimators share: the call, its checks, and the record of its cost."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from leaveout.trajectory.trajectory import Trajectory
 T = TypeVar("T")
 
 COPIES = 4
-"""How many columns with a number for each row are held for a query vector: plain and corrected sums, and copies."""
+"""How many columns with one number per row are held per query vector: plain and corrected sums, and copies."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A question, checked, with what answers it opened."""
+    """A checked question, with the trajectory and the query that are needed to answer it."""
 
     trajectory: Trajectory
     left_out: LeftOut
@@ -55,7 +55,7 @@ class Request:
     def shards(
         self, function: Callable[[Request, T], dict[str, Tensor]], items: Sequence[T], words: Sequence[str], what: str
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield ``function(request, item)`` of every item, wherever the engine does it; ``words`` tell items apart."""
+        """Yield ``function(request, item)`` for every item, wherever the engine runs it; ``words`` identify items."""
         keys = [f"{self._identity} {what} {word}" for word in words] if self.resources.work is not None else []
         inside, elsewhere = replace(self, resources=self.resources.inside()), self.resources.elsewhere
 
@@ -63,11 +63,11 @@ class Request:
             item, checkpoint = given
             own = replace(inside, cost=Cost(), resources=inside.resources.with_checkpoint(checkpoint))
             with ExitStack() as metered:
-                if elsewhere:  # another process, which nobody else accounts for
+                if elsewhere:  # another process, whose cost is not counted elsewhere
                     metered.enter_context(own.cost.metered())
                     metered.enter_context(kept_memory())
                 tensors = function(own, item)
-            if own.resources.memory != "auto":  # a heap in pieces grows from shard to shard
+            if own.resources.memory != "auto":  # a fragmented heap grows from shard to shard
                 returned()
             return Shard(tensors, own.cost)
 
@@ -79,7 +79,7 @@ class Request:
 
     @cached_property
     def _identity(self) -> str:
-        """Everything that the scores depend on, but for the rows."""
+        """Everything that the scores depend on, except the rows."""
         query = self.query
         question = (self.method, query.fingerprint(), query.single, self.displacements)
         return identity(self.trajectory.run, query.task, query.params, *question)
@@ -91,9 +91,9 @@ class Request:
         what: str,
         least: int | None = None,
     ) -> tuple[Tensor, Params | None]:
-        """Return scores and displacements of all rows, by shards; ``function`` has those of a request's rows.
+        """Return scores and displacements of all rows, by shards; ``function`` computes those of a request's rows.
 
-        ``least`` says how many bytes one row needs, if not its own and those of a product.
+        ``least`` is the memory in bytes that one row needs, if not its own and that of a product.
         """
         self.resources.check(least or bytes_each + budget.product_bytes(self.trajectory), "one row")
         parts = list(self.left_out.chunks(self.resources.shard_size(2 * bytes_each, len(self.left_out))))
@@ -114,11 +114,11 @@ class Request:
         alone: bool = False,
         vector_bytes: int | None = None,
     ) -> dict[str, Tensor]:
-        """Read scores from the inner products with a readout's vectors that ``function`` gives, by shards of them.
+        """Read scores from the inner products with a readout's vectors that ``function`` returns, by shards of vectors.
 
-        As many vectors are made and carried at a time as the budget holds, and their products are read at once.
-        ``alone`` says that each has a sweep of its own, and gets a shard of its own; ``vector_bytes`` how many bytes a
-        vector needs, if not those of a sweep.
+        As many vectors are computed and transported at a time as the budget allows, and their products are read
+        together. ``alone`` says that each vector has its own sweep, and thus its own shard; ``vector_bytes`` how many
+        bytes a vector needs, if not those of a sweep.
         """
         column = len(self.left_out) * next(iter(self.query.params.values())).element_size()
         bytes_each = (vector_bytes or budget.backward_bytes(self.trajectory)) + COPIES * column
@@ -141,7 +141,7 @@ class Request:
         return {name: scores.values for name, scores in collected.items()}
 
     def scores(self, method: str, values: Float[Tensor, "rows queries"], moved: Params | None = None) -> Scores:
-        """Return the values with everything that they need to be understood."""
+        """Return the values with everything that is needed to interpret them."""
         if not bool(torch.isfinite(values).all()):
             row = int((~torch.isfinite(values)).nonzero()[0, 0])
             raise MismatchError(
@@ -172,10 +172,10 @@ class Estimator(ABC):
     """The parameters whose displacements count, by name or pattern; None: all."""
 
     differentiates: ClassVar[bool] = True
-    """Whether derivatives beyond training's own are taken, which are compared first at the run's last state."""
+    """Whether it takes derivatives other than training's own; these are first compared at the run's last state."""
 
     def __post_init__(self) -> None:
-        """Make tuples of lists: an estimator can be compared, and found in a dictionary."""
+        """Turn lists into tuples, so that estimators can be compared and used as dictionary keys."""
         for option, value in list(vars(self).items()):
             if isinstance(value, list | np.ndarray | Tensor):
                 entries = value if isinstance(value, list) else value.tolist()
@@ -183,13 +183,13 @@ class Estimator(ABC):
 
     @property
     def unit(self) -> str:
-        """What the scores are counted in."""
+        """The unit of the scores."""
         return UNIT
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The method's name, as the scores carry it."""
+        """The method's name, as stored in the scores."""
 
     def score(
         self,
@@ -210,19 +210,19 @@ class Estimator(ABC):
             run: the recorded run.
             task: what was trained.
             query: the examples whose loss is explained, built like training examples.
-            queries: ``"mean"`` for their mean loss, ``"each"`` for a column each.
+            queries: ``"mean"`` for their mean loss, ``"each"`` for one column per query.
             ids: the examples to score; all of them by default.
             groups: leave these out together instead: lists of ids, or a dict of names to lists.
             displacements: keep each row's parameter displacement as ``scores.displacements``.
             resources: memory budget and progress.
-            at: score the model after this many steps (the best checkpoint, say) and not the last one: the scores are
+            at: score the model after this many steps (the best checkpoint, say) instead of the last one: the scores are
                 those of ``run.head(at)``, which ``verify`` and the like then need.
         """
         resources = resources or Resources()
         return self.answer(Question(run, task, query, queries, ids, groups, displacements, resources, at))
 
     def answer(self, question: Question) -> Scores:
-        """Estimate what ``score`` does, for a question that is one value."""
+        """Estimate what ``score`` does, given the question as one object."""
         chosen = self.resolved(question.run, question.task, displacements=question.displacements)
         request = chosen.request(question)
         with request.cost.metered(), kept_memory():
@@ -239,10 +239,10 @@ class Estimator(ABC):
         ids: Sequence[int] | None = None,
         resources: Resources | None = None,
     ) -> Scores:
-        """Estimate how each training example's loss would change without it: high for what was memorised.
+        """Estimate how each training example's loss would change without it: high for memorised examples.
 
-        The diagonal of the scores of the training set for itself, taken a block at a time. Costs as much as a query
-        for each example; TracIn of checkpoints takes two gradients of each example at each of them.
+        This is the diagonal of the scores with the training set as queries, computed in blocks. It costs as much as
+        one query per example; TracIn with checkpoints takes two gradients per example at each of them.
 
         Args:
             run: the recorded run.
@@ -272,15 +272,15 @@ class Estimator(ABC):
         )
 
     def _diagonal(self, request: Request) -> Float[Tensor, " rows"]:
-        """Estimate each row's effect on the query of the same number."""
+        """Estimate each row's effect on the query with the same index."""
         return self._values(request)[0].diagonal()
 
     def resolved(self, _run: Run, _task: Task | None = None, *, displacements: bool = False) -> Estimator:  # noqa: ARG002
-        """Return the same estimator with what it left open chosen for a run."""
+        """Return the same estimator with its open options chosen for a run."""
         return self
 
     def request(self, question: Question) -> Request:
-        """Check a question, and open what answers it."""
+        """Check a question, and prepare what is needed to answer it."""
         run, task, resources = question.run, question.task, question.resources
         trajectory, cost = Trajectory(run, task, self.layers), Cost()
         with cost.metered():
@@ -300,22 +300,22 @@ class Estimator(ABC):
         return leave_out(question.task.size, question.ids, question.groups)
 
     def _exact(self, _values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
-        """Return which rows are exact replays; None: all of them are estimates."""
+        """Return which rows are exact replays; None if all are estimates."""
         return None
 
     @abstractmethod
     def _values(self, request: Request) -> tuple[Float[Tensor, "rows queries"], Params | None]:
-        """Return the scores, and the displacements if they were asked for."""
+        """Return the scores, and the displacements if requested."""
 
 
 def _moved(shards: list[dict[str, Tensor]]) -> Params:
-    """Join all rows' displacements; those of a shard are let go of as they are joined, as they may be gigabytes."""
+    """Join all rows' displacements; each shard's are freed as they are joined, since they may be gigabytes."""
     names = [name for name in shards[0] if name.startswith("moved/")]
     return {name.removeprefix("moved/"): torch.cat([one.pop(name) for one in shards]) for name in names}
 
 
 def titled(name: str, options: Mapping[str, object]) -> str:
-    """Return a method's name with the options that are not the ordinary ones.
+    """Return a method's name with its options that differ from the default.
 
     >>> titled("ACC", {"transport": "free", "readout": "linear"}), titled("SGD-IE", {"readout": "exact"})
     ('ACC(free)', 'SGD-IE(exact readout)')

@@ -1,4 +1,4 @@
-"""The states at the ends of epochs, for the estimators that look at those alone."""
+"""The states at the ends of epochs, for the estimators that use only these."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ADAM = ("beta1", "beta2", "eps", "step")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The end of an epoch: all parameters, the chosen ones' state, and what the epoch's steps were like.
+    """The end of an epoch: all parameters, the state of the chosen ones, and a summary of the epoch's steps.
 
-    ``rate`` is the epoch's mean learning rate of each parameter, ``share`` the mean of α/|Z|, an example's own part of
-    it; ``adam`` has the hyperparameters of Adam's last step.
+    ``rate`` is the epoch's mean learning rate of each parameter, ``share`` the mean of α/|Z|, an example's part of it;
+    ``adam`` has the hyperparameters of Adam's last step.
     """
 
     params: Params
@@ -36,13 +36,13 @@ class Checkpoint:
     adam: dict[str, dict[str, float]]
 
     def vectors(self) -> Iterator[tuple[int, Params]]:
-        """Yield the query gradients here: the number of the first, and at most ``size`` of them, at a time."""
+        """Yield the query gradients at this state in stacks of at most ``size``, each with the index of its first."""
         for start in range(0, len(self.query.ids), self.size):
             yield start, Linear().part(self.query, start, min(start + self.size, len(self.query.ids)))
 
 
 def checkpoints(request: Request) -> Iterator[Checkpoint]:
-    """Yield the ends of all epochs; a run whose loop did not say where they begin has one."""
+    """Yield the ends of all epochs; a run whose loop did not mark epochs has one."""
     trajectory = request.trajectory
     vector_bytes = budget.backward_bytes(trajectory)
     budget.check(request.resources, trajectory, vector_bytes, "one query vector")
@@ -78,7 +78,7 @@ def checkpoints(request: Request) -> Iterator[Checkpoint]:
 
 
 def example_blocks(request: Request) -> Iterator[tuple[Int[Tensor, " block"], Batch]]:
-    """Yield all examples that some row leaves out, a batch of the run's size at a time."""
+    """Yield all examples that some row leaves out, in batches of the run's batch size."""
     task, size = request.trajectory.task, len(request.trajectory.run.record(0).ids)
     everyone = request.left_out.examples.unique()
     for ids in everyone.split(size):

@@ -1,4 +1,4 @@
-"""The choices that make an estimator: curvature, gradient, readout; and how they become scores by the shared sweeps."""
+"""The choices that define an estimator: curvature, gradient, readout; and how shared sweeps turn them into scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from leaveout.sweep.transports import Subspace
 
 DIRECTIONS = ("auto", "forward", "backward")
 KINKS: dict[bool | str, str | None] = {False: None, True: "kinks", "auto": "kinks auto"}
-"""Whether the Hessian has the curvature of kinks, in the words of a method's name."""
+"""Whether the Hessian has the curvature of kinks, as worded in a method's name."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Choice:
     """What an estimator computes.
 
     Args:
-        kind: the curvature that carries vectors from step to step.
+        kind: the curvature that transports vectors from step to step.
         readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
         direction: ``"forward"``, ``"backward"``, or the cheaper one.
-        transport: how the displacement travels that the gradient is corrected with; None: the plain gradient is read.
-        sketch: the width of the random projection that remainders are kept in, if any.
+        transport: how the displacement that corrects the gradient is transported; None: the plain gradient is read.
+        sketch: the width of the random projection in which remainders are stored, if any.
         schedule: where the correction is applied.
-        project: the width of the random projection that gradients go through, if any.
-        kinks: whether the Hessian has the curvature of kinks; ``"auto"``: where the run is such that it can help.
-        together: for jumps, a group's examples leave a batch in one; otherwise the jumps of its examples are added.
+        project: the width of the random projection applied to gradients, if any.
+        kinks: whether the Hessian has the curvature of kinks; ``"auto"``: if it can help for the run.
+        together: for jumps, a group's examples leave a batch together; otherwise the jumps of its examples are added.
         saturated: for jumps, see ``sweep/saturation.py``.
     """
 
@@ -87,7 +87,7 @@ class Choice:
             )
 
     def values(self, request: Request) -> tuple[Tensor, Params | None]:
-        """Compute the scores, and the displacements if they were asked for."""
+        """Compute the scores, and the displacements if requested."""
         self.schedule.check(request.trajectory.run)
         if self.transport in (None, "exact"):
             return self._swept(request)
@@ -138,7 +138,7 @@ class Choice:
         return readout
 
     def _swept(self, request: Request) -> tuple[Tensor, Params | None]:
-        """Compute scores by a sweep with the whole step, forward or backward: the cheaper unless one is asked for."""
+        """Compute scores by a sweep with the whole step, forward or backward: the cheaper unless one is requested."""
         readout, corrected = readout_of(self.readout), self.transport is not None
         sweep = Sweep(request.trajectory, self._curvature(request), corrected, self.schedule, self._path(request))
 
@@ -154,7 +154,7 @@ class Choice:
             raise InputError(
                 "Displacements and the exact readout go forward: leave direction at 'auto'.", code="direction-fixed"
             )
-        # Backward takes a vector per query, forward one per row; the corrected step has one per row either way.
+        # Backward needs a vector per query, forward one per row; the corrected step needs one per row either way.
         if isinstance(readout, Projected) and not forward:
             cheaper = corrected or readout.count(request.query) > len(request.left_out)
             if self.direction == "backward" or not cheaper:
@@ -162,7 +162,7 @@ class Choice:
         return request.rows(pushed, budget.forward_bytes(request.trajectory), "forward")
 
     def _path(self, request: Request) -> Callable[[Params], Params] | None:
-        """Return the map g ↦ ΦᵀΦg: whatever depends on gradients then depends on their projections Φg alone."""
+        """Return the map g ↦ ΦᵀΦg: whatever depends on gradients then depends only on their projections Φg."""
         if self.project is None:
             return None
         params = request.trajectory.final()[PARAM]

@@ -27,18 +27,18 @@ class DVEmb(Estimator):
     summed over an example's occurrences. They name the Gauss-Newton matrix and compute with the examples' gradient
     outer products, ``C = (1/|Z|) Σ g gᵀ``, in a random projection: that is ``curvature="fisher", project=...``. The
     default is the Gauss-Newton matrix itself, ``C = (1/|Z|) Σ Jᵀ(∂²ℓ)J``, which is the Hessian wherever the outputs are
-    linear in the parameters. For other optimizers the same C stands for the Hessian in their linearised step.
+    linear in the parameters. For other optimizers the same C replaces the Hessian in their linearised step.
 
-    ``acc=True`` is ACC-DVEmb, ``δ ← (I − α_i C(Z_i) + (α_i/|Z_i|) C(z_k))·δ + ...``: the example's own curvature leaves
-    with it. With ``curvature="hessian"`` it is ACC.
+    ``acc=True`` is ACC-DVEmb, ``δ ← (I − α_i C(Z_i) + (α_i/|Z_i|) C(z_k))·δ + ...``: the example's own curvature is
+    left out with it. With ``curvature="hessian"`` it is ACC.
 
-    Cost: as SGD-IE, and as ACC, with a Gauss-Newton product (forward mode, then backward) for each Hessian product.
+    Cost: that of SGD-IE, or of ACC, with a Gauss-Newton product (forward mode, then backward) in place of each HVP.
 
     Args:
         curvature: ``"ggn"``, ``"fisher"`` (gradient outer products) or ``"hessian"``.
-        project: the gradients go through a seeded random projection of this width for each parameter group.
+        project: apply a seeded random projection of this width to the gradients of each parameter group.
         acc: correct with the example's own curvature.
-        transport: how the correction's displacement travels, as for ``ACC``.
+        transport: how the correction's displacement is transported, as for ``ACC``.
         readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
         layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
     """
@@ -75,7 +75,7 @@ class DVEmb(Estimator):
         return titled("ACC-DVEmb" if self.acc else "DVEmb", options)
 
     def resolved(self, run: Run, task: Task | None = None, *, displacements: bool = False) -> DVEmb:  # noqa: ARG002
-        """Choose the transport that the run and the question call for."""
+        """Choose the transport that suits the run and the question."""
         if self.transport != "auto" or not self.acc:
             return self
         exact = not run.rule.linear or displacements or self.readout == "exact" or self.project is not None

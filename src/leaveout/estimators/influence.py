@@ -1,4 +1,4 @@
-"""Influence functions: the final point as if it were the minimum, and nothing of the way there."""
+"""Influence functions: treat the final point as a minimum, and ignore the path that led there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leaveout.task.derivatives import batch_products, example_gradients, weight_
 from leaveout.trajectory.left_out import LeftOut
 
 HELD = 14
-"""Vectors that a solver holds for one right-hand side."""
+"""How many vectors a solver holds per right-hand side."""
 
 SOLVERS = ("cg", "direct", "lissa")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -34,19 +34,19 @@ class InfluenceFunction(Estimator):
     """δ_k = (1/n) (H + λI)⁻¹ g(z_k, θ_N), with H the mean Hessian of all n training examples at the final parameters.
 
     Koh and Liang (2017). It describes the minimum of the training loss, from which the example is removed without
-    reweighting the others; exact to first order there, whatever the optimizer. A run that stopped before, or found
-    one of many minima, plays no part in it. Weight decay that enters with the gradient (SGD, Adam) is
-    part of H; decoupled decay (AdamW) has no place in a minimum.
+    reweighting the others; exact to first order there, whatever the optimizer. It does not take into account that a
+    run may have stopped earlier, or found one of many minima. Weight decay that is added to the gradient (SGD, Adam)
+    is part of H; decoupled decay (AdamW) is not part of the minimised loss.
 
-    Cost: ``"cg"`` as many products with H, of n examples each, as it needs for a query vector; ``"direct"`` as many as
-    there are parameters (again for every shard of rows, if displacements are asked for); ``"lissa"`` ``steps``
+    Cost: ``"cg"``: as many products with H, of n examples each, as it needs per query vector; ``"direct"``: as many as
+    there are parameters (again for every shard of rows, if displacements are requested); ``"lissa"``: ``steps``
     products with a batch.
 
     Args:
         solver: ``"cg"`` (conjugate gradients), ``"direct"`` (the whole matrix: small models) or ``"lissa"``
             (the stochastic recursion of Agarwal et al. 2017, with a scale found by power iteration).
-        damping: λ, added to the Hessian; needed where it is not positive definite, as for most networks.
-        steps: the most products of cg and the number of lissa's.
+        damping: λ, added to the Hessian; needed if it is not positive definite, as for most networks.
+        steps: the maximum number of products for cg, and their number for lissa.
         readout: ``"linear"``, ``"outputs"`` or ``"exact"``.
         layers: only these parameters move: names or patterns such as ``"head.*"``.
         seed: for lissa's samples.

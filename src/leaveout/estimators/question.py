@@ -1,4 +1,4 @@
-"""What is asked of an estimator, as one value."""
+"""What an estimator is asked, as one object."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from leaveout.trajectory.left_out import Groups
 
 @dataclass(frozen=True)
 class Question:
-    """A run and its task, whose loss is explained, which examples are left out, and what may be used to answer.
+    """A run and its task, the queries whose loss is explained, the left-out examples, and the resources to use.
 
     Args:
         run: the recorded run.
         task: what was trained.
         query: the examples whose loss is explained, built like training examples.
-        queries: ``"mean"`` for their mean loss, ``"each"`` for a column each.
+        queries: ``"mean"`` for their mean loss, ``"each"`` for one column per query.
         ids: the examples to score; all of them by default.
         groups: leave these out together instead: lists of ids, or a dict of names to lists.
         displacements: keep each row's parameter displacement.
         resources: memory budget and progress.
-        at: score the model after this many steps, by default at the run's end; ``run`` is then the head of it.
+        at: score the model after this many steps, by default at the run's end; ``run`` then becomes its head.
     """
 
     run: Run

@@ -29,7 +29,7 @@ BLOCK_BYTES = 200_000_000
 
 
 def query_fingerprint(task: Task, dataset: Dataset) -> int:
-    """Compute a checksum of query examples, in the same blocks whatever the budget."""
+    """Compute a checksum of query examples, in blocks that do not depend on the budget."""
     checksum, size = 0, batches.size(dataset)
     for start in range(0, size, BLOCK):
         block = task.read(range(start, min(start + BLOCK, size)), dataset)
@@ -38,7 +38,7 @@ def query_fingerprint(task: Task, dataset: Dataset) -> int:
 
 
 class Query:
-    """The query examples seen from the final parameters; ``single`` asks for a column each, otherwise their mean."""
+    """The query examples at the final parameters; ``single`` asks for one column per query instead of their mean."""
 
     def __init__(
         self, task: Task, params: Params, dataset: Dataset, *, single: bool, resources: Resources | None = None
@@ -56,7 +56,7 @@ class Query:
         return tuple(range(self.size)) if self.single else (MEAN,)
 
     def blocks(self, ids: range | None = None) -> Iterator[Batch]:
-        """Yield the query examples, or those with these numbers, as many at a time as the budget holds."""
+        """Yield the query examples, or those with these ids, as many at a time as the budget allows."""
         ids = range(self.size) if ids is None else ids
         for start in range(0, len(ids), self._block):
             yield self.task.read(ids[start : start + self._block], self.dataset)
@@ -68,18 +68,18 @@ class Query:
 
     @cached_property
     def output_width(self) -> int:
-        """Count the numbers that the model gives for one query example."""
+        """The number of outputs of the model for one query example."""
         with torch.no_grad():
             return self.task.outputs(self.params, self.task.read([0], self.dataset))[0].numel()
 
     def fits(self, bytes_each: int, count: int) -> int:
-        """Return how many of ``count`` things of this size go together; what is free just now has no say."""
+        """Return how many of ``count`` items of this size fit together; this does not depend on the memory free now."""
         if self.resources.memory == "auto":
             return shard_rows(bytes_each, count)
         return self.resources.chunk(bytes_each, count)
 
     def check(self) -> None:
-        """Refuse query examples that have no finite loss, naming the first."""
+        """Refuse query examples that have no finite loss, and name the first."""
         starts = range(0, self.size, self._block)
         parts = [self._checked_losses(range(start, min(start + self._block, self.size))) for start in starts]
         broken = (~torch.isfinite(torch.cat(parts))).nonzero().flatten().tolist()
@@ -95,7 +95,7 @@ class Query:
         return query_fingerprint(self.task, self.dataset)
 
     def reduce(self, values: Float[Tensor, "rows examples"]) -> Float[Tensor, "rows queries"]:
-        """Reduce per-example values to the columns that were asked for."""
+        """Reduce per-example values to the requested columns."""
         return values if self.single else values.mean(1, keepdim=True)
 
     def losses(self, stack: Params) -> Float[Tensor, "rows examples"]:
@@ -110,7 +110,7 @@ class Query:
         return torch.cat(parts, dim=1)
 
     def _checked_losses(self, ids: range) -> Float[Tensor, " examples"]:
-        """Compute these examples' losses; one that has none is looked for by halves."""
+        """Compute these examples' losses; find one that fails by bisection."""
         try:
             with torch.no_grad():
                 return self.task.measures(self.params, self.task.read(ids, self.dataset))
@@ -125,7 +125,7 @@ class Query:
             ) from error
 
     def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
-        with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken
+        with Folded():  # nothing here requires gradients, and recurrent layers write in place if none are taken
             return self.task.over_models(self.task.measures, (0, None))(stack, block)
 
     def _losses_alone(self, stack: Params, block: Batch) -> Float[Tensor, "1 examples"]:
@@ -143,11 +143,11 @@ class Readout(ABC):
 
 
 class Projected(Readout):
-    """A readout that needs only inner products of the displacements with a few vectors, so it can go backward."""
+    """A readout that needs only inner products of the displacements with a few vectors: backward sweeps can use it."""
 
     @abstractmethod
     def width(self, query: Query) -> int:
-        """Count the vectors of each query, or of their mean where one serves for all."""
+        """Count the vectors per query, or for the mean of all queries if one vector is enough."""
 
     @abstractmethod
     def count(self, query: Query) -> int:
@@ -155,14 +155,14 @@ class Projected(Readout):
 
     @abstractmethod
     def part(self, query: Query, start: int, stop: int) -> Params:
-        """Stack the vectors from one number to another."""
+        """Stack the vectors with indices from ``start`` to ``stop``."""
 
     def vectors(self, query: Query) -> Params:
         """Stack all vectors."""
         return self.part(query, 0, self.count(query))
 
     def spans(self, query: Query, size: int) -> list[tuple[int, int]]:
-        """List runs of at most ``size`` vectors: those of whole queries, or else parts of a single one."""
+        """List ranges of at most ``size`` vectors: those of whole queries, or else parts of a single one."""
         width, count = self.width(query), self.count(query)
         if size >= width:
             step = size - size % width
@@ -174,7 +174,7 @@ class Projected(Readout):
     def of_products(
         self, query: Query, first: int, products: Float[Tensor, "rows vectors"]
     ) -> Iterator[tuple[int, Float[Tensor, "rows some"]]]:
-        """Yield what products add to the scores, with its first column; they are of whole queries from ``first`` on."""
+        """Yield what products of whole queries from ``first`` on add to the scores, each with its first column."""
 
     def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
         """Compute scores from the displacements themselves."""
@@ -185,9 +185,9 @@ class Projected(Readout):
 
 
 class Collected:
-    """Reads scores of some rows as their inner products with a readout's vectors arrive: never are all held together.
+    """Reads scores as inner products with a readout's vectors arrive, so that they are never all held at once.
 
-    The vectors of one query may arrive in several parts. These are held until the last one, and then read.
+    The products of one query may arrive in several parts. These are held until the last one, and then read.
     """
 
     def __init__(self, readout: Projected, query: Query) -> None:
@@ -196,7 +196,7 @@ class Collected:
         self._waiting: Tensor | None = None
 
     def add(self, start: int, products: Float[Tensor, "rows vectors"]) -> None:
-        """Take the inner products with the vectors from number ``start`` on; parts arrive in order."""
+        """Add the inner products with the vectors from index ``start`` on; parts arrive in order."""
         width, count = self._readout.width(self._query), products.shape[1]
         query, first = divmod(start, width)
         if self._values is None:
@@ -213,7 +213,7 @@ class Collected:
 
     @property
     def values(self) -> Float[Tensor, "rows queries"]:
-        """Return the scores."""
+        """The scores."""
         assert self._values is not None  # noqa: S101 - a query is never empty
         return self._values
 
@@ -247,7 +247,7 @@ class Linear(Projected):
         first: int,
         products: Float[Tensor, "rows vectors"],
     ) -> Iterator[tuple[int, Float[Tensor, "rows some"]]]:
-        """Yield the products: they are the scores, a column each."""
+        """Yield the products: they are the scores, one column per query."""
         yield first, products
 
 
@@ -255,11 +255,11 @@ class Outputs(Projected):
     """L(z + J·δ) − L(z): the outputs' change is linear, the loss of the outputs is not."""
 
     def count(self, query: Query) -> int:
-        """Count one vector for each output of each query."""
+        """Count one vector per output and query."""
         return query.size * self.width(query)
 
     def part(self, query: Query, start: int, stop: int) -> Params:
-        """Compute rows of the outputs' Jacobian: whole examples together, of the others those that are asked for."""
+        """Compute rows of the outputs' Jacobian: whole examples together, and only the requested rows of the others."""
         width, rows, place = self.width(query), [], start
         while place < stop:
             example, first = divmod(place, width)
@@ -333,7 +333,7 @@ def _outputs(query: Query, own: Params, one: Batch) -> Tensor:
 
 
 def _some_outputs(query: Query, example: int, first: int, last: int) -> Params:
-    """Compute the gradients of some outputs of one example, a row each."""
+    """Compute the gradients of some outputs of one example, one row per output."""
     one = query.task.read([example], query.dataset)
     outputs, pull = pullback(lambda own: _outputs(query, own, one), query.task.own(query.params))
     basis = torch.eye(len(outputs), dtype=outputs.dtype, device=outputs.device)[first:last]
@@ -352,7 +352,7 @@ def _single(query: Query, ids: range, function: Any) -> Params:
 
 
 def _check_fit(task: Task, params: Params, dataset: Dataset) -> None:
-    """Refuse query examples not built like training examples: the model would fail or, worse, broadcast."""
+    """Refuse query examples not built like training examples: the model would fail or, worse, broadcast silently."""
     train, query = batches.leaves(task.read([0])), batches.leaves(task.read([0], dataset))
 
     def kinds(parts: list[Any]) -> list[tuple[torch.dtype, int]]:

@@ -1,4 +1,4 @@
-"""Replay: the run again without the example. The ground truth that the estimators are compared with."""
+"""Replay: repeat the run without the example. The ground truth that the estimators are compared with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from leaveout.trajectory.replay import counterfactuals, moved_start
 from leaveout.trajectory.stack import is_apart
 
 JITTER = 1e-3
-"""The relative size of a move of the start."""
+"""The relative size of a perturbation of the initial parameters."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Replay(Estimator):
     Args:
         ids: the examples to leave out, one at a time; all of them by default.
         weight: the weight that a left-out example gets instead of one.
-        move: the seed of a move of the start: all models, the one with every example too, begin at a point that is a
-            random step of relative size ``jitter`` away from the recorded start. The scores are then not exact for
-            the recorded run; compared with it they tell how far an example's effect is reproducible.
+        move: the seed of a perturbation of the start: all models, including the one with every example, begin at a
+            random step of relative size ``jitter`` from the recorded start. The scores are then not exact for the
+            recorded run; compared with its scores they show how reproducible an example's effect is.
         jitter: ‖step‖/‖θ_0‖.
     """
 
@@ -78,11 +78,11 @@ class Replay(Estimator):
         return torch.ones(len(values), dtype=torch.bool) if self.weight == 0 and self.move is None else None
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        # One more model in each stack is the undisturbed one, within the other half of the budget.
+        # Each stack has one more model, the one with all examples, in the other half of the budget.
         trajectory, resources = request.trajectory, request.resources
         bytes_each = budget.replay_bytes(trajectory)
         if is_apart(trajectory.trained, trajectory.activations):
-            # Those that step hold activations; those that wait hold their state alone.
+            # Models that are taking a step hold activations; those that wait hold only their state.
             stepping, waiting = torch.get_num_threads() * bytes_each, budget.model_bytes(trajectory)
             if resources.memory == "auto" or resources.bytes >= stepping + 2 * waiting:
                 bytes_each, request = waiting, replace(request, resources=resources.without(stepping))
@@ -92,7 +92,7 @@ class Replay(Estimator):
             start = None if self.move is None else moved_start(trajectory, self.jitter, self.move)
             params = counterfactuals(trajectory, shard.left_out, self.weight, shard.resources, shard.cost, start=start)
             losses = shard.query.losses(params)
-            # Compared with the undisturbed model of the same stack, so that rounding cancels.
+            # Compared with the model with all examples in the same stack, so that rounding errors cancel.
             values = shard.query.reduce(losses[:-1] - losses[-1:])
             return values, each(lambda tensor: tensor[:-1] - tensor[-1:], params) if shard.displacements else None
 

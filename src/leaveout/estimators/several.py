@@ -1,4 +1,4 @@
-"""Several methods at once: those that share a sweep take it together."""
+"""Several methods at once: those that can share a sweep do so."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def score(
 ) -> list[Scores]:
     """Score with every estimator, in their order; with ``at``, the model after that many steps.
 
-    SGD-IE comes for free from the sweep of an ACC with a cheap transport and the same readout; their scores then
-    carry the same cost, that of both.
+    SGD-IE comes for free with the sweep of an ACC with a cheap transport and the same readout; both scores then report
+    the same cost, that of both.
     """
     estimators = [estimators] if isinstance(estimators, Estimator) else list(estimators)
     if not estimators:
@@ -47,10 +47,10 @@ def score(
 def one_by_one(
     estimators: Sequence[Estimator], question: Question, there: Collection[Estimator] = ()
 ) -> Iterator[tuple[Estimator, Scores]]:
-    """Yield each estimator with its scores as soon as they are there, so that they can be kept before the next begins.
+    """Yield each estimator with its scores as soon as they are computed: they can be saved before the next begins.
 
-    The scores of those that are ``there`` already are left out. They still decide what is swept together: work that
-    was cut short between two methods ends with the same bits.
+    Estimators that are ``there`` have scores already and are skipped. They still determine which methods share a
+    sweep: work that was interrupted between two methods gives the same bits when resumed.
     """
     waiting = dict.fromkeys(estimators)
     for estimator in list(waiting):

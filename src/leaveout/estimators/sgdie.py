@@ -29,7 +29,7 @@ class SGDIE(Estimator):
         direction: ``"forward"``, ``"backward"``, or the cheaper one.
         layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
         kinks: give the kinks of ReLU, leaky ReLU, hardtanh, ReLU6, abs and clamp in the model their curvature in H;
-            ``"auto"``: unless they are crossed in leaps, which a few steps of the run tell.
+            ``"auto"``: unless they are crossed in leaps, which is determined from a few steps of the run.
     """
 
     readout: str = "linear"

@@ -1,4 +1,4 @@
-"""Solutions x of A·x = b for a symmetric A known by its products, many right-hand sides at once, a row each."""
+"""Solves A·x = b for a symmetric A known by its products, for many right-hand sides at once, one per row."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def lissa(
 ) -> Float[Tensor, "rows width"]:
     """Solve by the recursion x ← b + x − (A_j/scale)·x with a fresh sample A_j of the matrix each time (LiSSA).
 
-    The mean of the second half of the iterates, divided by the scale, which must exceed the samples' eigenvalues.
+    Returns the mean of the second half of the iterates, divided by the scale; it must exceed the samples' eigenvalues.
     """
     x, total = right.clone(), torch.zeros_like(right)
     for step in range(steps):

@@ -1,7 +1,7 @@
-"""When in training an example's influence arose: SGD-IE's score, told apart by epoch.
+"""When in training an example's influence arose: SGD-IE's score, split by epoch.
 
 SGD-IE's score is a sum over the example's occurrences, ``score_k = Σ_{i : k∈Z_i} c_i ⟨u_{i+1}, g(z_k, θ_i)⟩``. One
-backward sweep passes them all, so a column for each epoch costs what the score itself costs.
+backward sweep visits them all, so one column per epoch costs no more than the score itself.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MOST = 40
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each part of training contributed to the mean query loss's change without an example.
+    """What each part of training contributed to the change of the mean query loss without an example.
 
-    ``values`` has a row for each of ``train_ids`` and a column for each of ``spans``; a row sums to SGD-IE's score.
-    ``fingerprint`` is that of the queries, as scores carry it.
+    ``values`` has one row per entry of ``train_ids`` and one column per entry of ``spans``; a row sums to SGD-IE's
+    score. ``fingerprint`` is that of the queries, as stored in scores.
     """
 
     values: Float[Tensor, "train spans"]
@@ -63,9 +63,9 @@ def timeline(
     groups: Groups | None = None,
     resources: Resources | None = None,
 ) -> Timeline:
-    """Compute SGD-IE's score for the mean query loss, a column for each epoch.
+    """Compute SGD-IE's score for the mean query loss, one column per epoch.
 
-    More than 40 epochs are joined to at most 40 spans; where only one epoch was recorded, its steps are cut into
+    More than 40 epochs are merged into at most 40 spans; if only one epoch was recorded, its steps are split into
     spans.
 
     Args:

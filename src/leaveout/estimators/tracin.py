@@ -1,4 +1,4 @@
-"""TracIn: what each occurrence did to the parameters, without asking what later steps made of it."""
+"""TracIn: what each occurrence did to the parameters, ignoring how later steps change that effect."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class TracIn(Estimator):
     """δ ← δ + γ: no transport.
 
     All steps, plain SGD, linear readout: ``score_k = Σ_{i: k∈Z_i} (α_i/|Z_i|) ⟨∇L(query, θ_N), g(z_k, θ_i)⟩``:
-    the query gradient is taken at the final parameters, the end at which every estimator here reads.
+    the query gradient is taken at the final parameters, as in every estimator here.
 
-    With ``checkpoints="epochs"`` TracInCP (Pruthi et al. 2020), ``Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩`` over the
+    ``checkpoints="epochs"`` is TracInCP (Pruthi et al. 2020), ``Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩`` over the
     states at the ends of epochs, with both gradients at the checkpoint and the epoch's mean ``η_c = α/|Z|``.
 
-    Cost: one gradient per step, whatever the number of examples; for checkpoints, one gradient of every example each.
+    Cost: one gradient per step, whatever the number of examples; with checkpoints, one gradient per example and
+    checkpoint.
 
     Args:
         checkpoints: ``"all"`` steps at their own batches, or the ends of ``"epochs"`` at all examples.
-        learning_rate: whether the terms are weighted by α/|Z|; without, they are plain inner products of gradients.
+        learning_rate: whether the terms are weighted by α/|Z|; if not, they are plain inner products of gradients.
         readout: ``"linear"``; with all steps and the learning rate also ``"outputs"`` and ``"exact"``.
         direction: ``"forward"``, ``"backward"``, or the cheaper one.
         layers: only these parameters count: names or patterns such as ``"head.*"``.
@@ -68,7 +69,7 @@ class TracIn(Estimator):
 
     @property
     def unit(self) -> str:
-        """What the scores are counted in."""
+        """The unit of the scores."""
         return UNIT if self.learning_rate else "inner product of gradients"
 
     @property
@@ -107,7 +108,7 @@ class TracIn(Estimator):
         return total
 
     def _diagonal(self, request: Request) -> Float[Tensor, " rows"]:
-        """Read each example's own query only: n inner products of two gradients, where all pairs are n²."""
+        """Read each example's own query only: n inner products of two gradients, where all pairs would be n²."""
         if self.checkpoints != "epochs":
             return super()._diagonal(request)
         task, examples = request.trajectory.task, request.left_out.examples
@@ -124,7 +125,7 @@ class TracIn(Estimator):
         return total
 
     def _factor(self, checkpoint: Checkpoint, name: str) -> float:
-        """Give what a parameter's inner product counts: nothing for buffers, which no optimizer moves."""
+        """Return the weight of a parameter's inner product: zero for buffers, which no optimizer moves."""
         share = checkpoint.share.get(name)
         return 0.0 if share is None else share if self.learning_rate else 1.0
 

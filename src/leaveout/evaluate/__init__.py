@@ -1,1 +1,1 @@
-"""What scores are worth and what to do with them: verify, refine, cleanse, metrics, plan, precision."""
+"""How good scores are and what to do with them: verify, refine, cleanse, metrics, plan, precision."""

@@ -1,4 +1,4 @@
-"""Scores of several runs as one: what an example does on average over seeds, and how much that varies."""
+"""Scores of several runs combined: what an example does on average over seeds, and how much that varies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from leaveout.scores import Scores
 def average(scores: Sequence[Scores]) -> Scores:
     """Average the scores of runs that differ in their seeds: (1/m) Σ_r s_r, with the standard deviation over r.
 
-    The mean is an estimate of the example's effect on the *algorithm* rather than on one run; its own standard error is
-    ``spread/√m``. An entry is exact where it is in every run, which is to say for each run, not for the expectation.
+    The mean estimates the example's effect on the *algorithm* rather than on one run; its standard error is
+    ``spread/√m``. An entry is exact if it is exact in every run: exact for each run, that is, not for the expectation.
 
     Args:
         scores: of the same rows and queries by the same method, one per run; two or more.

@@ -1,4 +1,4 @@
-"""When there is a truth to be true to: how well exact replays repeat themselves when the start moves a little."""
+"""Whether there is a truth to predict: how well exact replays agree with each other when the start moves a little."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from leaveout.scores import Scores
 from leaveout.task.task import Task
 
 MOVE = "move "
-"""How the columns of true changes from moved starts begin."""
+"""The prefix of the columns with true changes from moved starts."""
 
 REPRODUCIBLE = 0.5
-"""The mean tau between starts from which on effects count as reproducible."""
+"""Effects count as reproducible if the mean tau between starts is at least this."""
 FOLLOWED = 0.5
-"""The scores' tau with the mean over starts from which on a bad verdict may be due to few replays alone."""
+"""If the scores' tau with the mean over starts is at least this, a bad verdict may only be due to too few replays."""
 
 GROUPS, FACTOR = 24, 4
-"""Random groups of a size, and how much larger the next size is."""
+"""The number of random groups per size, and how much larger the next size is."""
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """How well the truth repeats itself: mean tau between the true changes from the recorded and the moved starts.
+    """How reproducible the truth is: mean tau between the true changes from the recorded and the moved starts.
 
-    ``extreme`` and ``random`` are of the two samples that were replayed, ``agreement`` is the scores' tau with the mean
-    over all starts in each. ``groups`` has the mean tau of random groups by their size, as far as that was measured;
-    ``advice`` what to change in the training.
+    ``extreme`` and ``random`` are those of the two replayed samples, ``agreement`` is the scores' tau with the mean
+    over all starts in each. ``groups`` has the mean tau of random groups by their size, as far as it was measured;
+    ``advice`` says what to change in the training.
     """
 
     moves: int
@@ -54,23 +54,23 @@ class Ceiling:
 
     @property
     def reproducible(self) -> bool:
-        """Say whether the effects of both samples repeat themselves."""
+        """Say whether the effects of both samples are reproducible."""
         return all(part.value >= REPRODUCIBLE for part in (self.extreme, self.random))
 
     @property
     def undecided(self) -> bool:
-        """Say whether a bad verdict comes of a wide interval: effects repeat themselves, and scores rank like them."""
+        """Say whether a bad verdict is due to a wide interval: effects are reproducible, and scores rank like them."""
         return self.reproducible and all(tau >= FOLLOWED for tau in self.agreement.values())
 
     @property
     def size(self) -> int | None:
-        """From what group size on effects are reproducible; None where no size that was tried is."""
+        """The group size from which on effects are reproducible; None if they are not at any size that was tried."""
         if self.reproducible and self.single:
             return 1
         return next((size for size, tau in self.groups.items() if tau >= REPRODUCIBLE), None)
 
     def diagnosis(self, right: bool) -> str:
-        """What is to blame where scores and replays disagree, and what to do.
+        """Say why scores and replays disagree, if they do, and what to do about it.
 
         Args:
             right: whether the scores rank like the replays of the recorded run, at least overall.
@@ -110,7 +110,7 @@ class Ceiling:
         return f" (of more than {max(self.groups)} examples)" if self.groups else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Give plain values."""
+        """Return plain values."""
         plain = asdict(self)
         for name in ("extreme", "random", "agreement"):
             plain[name] = {key: or_null(value) for key, value in plain[name].items()}
@@ -118,7 +118,7 @@ class Ceiling:
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> Ceiling:
-        """Read what ``to_json`` gave."""
+        """Read what ``to_json`` returned."""
         extreme, random = (Interval(**_numbers(plain[name])) for name in ("extreme", "random"))
         agreement = _numbers(plain["agreement"])
         groups = {int(size): tau for size, tau in _numbers(plain["groups"]).items()}
@@ -137,7 +137,7 @@ def moved_truths(
     query: Dataset,
     resources: Resources | None,
 ) -> tuple[list[np.ndarray], Cost]:
-    """The true change of the mean query loss without each row, once per moved start, and what that took."""
+    """Return the true change of the mean query loss without each row, once per moved start, and the cost."""
     values, cost = [], Cost()
     for move in moves:
         truth = replayed(scores, rows, run, task, query, resources, Replay(move=move, jitter=jitter))
@@ -157,7 +157,7 @@ def ceiling_of(
     query: Dataset,
     resources: Resources | None,
 ) -> tuple[Ceiling, Cost]:
-    """The ceiling from a check's table with its moves, and the cost of looking at groups where it needs their sizes."""
+    """Return the ceiling from a check's table with its moves, and the cost of replaying groups if sizes are needed."""
     columns = ["truth", *(name for name in table if str(name).startswith(MOVE))]
     parts = {str(name): part for name, part in table.groupby("sample")}
     repeat = {name: repeatability([part[column] for column in columns]) for name, part in parts.items()}
@@ -176,7 +176,7 @@ def ceiling_of(
 def group_sizes(
     seed: int, jitter: float, run: Run, task: Task, query: Dataset, resources: Resources | None
 ) -> tuple[dict[int, float], Cost]:
-    """Tau between the recorded and a moved start for random groups of 4, 16, 64, ... examples, up to a quarter.
+    """Compute tau between the recorded and a moved start for random groups of 4, 16, 64, ... examples, up to a quarter.
 
     Stops at the first size whose effects are reproducible.
     """

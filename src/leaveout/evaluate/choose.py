@@ -1,4 +1,4 @@
-"""The method chosen by measurement: replay everything where that is affordable, otherwise what ranks best here."""
+"""The method chosen by measurement: replay everything if that is affordable, otherwise the method that ranks best."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from leaveout.trajectory.left_out import Groups, leave_out
 from leaveout.trajectory.trajectory import Trajectory
 
 FEWEST, MOST = 128, 1024
-"""Replays that methods are compared with: as many as the budget has time for, between these."""
+"""The number of replays that methods are compared with: as many as the budget allows, between these two."""
 
 COLUMNS = ["method", "tau", "compared", "seconds", "chosen", "missing"]
 
 METHODS: tuple[Estimator, ...] = (ACC(), SGDIE(), DVEmb(), TracIn())
-"""What is compared, the first of equals first."""
+"""The methods that are compared; of equals the first is chosen."""
 
 KINKED: tuple[Estimator, ...] = (ACC(kinks=True), SGDIE(kinks=True))
-"""What is compared too where the model has kinks that can be given a curvature."""
+"""These are also compared if the model has kinks that can be given a curvature."""
 
 
 @dataclass(frozen=True)
 class Chosen:
     """Scores by the method that fits a run, and how it was chosen.
 
-    ``scores`` are exact replays (``exact``), or the best method's with all replayed rows put in place of their
-    estimates. ``table`` has a row per method: its Kendall's tau with the replays that methods were compared with, its
-    seconds, whether it was chosen, and why it is missing where it cannot be used. ``check`` is the trust in the chosen
-    one, less what it owes to having been chosen by the same replays; None where everything is exact. ``predicted`` is
-    how many seconds replaying everything was predicted to take.
+    ``scores`` are exact replays (``exact``), or the best method's scores, with exact values in the rows that were
+    replayed. ``table`` has a row per method: its Kendall's tau with the replays that methods were compared with, its
+    seconds, whether it was chosen, and why it is missing if it cannot be used. ``check`` is the trust in the chosen
+    method, corrected for its having been chosen on the same replays; None if everything is exact. ``predicted`` is how
+    many seconds replaying everything was predicted to take.
     """
 
     scores: Scores
@@ -58,7 +58,7 @@ class Chosen:
 
     @property
     def sentence(self) -> str:
-        """What was chosen, why, and how far it can be trusted."""
+        """What was chosen, why, and how far it can be trusted, in words."""
         if self.exact:
             return f"Every one of the {len(self.scores.train_ids)} rows was replayed exactly: nothing is estimated."
         best = self.table[self.table["chosen"]].iloc[0]
@@ -85,23 +85,23 @@ def choose(
     seed: int = 0,
     resources: Resources | None = None,
 ) -> Chosen:
-    """Score with the method that measurement says is best for this run.
+    """Score with the method that is measured to be best for this run.
 
     If replaying every row is predicted to fit the budget, or there are no more than 128 rows, everything is replayed,
     and the scores are exact. Otherwise all ``methods`` score every row, sharing sweeps; one sample of rows is replayed
     once, half of them the most extreme by all methods together and half at random; and the method that agrees best
-    with all of these replays is taken. Its trust is its agreement with them, lowered by what a bootstrap says that it
-    owes to having been chosen on the same replays. Replayed rows get their exact values.
+    with all of these replays is chosen. Its trust is its agreement with them, lowered by a bootstrap estimate of the
+    optimism from having been chosen on the same replays. Replayed rows get their exact values.
 
     Args:
         run: the recorded run.
         task: what was trained.
         query: the examples whose loss is explained.
-        budget: seconds of processor time that replays may take; a sample has at least 128 rows all the same. Scoring
-            comes on top.
-        methods: the estimators to compare; of equals the first is taken. Their scores must be changes of the loss. By
-            default ACC, SGD-IE, DVEmb and TracIn, and the first two with the curvature of kinks where there are any.
-        queries: ``"mean"`` for their mean loss, ``"each"`` for a column each.
+        budget: seconds of processor time that replays may take; a sample nevertheless has at least 128 rows. Scoring
+            takes additional time.
+        methods: the estimators to compare; of equals the first is chosen. Their scores must be changes of the loss. By
+            default ACC, SGD-IE, DVEmb and TracIn, and the first two with the curvature of kinks if there are any.
+        queries: ``"mean"`` for their mean loss, ``"each"`` for one column per query.
         ids: the examples to score; all of them by default.
         groups: leave these out together instead.
         seed: for the random part of the sample.
@@ -145,14 +145,14 @@ def methods_for(run: Run, task: Task) -> tuple[Estimator, ...]:
     try:
         mild = are_mild(Trajectory(run, task).compared())
     except LeaveoutError:
-        mild = False  # no second derivatives: what needs them says so itself
+        mild = False  # no second derivatives: methods that need them report it themselves
     return (*KINKED, *METHODS) if mild else METHODS
 
 
 def _scored(
     methods: Sequence[Estimator], run: Run, task: Task, query: Dataset, asked: dict
 ) -> tuple[dict[str, Scores], dict[str, str]]:
-    """The scores of every method that can be used, by name, and why the others cannot."""
+    """Return the scores of every method that can be used, by name, and why the others cannot."""
     try:
         every = score(list(methods), run, task, query, **asked)
         return {scores.method: scores for scores in every}, {}
@@ -181,7 +181,7 @@ def _tau(estimate: Tensor, exact: Tensor) -> float:
 def _trust(
     winner: Scores, scores: Scores, samples: dict[str, list[int]], exact: Tensor, too_high: float, run: Run
 ) -> Check:
-    """The check of the winner from all replays; its rank correlations are lowered by what they owe to the choice."""
+    """Return the check of the winner from all replays, with rank correlations lowered by the optimism of the choice."""
     rows = [row for part in samples.values() for row in part]
     table = pd.DataFrame(
         {

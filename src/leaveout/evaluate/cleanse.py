@@ -1,4 +1,4 @@
-"""Rank, remove, retrain: what the test loss becomes without the examples that scores call harmful."""
+"""Rank, remove, retrain: the test loss without the examples that scores call harmful."""
 
 from __future__ import annotations
 
@@ -49,20 +49,21 @@ def cleanse(
 ) -> Curve:
     """Remove the most harmful examples, train again from the start, and measure on the test set.
 
-    Removed examples weigh zero in the recorded batches, as when they are left out one at a time. Only harmful examples
-    are removed: where a method calls fewer harmful than are to be removed, all of those are, with a warning. As a
-    control, as many are removed at random.
+    Removed examples have weight zero in the recorded batches, as when they are left out one at a time. Only harmful
+    examples are removed: if a method finds fewer harmful ones than are to be removed, all of those are, with a warning.
+    As a control, the same number is removed at random.
 
     Args:
-        scores: of single examples, by one method or several; or what ``labels`` says, to remove those that look wrong.
+        scores: of single examples, by one method or several; or the result of ``labels``, to remove those that look
+            wrong.
         run: the run that was scored.
         task: what was trained.
         test_set: examples that neither training nor the scores have seen.
         remove: how many to remove: a number, or several.
-        random: how many random choices for each of these numbers; 0 for no control.
+        random: the number of random choices for each of these numbers; 0 for no control.
         shuffles: 0 trains with the recorded batches; k trains k times, each in a fresh order of the examples.
         seed: for the random choices and the fresh orders.
-        resources: memory budget, progress, engine, and where finished trainings are kept.
+        resources: memory budget, progress, engine, and where finished trainings are stored.
     """
     rankings = [scores] if isinstance(scores, Scores | Labels) else list(scores)
     methods = [one.to_scores() if isinstance(one, Labels) else one for one in rankings]
@@ -144,7 +145,7 @@ def _ranked(methods: list[Scores], most: int) -> dict[str, list[int]]:
 
 
 def _chosen(ranked: dict[str, list[int]], size: int, amounts: list[int], draws: range, seed: int) -> list[Choice]:
-    """Choose what to remove, with what it is called."""
+    """Choose what to remove, with a description of each choice."""
     chosen, removed = [], set()
     for method, worst in ranked.items():
         own = sorted({min(m, len(worst)) for m in amounts})
@@ -166,7 +167,7 @@ class Again:
     order: int | None
 
     def __call__(self, item: tuple[LeftOut, Path | None]) -> Shard:
-        """Measure the models: a row for each of the members' rows, and one with every example."""
+        """Measure the models: one row per row of left-out examples, and one with every example."""
         cost = Cost()
         if self.order is None:
             params = counterfactuals(self.trajectory, item[0], 0.0, self.resources, cost)
@@ -175,13 +176,13 @@ class Again:
         return Shard({"measured": _measured(self.query, params)}, cost)
 
     def identity(self) -> str:
-        """Name everything that its shards share."""
+        """Return a key for everything that its shards have in common."""
         query, name = self.query, "cleanse in pairs"
         return identity(self.trajectory.run, query.task, query.params, name, query.fingerprint(), self.order)
 
 
 def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cost) -> list[dict[str, Any]]:
-    """Train once for each choice, and once with everything; side by side as memory and the engine allow."""
+    """Train once per choice, and once with everything; side by side as memory and the engine allow."""
     resources.check(2 * budget.replay_bytes(again.trajectory), "one training beside that with every example")
     left_out = rows_of(tuple(range(len(chosen))), [ids for _, ids in chosen])
     parts = list(left_out.chunks(resources.shard_size(budget.replay_bytes(again.trajectory), len(left_out))))
@@ -198,12 +199,12 @@ def _trained(again: Again, chosen: list[Choice], resources: Resources, cost: Cos
 
 
 def _mixed(seed: int, number: int) -> int:
-    """Mix a seed for each of many numbers, different for different seeds."""
+    """Derive a seed for each of many numbers, different for different seeds."""
     return 1_000_003 * seed + number
 
 
 def _measured(query: Query, stack: Params) -> Float[Tensor, "rows 6"]:
-    """Mean loss and misclassification of every model of a stack, with their standard errors over the test set.
+    """Compute mean loss and misclassification of every model of a stack, with standard errors over the test set.
 
     The last two columns are the standard errors of the differences from the last model, which saw every example.
     """
@@ -219,7 +220,7 @@ def _standard_error(values: Float[Tensor, "rows examples"]) -> Float[Tensor, " r
 
 
 def _wrong(query: Query, stack: Params) -> Float[Tensor, "rows examples"] | None:
-    """Mark with 1 where a model's class is not the example's; None where the outputs are not class scores."""
+    """Mark with 1 where a model's class is not the example's; None if the outputs are not class scores."""
     rows = []
     for index in range(len(next(iter(stack.values())))):
         params = {name: tensor[index] for name, tensor in stack.items()}

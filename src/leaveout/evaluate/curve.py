@@ -1,4 +1,4 @@
-"""The cleansing curve: what the test loss and error become without some examples, and by how much they change."""
+"""The cleansing curve: the test loss and error without some examples, and how much they change."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ COLUMNS = ("choice", "removed", "order", "draw", *MEASURED)
 class Curve(Comparable):
     """Test loss and misclassification after removing examples and training again.
 
-    ``table`` has a row for each training: ``choice`` is the method that chose what was removed, ``"random"`` or
+    ``table`` has a row per training: ``choice`` is the method that chose what was removed, ``"random"`` or
     ``"nothing"``; ``order`` numbers the order of the batches and ``draw`` the random choice. ``loss_se`` and
     ``error_se`` are standard errors over the test examples, ``loss_change_se`` and ``error_change_se`` those of the
     difference from the training with every example, test example by test example (NaN in files that do not have
-    them). ``error`` is NaN where outputs are not class scores.
-    ``run_fingerprint`` tells which run was trained again; ``harmful`` how many examples each method calls harmful,
-    which is the most that were removed by it.
+    them). ``error`` is NaN if outputs are not class scores.
+    ``run_fingerprint`` identifies the run that was trained again; ``harmful`` is how many examples each method calls
+    harmful, which is the most that were removed by it.
     """
 
     table: pd.DataFrame
@@ -47,7 +47,7 @@ class Curve(Comparable):
 
     @property
     def measure(self) -> str:
-        """What is counted: ``"error"``, or ``"loss"`` where outputs are not class scores."""
+        """What is measured: ``"error"``, or ``"loss"`` if outputs are not class scores."""
         return "loss" if self.table["error"].isna().all() else "error"
 
     @property
@@ -56,10 +56,10 @@ class Curve(Comparable):
         return [str(name) for name in self.table["choice"].unique() if name not in (NOTHING, RANDOM)]
 
     def to_frame(self, level: float = 0.95) -> pd.DataFrame:
-        """A row for each choice and number removed: the mean over trainings, with an interval.
+        """Return a row for each choice and number removed: the mean over trainings, with an interval.
 
-        Over two or more trainings the interval is Student's, of their mean. Of a single one it is over the test
-        examples: normal for the loss, Wilson's for the error. ``trainings`` says which.
+        For two or more trainings it is Student's interval of their mean. For a single one it is over the test
+        examples: normal for the loss, Wilson's for the error. ``trainings`` says how many there are.
         """
         rows = []
         for (choice, removed), part in self.table.groupby(["choice", "removed"], sort=False):
@@ -79,11 +79,11 @@ class Curve(Comparable):
         return pd.DataFrame(rows)
 
     def changes(self, level: float = 0.95) -> pd.DataFrame:
-        """A row for each choice and number removed: how loss and error change against removing nothing, in pairs.
+        """Return a row for each choice and number removed: the paired change of loss and error from removing nothing.
 
-        Each training is compared with that of the same order with every example in. Of a single pair the interval is
-        over the test examples: normal for the loss, Agresti and Min's for the error; of several it is Student's.
-        ``measurable`` says whether the interval of the curve's ``measure`` leaves out zero.
+        Each training is compared with the one of the same order with every example. For a single pair the interval is
+        over the test examples: normal for the loss, Agresti and Min's for the error; for several it is Student's.
+        ``measurable`` says whether the interval of the curve's ``measure`` excludes zero.
         """
         base = self.table[self.table["choice"] == NOTHING].set_index("order")
         rows = []
@@ -131,7 +131,7 @@ class Curve(Comparable):
         return f"Curve(test {self.measure} of {self.test_size} examples without {amounts} by {', '.join(self.choices)})"
 
     def __str__(self) -> str:
-        """Say what each removal changed, a line each, and then how that was measured."""
+        """Say what each removal changed, one per line, and then how that was measured."""
         lines = [
             f"Without {self.removed(choice, removed)} the test {self.measure} {self.change(choice, removed)}: "
             f"{self.base} → {value}."
@@ -146,7 +146,7 @@ class Curve(Comparable):
         return self._written(float(self.table[self.table["choice"] == NOTHING][self.measure].mean()))
 
     def rows(self) -> list[tuple[str, int, str, str]]:
-        """List each choice and number removed, with the mean error or loss without them, and how that has changed."""
+        """List each choice and number removed, with the mean error or loss without them, and how it changed."""
         rows = []
         for _, row in self.changes().iterrows():
             part = self.table[(self.table["choice"] == row["choice"]) & (self.table["removed"] == row["removed"])]
@@ -187,7 +187,7 @@ class Curve(Comparable):
         return ax
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the curve to one JSON file, whole or not at all."""
+        """Write the curve to one JSON file, atomically."""
         path = free(path, overwrite=overwrite)
         columns = {name: [or_null(value) for value in self.table[name].tolist()] for name in COLUMNS}
         content = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
@@ -240,19 +240,19 @@ def chosen(method: str, removed: int) -> str:
 
 
 def normal(value: float, error: float, level: float = 0.95) -> tuple[float, float]:
-    """Value ± z·(standard error)."""
+    """Return value ± z·(standard error)."""
     half = float(scipy.stats.norm.ppf((1 + level) / 2)) * error
     return value - half, value + half
 
 
 def student(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """The mean ± t·s/√k over k values."""
+    """Return the mean ± t·s/√k over k values."""
     half = scipy.stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     return float(values.mean() - half), float(values.mean() + half)
 
 
 def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share p of n: (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n), within 0 and 1.
+    """Compute Wilson's interval of a share p of n: (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n), within 0 and 1.
 
     >>> [round(end, 4) for end in wilson(0.0, 20)], [round(end, 4) for end in wilson(0.5, 10)]
     ([0.0, 0.1611], [0.2366, 0.7634])
@@ -263,11 +263,11 @@ def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]
 
 
 def paired(change: float, error: float, count: int, level: float = 0.95) -> tuple[float, float]:
-    """Agresti and Min's interval of a difference of two error rates on the same n test examples.
+    """Return Agresti and Min's interval of a difference of two error rates on the same n test examples.
 
     With b and c the examples that only one of the models gets wrong, half an example is added to each of the four
-    cells: d* = (c* − b*)/n*, and its variance ((b* + c*) − (c* − b*)²/n*)/n*². Unlike d ± z·se it has a width where no
-    prediction changed.
+    cells: d* = (c* − b*)/n*, and its variance ((b* + c*) − (c* − b*)²/n*)/n*². Unlike d ± z·se its width is not zero
+    if no prediction changed.
 
     >>> [round(end, 4) for end in paired(0.0, 0.0, 100)]
     [-0.0192, 0.0192]

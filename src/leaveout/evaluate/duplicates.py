@@ -1,4 +1,4 @@
-"""The same input with different labels: at least one of them is wrong, or the input does not tell."""
+"""The same input with different labels: at least one of them is wrong, or the input does not determine the label."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BLOCK = 512
 
 
 def conflicts(task: Task, params: Params, labels: Int[Tensor, " n"], resources: Resources) -> dict[int, int]:
-    """Find the training examples whose input another one has with another label, and name one such other.
+    """Find the training examples whose input also occurs with a different label, each with one such other example.
 
-    Inputs are everything in a batch but the targets, compared byte by byte through a hash of 64 bits.
+    Inputs are everything in a batch but the targets, compared by a 64-bit hash of their bytes.
     """
     hashes = []
     starts = range(0, task.size, BLOCK)
@@ -47,7 +47,7 @@ def conflicts(task: Task, params: Params, labels: Int[Tensor, " n"], resources: 
 
 
 def input_hashes(batch: Batch, targets: Any) -> np.ndarray | None:
-    """Hash each example's input, or give None where it holds something else than tensors with a row per example.
+    """Hash each example's input; None if the batch holds anything but tensors with one row per example.
 
     >>> x, y = torch.tensor([[1.0, 2.0], [1.0, 2.0], [2.0, 1.0]]), torch.tensor([0, 1, 0])
     >>> a, b, c = input_hashes([x, y], y)

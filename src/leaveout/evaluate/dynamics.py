@@ -32,21 +32,21 @@ from leaveout.trajectory.replay import courses
 from leaveout.trajectory.trajectory import Trajectory
 
 STATES = 20
-"""States that are looked at by default."""
+"""The default number of states to evaluate."""
 BLOCK = 256
 """Examples per forward pass; larger blocks of images are slower."""
 EARLY = 2
-"""States that are looked at before the first of the evenly spaced ones."""
+"""The number of states evaluated before the first of the evenly spaced ones."""
 MEMORISED = 0.05
-"""Where a run predicts fewer than this share of its labels otherwise, it may have memorised them."""
+"""A run that mispredicts less than this share of its labels may have memorised them."""
 SHARPNESS = 16
-"""The power of the share of predicted labels by which a state counts as a judge."""
+"""A state's weight as a judge is the share of labels that it predicts, to this power."""
 PROBES = (4, 16, 64)
-"""Steps after which it is asked whether a training keeps to its budget."""
+"""Steps after which it is checked whether a training stays within its budget."""
 
 
 class TooLongError(Exception):
-    """Training again would take longer than its budget: so many seconds."""
+    """Training again would take longer than its budget: this many seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"{seconds:.0f} s")
@@ -55,12 +55,12 @@ class TooLongError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Dynamics(Comparable):
-    """What a run made of its training examples: a row per state that was looked at, a column per example.
+    """How a run treated its training examples: one row per evaluated state, one column per example.
 
-    ``steps`` are the states' numbers and ``epochs`` the epochs that they end or lie in; ``margins`` are the given
+    ``steps`` are the states' indices and ``epochs`` the epochs that they end or lie in; ``margins`` are the given
     label's logit minus the best other one, ``probabilities`` those of the given label. ``opinions`` has for each
     example the predicted distribution over the classes, averaged over the states, ``final`` that of the last state.
-    With ``folds`` the states are those of that many trainings, and each example is seen by the one without it.
+    With ``folds`` the states are those of that many trainings, and each example is judged by the one without it.
     """
 
     steps: tuple[int, ...]
@@ -76,10 +76,10 @@ class Dynamics(Comparable):
 
     @cached_property
     def weights(self) -> Float[Tensor, " states"]:
-        """How much each state counts as a judge, in all 1: as the 16th power of the share of labels it predicts.
+        """Each state's weight as a judge, in total 1: proportional to the 16th power of its share of predicted labels.
 
-        A state that has learned little says little. Where the run may have memorised its labels, all states count
-        alike: those that predict most have memorised most.
+        A state that has learned little says little. If the run may have memorised its labels, all states have the
+        same weight: those that predict most have memorised most.
         """
         memorised = self.folds is None and self.misfit < MEMORISED
         shares = self.fitted.double().mean(1) ** (0 if memorised else SHARPNESS)
@@ -91,7 +91,7 @@ class Dynamics(Comparable):
         """exp(½ Σ_t w_t (log p_t + log σ(margin_t))): how sure the states are of the given label, from 0 to 1.
 
         p is its probability among all classes, σ(margin) its share against the best other one: the first is the better
-        judge where many classes compete, the second where the model is still unsure of all.
+        judge if many classes compete, the second if the model is still unsure of all.
         """
         sure = self.probabilities.clamp_min(torch.finfo(self.probabilities.dtype).tiny).log()
         return (self.weights @ (sure + logsigmoid(self.margins)) / 2).exp()
@@ -118,7 +118,7 @@ class Dynamics(Comparable):
 
     @cached_property
     def fitted(self) -> Tensor:
-        """Say whether each state predicts the given label."""
+        """Whether each state predicts the given label."""
         return self.predicted == self.labels
 
     @cached_property
@@ -128,13 +128,13 @@ class Dynamics(Comparable):
 
     @cached_property
     def learned(self) -> Int[Tensor, " n"]:
-        """The position of the first state from which on the given label is always predicted; their number if never."""
+        """The position of the state from which on the label is always predicted; the number of states if never."""
         place = torch.arange(1, len(self.steps) + 1, device=self.fitted.device)[:, None]
         return torch.where(self.fitted, 0, place).amax(0)
 
     @property
     def misfit(self) -> float:
-        """The share of the examples that the last state predicts as something else than their label."""
+        """The share of the examples whose label the last state does not predict."""
         return 1 - float(self.fitted[-1].double().mean())
 
 
@@ -148,16 +148,16 @@ def dynamics(
     budget: float = math.inf,
     resources: Resources | None = None,
 ) -> Dynamics:
-    """Look at every training example through some states of the run, before and after it may have been memorised.
+    """Evaluate every training example at some states of the run, before and after it may have been memorised.
 
     Args:
         run: the recorded run.
         task: what was trained, a classifier.
-        states: how many kept states to look at: evenly spaced ones up to the last, and two of the beginning.
-        folds: train the run again this often, each time without another part of the examples, and look at each
-            example through the training that did not see it.
-        seed: for the division into folds.
-        budget: seconds of processor time that training again may take, as its first steps predict it.
+        states: how many kept states to evaluate: evenly spaced ones up to the last, and two early ones.
+        folds: train the run again this often, each time without another part of the examples, and judge each
+            example by the training that did not see it.
+        seed: for the split into folds.
+        budget: seconds of processor time that training again may take, as predicted from its first steps.
         resources: memory budget and progress.
 
     Raises:
@@ -185,7 +185,7 @@ def dynamics(
 
 
 def chosen_states(states: Sequence[int], count: int) -> list[int]:
-    """Choose evenly spaced states up to the last, and two of the beginning, from those that are kept.
+    """Choose evenly spaced states up to the last, and two early ones, from those that are kept.
 
     >>> chosen_states(range(61), 8), chosen_states([0, 10, 20], 8)
     ([3, 7, 10, 20, 30, 40, 50, 60], [10, 20])
@@ -198,13 +198,13 @@ def chosen_states(states: Sequence[int], count: int) -> list[int]:
 
 
 def _nearest(states: Sequence[int], step: float) -> int:
-    """Give the kept state nearest to a step, never the initial one."""
+    """Return the kept state nearest to a step, never the initial one."""
     place = max(1, bisect_left(states, step))
     return min(states[max(1, place - 1)], states[place], key=lambda state: abs(state - step))
 
 
 def parts(size: int, folds: int, seed: int) -> list[list[int]]:
-    """Divide the examples into folds of equal size, but for one, at random.
+    """Split the examples at random into folds of equal size, up to one example.
 
     >>> [len(part) for part in parts(7, 2, 0)]
     [4, 3]
@@ -214,7 +214,7 @@ def parts(size: int, folds: int, seed: int) -> list[list[int]]:
 
 
 class _Collected:
-    """What the forward passes gave so far: a few numbers per state and example, one distribution per example."""
+    """The results of the forward passes so far: a few numbers per state and example, one distribution per example."""
 
     def __init__(self, task: Task, states: int) -> None:
         self.task = task
@@ -225,7 +225,7 @@ class _Collected:
         self.sums = self.final = torch.zeros(0)
 
     def add(self, place: int, params: Params, ids: Sequence[int], batch: Batch) -> None:
-        """Look at some examples through one state."""
+        """Evaluate some examples at one state."""
         with torch.no_grad():
             outputs, targets = self.task.outputs(params, batch)
             losses = self.task.output_losses(outputs, targets)
@@ -247,7 +247,7 @@ class _Collected:
             self.final[index] = chances
 
     def result(self, steps: tuple[int, ...], epochs: tuple[int, ...]) -> Dynamics:
-        """Give the tables."""
+        """Return the tables."""
         margins, losses, probabilities = self.numbers
         opinions = self.sums / len(steps)
         return Dynamics(
@@ -256,7 +256,7 @@ class _Collected:
 
 
 def _recorded(tables: _Collected, run: Run, task: Task, steps: list[int], resources: Resources) -> None:
-    """Look through the recorded states, at as many examples together as memory holds, so that each is read once."""
+    """Evaluate the recorded states on as many examples at a time as memory allows, so that each is read once."""
     example = task.read([0])
     bytes_each = 2 * sum(leaf.numel() * leaf.element_size() for leaf in batches.leaves(example) if _is_tensor(leaf))
     size = resources.chunk(bytes_each, task.size)
@@ -279,7 +279,7 @@ def _replayed(
     budget: float,
     resources: Resources,
 ) -> None:
-    """Look at each example through the training that leaves its fold out."""
+    """Evaluate each example by the training that leaves its fold out."""
     task, place_of = trajectory.task, {step: place for place, step in enumerate(steps)}
     left_out = leave_out(task.size, groups=folds)
     clock = _Clock(len(trajectory), budget)
@@ -295,13 +295,13 @@ def _replayed(
 
 
 class _Clock:
-    """Predicts from the first steps how long a training takes; what is done once is done in the very first."""
+    """Predicts from the first steps how long a training takes; one-time work is done in the very first step."""
 
     def __init__(self, steps: int, budget: float) -> None:
         self._steps, self._budget, self._start = steps, budget, 0.0
 
     def tick(self, step: int) -> None:
-        """Take note that a step is done; raise TooLongError where all of them would take longer than the budget."""
+        """Note that a step is done; raise TooLongError if all steps would take longer than the budget."""
         if step == 0:
             self._start = time.process_time()
         elif step in PROBES:

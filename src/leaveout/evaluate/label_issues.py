@@ -20,11 +20,11 @@ from leaveout.run.reader import Run
 from leaveout.scores import LABELS, MEAN, Scores
 
 UNLEARNED = 0.4
-"""Where a run predicts more than this share of its labels otherwise, it is more often the model that is wrong."""
+"""If a run mispredicts more than this share of its labels, it is more often the model that is wrong."""
 WEAK = 0.8
-"""Trainings that did not see the examples and agree with less than this share of the labels are weak judges of them."""
+"""Held-out trainings that agree with less than this share of the labels are weak judges of them."""
 FOLDS, BUDGET = 5, 60.0
-"""Trainings that judge labels out of sample where the run may have memorised them, and the seconds they may take."""
+"""The number of trainings that judge labels out of sample if the run may have memorised them, and their seconds."""
 AUTO = "auto"
 MEASURES = ("margin", "loss", "probability", "variability", "forgotten")
 COLUMNS = (
@@ -36,7 +36,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Question:
-    """What labels were asked for, so that an answer can be found again."""
+    """The options that labels were computed with, so that a stored result can be found again."""
 
     states: int = STATES
     folds: int | str | None = AUTO
@@ -48,15 +48,15 @@ class Question:
 class Labels(Comparable):
     """Which labels look wrong. ``len(labels)`` is how many do.
 
-    ``table`` has a row for every training example: ``is_label_issue``, ``label_score`` (0 to 1, low is likely wrong),
+    ``table`` has a row per training example: ``is_label_issue``, ``label_score`` (0 to 1, low is likely wrong),
     ``given_label`` and ``predicted_label`` as cleanlab's Datalab has them (for an issue the most likely *other*
     label), and ``why``; then what the run showed: ``margin`` and ``loss`` averaged over the states, mean
     ``probability`` of the given label and its ``variability``, how often it was ``forgotten``, the
     ``learned_epoch`` from which on it was predicted (missing if it never was), and an example with the same input and
-    another label in ``conflicts_with``. ``weight`` is how much influence counted beside the margins; ``misfit`` the
-    share of labels that the run's last state predicts otherwise; ``folds`` by how many trainings the labels were judged
-    out of sample, None if by the recorded states; ``too_long`` the seconds that this was predicted to take where it
-    would have been worth it and its budget did not allow it.
+    another label in ``conflicts_with``. ``weight`` is how much influence counted besides the margins; ``misfit`` the
+    share of labels that the run's last state does not predict; ``folds`` the number of trainings that judged the labels
+    out of sample, None if the recorded states did; ``too_long`` the seconds that such trainings were predicted to take,
+    if they would have been useful but did not fit the budget.
     """
 
     table: pd.DataFrame
@@ -95,7 +95,7 @@ class Labels(Comparable):
 
     @property
     def sentence(self) -> str:
-        """Say the answer in a sentence."""
+        """The result in a sentence."""
         count = len(self)
         answer = f"{count or 'None'} of {len(self.table)} labels {'looks' if count < 2 else 'look'} wrong"
         answer += " to a weak model" if self.doubtful else ""
@@ -105,7 +105,7 @@ class Labels(Comparable):
 
     @property
     def agreed(self) -> float:
-        """The share of the given labels that the judging states, or trainings, would have given too."""
+        """The share of the given labels that the judging states, or trainings, predict too."""
         return float((self.table["given_label"] == self.table["predicted_label"]).mean())
 
     @property
@@ -115,7 +115,7 @@ class Labels(Comparable):
 
     @property
     def advice(self) -> str:
-        """Say how labels were judged, or should be, where the run's own margins say little."""
+        """How labels were judged, or should be, if the run's own margins say little."""
         if self.misfit > UNLEARNED:
             return (
                 f"The trained model predicts only {1 - self.misfit:.1%} of the given labels: where it has not learned "
@@ -136,7 +136,7 @@ class Labels(Comparable):
 
     @property
     def _doubt(self) -> str:
-        """Say where trainings that did not see the examples agree with few labels: the judges are weak then."""
+        """A warning if the held-out trainings agree with few labels: they are weak judges then."""
         if not self.doubtful:
             return ""
         return (
@@ -156,7 +156,7 @@ class Labels(Comparable):
         return notebook.card(f"{len(self)} labels look wrong", [self.sentence], ("train", *columns), rows)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw how often each given label looks like each other one; needs matplotlib. Returns the axes."""
+        """Draw how often each given label looks like each other label; needs matplotlib. Returns the axes."""
         issues = self.issues
         counts = pd.crosstab(issues["given_label"].astype(str), issues["predicted_label"].astype(str))
         ax = notebook.axes(ax)
@@ -167,16 +167,16 @@ class Labels(Comparable):
         return ax
 
     def check_same_run(self, run: Run) -> None:
-        """Refuse to speak of another run than the one whose labels were judged."""
+        """Refuse another run than the one whose labels were judged."""
         if self.run_fingerprint not in (None, run.fingerprint):
             raise InputError(
                 f"The labels are of another run than {run}: give those of this run.", code="labels-of-another-run"
             )
 
     def to_scores(self) -> Scores:
-        """Return the order of the labels as scores, so that ``cleanse`` can remove those that look wrong.
+        """Return the ranking of the labels as scores, so that ``cleanse`` can remove those that look wrong.
 
-        They are negative for the issues alone, and lowest for the most suspicious.
+        They are negative only for the issues, and lowest for the most suspicious.
         """
         values = self.table["label_score"].to_numpy(dtype=float) - 1.000001 * self.table["is_label_issue"].to_numpy()
         ids = tuple(int(i) for i in self.table.index)
@@ -184,17 +184,17 @@ class Labels(Comparable):
         return Scores(column, ids, (MEAN,), LABELS, unit="label score", run_fingerprint=self.run_fingerprint)
 
     def to_frame(self) -> pd.DataFrame:
-        """Copy the table, a row for every training example in order."""
+        """Return a copy of the table, with one row per training example in order."""
         return self.table.copy()
 
     def to_csv(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the table to a CSV file, whole or not at all."""
+        """Write the table to a CSV file, atomically."""
         path = free(path, overwrite=overwrite)
         save_text(path, self.table.to_csv())
         return path
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the labels to one JSON file, whole or not at all."""
+        """Write the labels to one JSON file, atomically."""
         path = free(path, overwrite=overwrite)
         table = self.table.astype(object).where(self.table.notna(), None)
         content = {
@@ -225,7 +225,7 @@ class Labels(Comparable):
                 content.get("folds"),
                 content.get("too_long"),
             )
-            str(labels)  # whatever the sentence needs is there
+            str(labels)  # fails if anything that the sentence needs is missing
             return labels
         except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise RunError(
@@ -234,7 +234,7 @@ class Labels(Comparable):
 
 
 def table_of(columns: dict[str, list[Any]]) -> pd.DataFrame:
-    """Make the table of its columns."""
+    """Build the table from its columns."""
     whole = {name: pd.array(columns[name], dtype="Int64") for name in ("learned_epoch", "conflicts_with")}
     table = pd.DataFrame({**columns, **whole})
     return table.rename_axis("train")

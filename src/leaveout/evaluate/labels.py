@@ -38,26 +38,27 @@ def labels(
     seed: int = 0,
     resources: Resources | None = None,
 ) -> Labels:
-    """Say which training labels look wrong, from the recorded states, or out of sample where these say little.
+    """Say which training labels look wrong, from the recorded states, or out of sample if these say little.
 
     Labels are ranked by exp(mean_t log σ(m_t)) over the states t, where m_t is the margin, the given label's logit
-    minus the best other. As many of the lowest are issues as confident learning counts on the run's opinions
-    (``dynamics``), plus those that conflict with an identical input and with the opinion. No query is needed.
+    minus the best other. The number of issues is what confident learning counts on the run's opinions (``dynamics``);
+    they are the lowest ranked, plus those that conflict with both an identical input and the opinion. No query is
+    needed.
 
     Args:
         run: the recorded run.
         task: what was trained, a classifier.
-        scores: influence of every example on the mean loss of queries whose labels are right. It is added to the
-            margins, both as robust z-scores, where the run has fitted nearly all of its labels, so that margins say
-            little; ``check`` decides how much it counts.
-        check: what ``verify`` says of these scores; without it they do not count.
+        scores: influence of every example on the mean loss of queries whose labels are correct. It is added to the
+            margins, both as robust z-scores, if the run has fitted nearly all of its labels, so that margins say
+            little; ``check`` determines how much it counts.
+        check: the result of ``verify`` for these scores; without it they do not count.
         folds: judge every example by a training that did not see it: the run is trained again ``folds`` times, each
-            time without another part of the examples. ``"auto"`` does so, with five folds, where the run predicts
-            more than 95% of its labels, so that it may have memorised them, and where it fits the budget; None never.
+            time without another part of the examples. ``"auto"`` does so, with five folds, if the run predicts more
+            than 95% of its labels, so that it may have memorised them, and if it fits the budget; None never does.
         budget: seconds of processor time that ``folds="auto"`` may take.
-        states: how many kept states to look at.
+        states: how many kept states to evaluate.
         classes: names of the classes, from 0 on.
-        seed: for the division into folds.
+        seed: for the split into folds.
         resources: memory budget and progress.
     """
     resources = resources or Resources()
@@ -80,11 +81,11 @@ def judged(
     classes: Sequence[str] = (),
     resources: Resources | None = None,
 ) -> pd.DataFrame:
-    """Make the table of labels from how the examples were treated, and from influence with a weight."""
+    """Build the table of labels from how the run treated the examples, and from weighted influence."""
     resources = resources or Resources()
     values = history.confidence.double()
     if influence is not None and weight > 0:
-        # The order is the sum's, the values stay those of the margins.
+        # The order is that of the sum; the values stay those of the margins.
         order = (robust(values.log()) + weight * robust(influence)).argsort(stable=True)
         values = torch.empty_like(values).index_copy_(0, order, values.sort().values)
     params = each(lambda tensor: tensor.to(task.device), run.final()[PARAM])
@@ -104,7 +105,7 @@ def judged(
 def _looked(
     run: Run, task: Task, asked: Question, budget: float, resources: Resources
 ) -> tuple[Dynamics, float, int | None, float | None]:
-    """Look at the examples as asked; also give the misfit, the folds, and the seconds of folds that take too long."""
+    """Evaluate the examples as asked; also return misfit, folds, and the seconds of folds that take too long."""
     if isinstance(asked.folds, int):
         misfit = dynamics(run, task, states=1, resources=resources).misfit
         again = dynamics(run, task, states=asked.states, folds=asked.folds, seed=asked.seed, resources=resources)
@@ -118,7 +119,7 @@ def _looked(
         again = dynamics(run, task, **options, budget=budget, resources=resources)
     except TooLongError as error:
         return history, history.misfit, None, error.seconds
-    except (InputError, UnsupportedError):  # a run that cannot be trained again without a fifth of its examples
+    except (InputError, UnsupportedError):  # the run cannot be trained again without a fifth of its examples
         return history, history.misfit, None, None
     return again, history.misfit, folds, None
 
@@ -127,8 +128,8 @@ def confident_count(opinions: Float[Tensor, "n classes"], labels: Int[Tensor, " 
     """Count the wrong labels without a threshold to choose: confident learning's calibrated joint.
 
     The threshold of class j is the mean opinion p_j of the examples labelled j. An example is confidently of the
-    class with the largest p_j among those that reach their threshold, or of none. Of the examples with label i, the
-    share that is confidently of another class is taken among those that are confidently of any, and counted for all.
+    class with the largest p_j among those that reach their threshold, or of none. Among the examples with label i that
+    are confidently of any class, the share that is confidently of another one is taken to hold for all with label i.
 
     >>> p = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.2, 0.8], [0.9, 0.1]])
     >>> confident_count(p, torch.tensor([0, 0, 1, 1]))  # thresholds 0.8 and 0.45; the last is confidently of class 0
@@ -150,7 +151,7 @@ def confident_count(opinions: Float[Tensor, "n classes"], labels: Int[Tensor, " 
 
 
 def robust(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Compute (v − median) / (1.4826 · median of |v − median|), a z-score that outliers do not move.
+    """Compute (v − median) / (1.4826 · median of |v − median|), a z-score that is robust to outliers.
 
     >>> robust(torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0]))
     tensor([-1.3490, -0.6745,  0.0000,  0.6745, 66.1001])
@@ -161,10 +162,10 @@ def robust(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def influence_weight(check: Check, misfit: float) -> float:
-    """Say how much influence counts beside the margins: max(0, τ) · max(0, 1 − misfit / 0.05).
+    """Return how much influence counts besides the margins: max(0, τ) · max(0, 1 − misfit / 0.05).
 
     τ is the lower end of Kendall's τ with exact replays in the worse of both samples. Margins are the better signal
-    unless the run has fitted nearly every label, and then they say little.
+    unless the run has fitted nearly every label; then they say little.
     """
     lows = [part.kendall.low for part in (check.extreme, check.random)]
     trust = 0.0 if any(map(math.isnan, lows)) else max(0.0, min(lows))

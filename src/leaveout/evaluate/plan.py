@@ -1,4 +1,4 @@
-"""What every method would need, in time, memory and disk, told from a few measured steps."""
+"""What every method would need, in time, memory and disk, predicted from a few measured steps."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from leaveout.task.task import Task
 from leaveout.trajectory.trajectory import Trajectory
 
 FIRST, STEPS = 2, 8
-"""Steps that are measured: the first pay for what is done once, the others tell what a step costs."""
+"""Steps that are measured: the first include one-time work, the others show what a step costs."""
 
 SHARE = 0.25
-"""Seconds after which a measurement is long enough: one method has a few of them."""
+"""Seconds after which a measurement is long enough: each method takes a few of them."""
 
 QUICK = 0.01
-"""Seconds per step below which it matters that a step is repeated from a trace."""
+"""Seconds per step below which it matters that steps are run from a trace."""
 
 QUERIES = 32
-"""Queries that are measured; the others cost as much each."""
+"""Queries that are measured; each of the others costs the same."""
 
 FEWEST, TIMES = 4, 4
-"""Rows that are measured first where every row has a model or vector of its own, and how many times more next."""
+"""Rows that are measured first if every row has its own model or vector, and the factor for the next number."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One method's needs: ``seconds`` of scoring, ``memory`` at its peak, ``disk`` beside the run, in bytes."""
+    """One method's needs: ``seconds`` of scoring, peak ``memory`` and ``disk`` besides the run, both in bytes."""
 
     method: str
     seconds: float
@@ -72,12 +72,12 @@ class _Subject:
 
     @property
     def ratio(self) -> float:
-        """How many times more queries there are than are measured."""
+        """The number of queries divided by the number that is measured."""
         return self.queries / batches.size(self.query)
 
     @cached_property
     def query_seconds(self) -> float:
-        """What looking at the queries that are not measured takes: their losses and their gradient, once."""
+        """The seconds that the queries which are not measured take: their losses and their gradient, once."""
         query = _queries(self)
 
         def look() -> None:
@@ -97,11 +97,11 @@ def plan(
     batch_size: int = 64,
     resources: Resources | None = None,
 ) -> pd.DataFrame:
-    """Predicted seconds, memory and disk of training (for a run that is not there yet) and of every method along it.
+    """Predict seconds, memory and disk of training (for a run that does not exist yet) and of every method on it.
 
-    A few steps are measured with a few queries and rows, which takes seconds, and scaled to the whole: expect the
-    right order of magnitude, not the right second. ``AdamIE`` and ``InfluenceFunction`` do not go along a run: one
-    takes every example's gradient once an epoch, the other as many products over all data as conjugate gradients need.
+    A few steps are measured with a few queries and rows, which takes seconds, and scaled up: expect the right order of
+    magnitude, not exact seconds. ``AdamIE`` and ``InfluenceFunction`` do not sweep over the run's steps: one takes
+    every example's gradient once per epoch, the other as many products over all data as conjugate gradients need.
     Methods that refuse the run are left out.
 
     Args:
@@ -114,7 +114,7 @@ def plan(
         resources: the memory budget that scoring would have.
     """
     shown = resources or Resources()
-    budget = Resources(shown.memory, progress=False)  # a bar for every few steps would only flicker
+    budget = Resources(shown.memory, progress=False)  # a progress bar for every few steps would only flicker
     if run is not None:
         return _table(_subject(task, query, run, _length(run), task.size, budget), shown, [])
     if optimizer is None:
@@ -136,13 +136,13 @@ def plan(
 
 
 def replay_seconds(run: Run, task: Task, query: Dataset, rows: int, resources: Resources | None = None) -> float:
-    """Predicted seconds of exact replays of this many rows, from a few measured steps."""
+    """Predict the seconds of exact replays of this many rows, from a few measured steps."""
     budget = Resources((resources or Resources()).memory, progress=False)
     return _by_rows(Replay(), _subject(task, query, run, _length(run), rows, budget)).seconds
 
 
 def _length(run: Run) -> tuple[int, int]:
-    """How many steps a run has, and how many epochs."""
+    """Return the number of steps and of epochs of a run."""
     return len(run), run.record(len(run) - 1).epoch + 1
 
 
@@ -150,7 +150,7 @@ def _subject(
     task: Task, query: Dataset, run: Run, length: tuple[int, int], rows: int, resources: Resources
 ) -> _Subject:
     trial = task.untraced()
-    trial.check = False  # made once, not once per measurement
+    trial.check = False  # done once, not once per measurement
     queries = batches.size(query)
     few: Dataset = Subset(query, range(min(QUERIES, queries)))
     return _Subject(trial, run, few, queries, rows, *length, resources)
@@ -170,7 +170,7 @@ def _table(subject: _Subject, shown: Resources, plans: list[Plan]) -> pd.DataFra
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Within it, garbage is not looked for among what was there before: before each measurement, all else is swept."""
+    """Exclude existing objects from garbage collection in this context: collections before measurements are quick."""
     gc.collect()
     ours = not gc.get_freeze_count()
     if ours:
@@ -183,7 +183,7 @@ def _set_aside() -> Iterator[None]:
 
 
 def _tried(job: Callable[[_Subject], Plan], subject: _Subject) -> list[Plan]:
-    """Return a method's plan; nothing where it refuses this run, as some do under BatchNorm or clipping."""
+    """Return a method's plan; nothing if it refuses this run, as some do under BatchNorm or clipping."""
     try:
         return [job(subject)]
     except UnsupportedError:
@@ -191,7 +191,7 @@ def _tried(job: Callable[[_Subject], Plan], subject: _Subject) -> list[Plan]:
 
 
 def _shared(estimator: Estimator, subject: _Subject) -> Plan:
-    """Methods whose vectors serve all rows: so much once, so much per step."""
+    """Plan a method whose vectors are shared by all rows: a one-time cost and a cost per step."""
     run, resources = subject.run, subject.resources
 
     def scored(task: Task, part: Run) -> Cost:
@@ -202,16 +202,16 @@ def _shared(estimator: Estimator, subject: _Subject) -> Plan:
     estimator = estimator.resolved(run, subject.task)
     if not isinstance(estimator, ACC) or estimator.transport == "jump":
         return Plan(estimator.name, seconds, memory, 0)
-    # The rows that a full run touches and the first steps do not.
+    # The rows that a full run uses but the first steps do not.
     rows = subject.rows * nbytes(Trajectory(run, subject.task).initial())
     fits = rows <= resources.bytes
     return Plan(estimator.name, seconds, memory + rows if fits else memory, 0 if fits else rows)
 
 
 def _by_rows(estimator: Estimator, subject: _Subject) -> Plan:
-    """Methods whose cost grows with the rows: measured on two numbers of them, and scaled to all."""
+    """Plan a method whose cost grows with the rows: measured for two numbers of rows, and scaled to all."""
     replayed = isinstance(estimator, Replay)
-    used = subject.run.record(0).ids.tolist()  # a replay begins with the first step that uses its example
+    used = subject.run.record(0).ids.tolist()  # a replay begins at the first step that uses its example
 
     def scored(count: int, task: Task, part: Run) -> Cost:
         groups = [[used[i % len(used)]] for i in range(count)]
@@ -230,16 +230,16 @@ def _by_rows(estimator: Estimator, subject: _Subject) -> Plan:
     slower, least = _rate(partial(scored, less), subject)[1:]
     each = max(0.0, rate - slower) / (count - less)
     if each == 0.0:
-        each = rate / count  # too close to tell apart: as if nothing were shared
+        each = rate / count  # too close to distinguish: assume that nothing is shared
     if replayed:
-        each *= 1 - 0.5 / subject.epochs  # first met in the midst of the first epoch
+        each *= 1 - 0.5 / subject.epochs  # first used in the middle of the first epoch, on average
     more = subject.rows - count
     held = min(max(0, memory - least) // (count - less) * more, subject.resources.bytes)
     return Plan(estimator.name, once + (rate + each * more) * subject.steps + reading, memory + held, 0)
 
 
 def _measured(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> Cost:
-    """What a scoring took; the time in which the processor did something else, or waited for data, is not counted."""
+    """Return the cost of a scoring; time in which the processor did something else or waited is not counted."""
     wall, own = time.perf_counter(), time.process_time()
     cost = scored(task, run)
     share = (time.process_time() - own) / (time.perf_counter() - wall)
@@ -247,15 +247,15 @@ def _measured(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> Cost
 
 
 def _begun(scored: Callable[[Task, Run], Cost], subject: _Subject) -> Cost:
-    """What the first steps cost, with what is done once."""
-    gc.collect()  # in the midst of it, a sweep would be taken for work
+    """Return the cost of the first steps, including one-time work."""
+    gc.collect()  # a collection during the measurement would be counted as work
     return _measured(scored, subject.task.quiet(), subject.run.head(min(FIRST, len(subject.run))))
 
 
 def _rate(
     scored: Callable[[Task, Run], Cost], subject: _Subject, begun: Cost | None = None
 ) -> tuple[float, float, int]:
-    """Seconds once and per step, and the largest memory; from traces where steps are so quick that these matter."""
+    """Return one-time seconds, seconds per step and peak memory; from traces if steps are so quick that it matters."""
     run, quiet = subject.run, subject.task.quiet()
     first = min(FIRST, len(run))
     begun = begun or _begun(scored, subject)
@@ -269,7 +269,7 @@ def _rate(
         return once, rate, cost.peak_memory
     traced = subject.task.untraced()
     few, many = run.head(more), run.head(min(len(run), 3 * STEPS))
-    cold = _measured(scored, traced, few)  # what is repeated often enough is traced here
+    cold = _measured(scored, traced, few)  # computations that recur often enough are traced here
     if len(many) == len(few):
         return 0.0, cold.seconds / len(few), cold.peak_memory
     short, long = (min(_measured(scored, traced, part).seconds for _ in range(2)) for part in (few, many))
@@ -278,7 +278,7 @@ def _rate(
 
 
 def _losses_seconds(subject: _Subject) -> float:
-    """What the losses of the queries that were not measured take under one more model."""
+    """Return the seconds that the losses of the queries which were not measured take per model."""
     query = _queries(subject)
     stack: Params = {name: tensor.expand(8, *tensor.shape) for name, tensor in query.params.items()}
     return _timed(lambda: query.losses(stack)) / 8 * max(0.0, subject.ratio - 1)

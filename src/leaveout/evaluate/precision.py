@@ -1,4 +1,4 @@
-"""How much of a score is rounding: a sample of rows computed again in float64 along the same recorded run."""
+"""How much of a score is rounding error: a sample of rows recomputed in float64 along the same recorded run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rounding:
     """The difference between scores and the same scores in float64.
 
     ``typical`` is the median and ``largest`` the maximum over ``count`` rows and their queries, ``scale`` the largest
-    score by size, ``worst`` the row of the largest difference.
+    score by magnitude, ``worst`` the row of the largest difference.
     """
 
     typical: float
@@ -37,7 +37,7 @@ class Rounding:
 
     @property
     def share(self) -> float:
-        """The largest difference as a share of the largest score."""
+        """The largest difference as a fraction of the largest score."""
         return self.largest / self.scale if self.scale > 0 else float("inf") if self.largest > 0 else 0.0
 
     @property
@@ -69,14 +69,14 @@ def rounding(
     seed: int = 0,
     resources: Resources | None = None,
 ) -> Rounding:
-    """Compute the most extreme scores and a random sample of the rest again in float64.
+    """Recompute the most extreme scores and a random sample of the rest in float64.
 
     The states are the recorded ones; every gradient, product and sum is taken in float64. ``Replay`` starts from the
     recorded first state and trains in float64.
 
     Args:
         scores: scores of single examples.
-        estimator: what gave them.
+        estimator: the estimator that computed them.
         run: the run that was scored.
         task: what was trained.
         query: the query set that was scored.
@@ -94,7 +94,7 @@ def rounding(
     double = task.doubled()
     twin = (
         replace(estimator, ids=None) if isinstance(estimator, Replay) else estimator
-    )  # the groups say who is left out
+    )  # the groups say which examples are left out
     exact = twin.score(
         Doubled(run, constants_of(double.model, run.rule)),
         double,
@@ -130,7 +130,7 @@ def _chosen(scores: Scores, sample: int, seed: int) -> list[int]:
 
 
 class Doubled(Run):
-    """A run with its states in float64; they do not follow from each other to that precision."""
+    """A run with its states in float64; recomputed steps do not agree with them to that precision."""
 
     as_recorded = False
 
@@ -146,7 +146,7 @@ class Doubled(Run):
         self.__dict__["on_disk"] = run.on_disk
 
     def __reduce__(self) -> tuple:
-        """Travel as what it was made from."""
+        """Pickle it as what it was built from."""
         return Doubled, (self._single, self.manifest.constants)
 
     def record(self, index: int) -> Record:

@@ -19,7 +19,7 @@ def reasons(
     classes: Sequence[str],
     epochs: int,
 ) -> list[str]:
-    """Give a phrase for each example that is an issue or conflicts with another, and nothing for the rest.
+    """Return a phrase for each example that is an issue or conflicts with another, and an empty one for the rest.
 
     Args:
         history: how the run treated the examples.
@@ -27,7 +27,7 @@ def reasons(
         suggested: the label that each example looks like.
         other: for an example, one with the same input and another label.
         classes: names of the classes.
-        epochs: how many the run has.
+        epochs: the number of epochs of the run.
     """
     given, likely = class_names(history.labels, classes), class_names(suggested, classes)
     words = [""] * len(given)
@@ -42,7 +42,7 @@ def reasons(
 
 
 def _treatment(history: Dynamics, number: int, given: str, name: str, times: int, epochs: int) -> str:
-    """Say how the run treated one example that looks like another class, which this many states predicted."""
+    """Say how the run treated one example that looks like another class, which ``times`` states predicted."""
     states, fitted = len(history.steps), history.fitted[:, number]
     otherwise = int((~fitted).sum())
     learned, forgotten = int(history.learned[number]), int(history.forgotten[number])

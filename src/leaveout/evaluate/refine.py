@@ -1,4 +1,4 @@
-"""The cascade: cheap scores for all, exact replays for the few that matter."""
+"""The cascade: cheap scores for all examples, exact replays for the few that matter."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def refine(
 ) -> Scores:
     """Replace the ``top`` most extreme scores (of examples or groups) by exact leave-one-out replays.
 
-    Half of them are the most harmful, half the most helpful; ``scores.exact`` says which. Rows that are exact already
-    are not replayed again.
+    Half of them are the most harmful, half the most helpful; ``scores.exact`` says which rows are exact. Rows that are
+    exact already are not replayed again.
     """
     if not scores.is_effect:
         raise InputError(

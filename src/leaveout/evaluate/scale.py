@@ -1,7 +1,7 @@
 """What a planned run needs: operations counted on tensors without memory, times how often they are done.
 
-Counting runs the same derivatives that scoring takes, on PyTorch's meta device, where tensors have shapes and no
-values: neither the data nor the memory for them are needed.
+Counting runs the same derivatives as scoring, on PyTorch's meta device, where tensors have shapes but no values:
+neither the data nor the memory for it is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from leaveout.compute.resources import VECTORS, shard_rows
 from leaveout.errors import InputError
 
 EFFICIENCY = 0.5
-"""The share of a large matrix product's rate that sweeps reach: 0.4 to 0.75 in docs/benchmarks.md."""
+"""The fraction of a large matrix product's rate that sweeps reach: 0.4 to 0.75 in docs/benchmarks.md."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Described:
         inputs: a batch of one example.
         targets: its targets.
         loss: ``(outputs, targets) -> mean loss``.
-        layers: patterns of the names of the parameters that are scored.
-        slots: tensors that the optimizer's state holds for a parameter, the parameter among them.
+        layers: name patterns of the parameters that are scored.
+        slots: the number of tensors in the optimizer state per parameter, including the parameter itself.
     """
 
     model: nn.Module
@@ -50,11 +50,11 @@ class Described:
 
 @dataclass(frozen=True)
 class Size:
-    """One example of a problem in numbers: bytes, and floating point operations.
+    """The cost of one example of a problem: bytes, and floating point operations.
 
-    ``vector`` is what a displacement of what is scored takes with the optimizer's ``slots``, ``state`` what a step
-    leaves on disk, ``activations`` what a forward pass keeps for its backward pass. ``training`` is the gradient of
-    everything that is trained; the others are for what is scored: ``reading`` gives ⟨v, g⟩, ``product`` H·v, ``more``
+    ``vector`` is the size of a displacement of the scored parameters with the optimizer's ``slots``, ``state`` what a
+    step writes to disk, ``activations`` what a forward pass keeps for its backward pass. ``training`` is the gradient
+    of all trained parameters; the others are for the scored ones: ``reading`` gives ⟨v, g⟩, ``product`` H·v, ``more``
     H·v for each of many vectors, which share a pass, ``pair`` g and H·v of the example alone, and ``forward`` its loss.
     """
 
@@ -72,7 +72,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run and what is asked of it: query vectors, the width of sketches, and workers; ``disk`` as for a Recorder."""
+    """A planned run and its scoring: query vectors, the width of sketches, and workers; ``disk`` as for a Recorder."""
 
     examples: int
     epochs: int
@@ -89,12 +89,12 @@ class Planned:
 
     @property
     def steps(self) -> int:
-        """Of all epochs."""
+        """The number of steps of all epochs."""
         return self.epochs * -(-self.examples // self.batch_size)
 
 
 def size_of(description: Described) -> Size:
-    """Count what one example takes, by doing it."""
+    """Count what one example costs, by running the operations."""
     model, loss = description.model, description.loss
     trained = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
     scored = {name: param for name, param in trained.items() if any(fnmatchcase(name, p) for p in description.layers)}
@@ -127,7 +127,7 @@ def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFram
     """Predict seconds, memory and disk of training and of every method.
 
     Args:
-        size: what an example takes.
+        size: what an example costs.
         planned: the run.
         rate: floating point operations per second that a worker sustains.
         memory: bytes that a worker has.
@@ -135,10 +135,10 @@ def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFram
     n, q = planned.examples, planned.queries
     visits = planned.epochs * n  # examples in all batches together
     states = min(planned.steps, planned.disk // size.state + math.isqrt(planned.steps))
-    again = 0 if states == planned.steps else visits * size.training  # states that were not kept are computed again
+    again = 0 if states == planned.steps else visits * size.training  # states that were not kept are recomputed
     batch = planned.batch_size * size.activations
     one = 4 * batch + 4 * size.vector
-    pairs = 4 * batch + 4 * planned.batch_size * size.vector  # a gradient and a product for each of a batch's examples
+    pairs = 4 * batch + 4 * planned.batch_size * size.vector  # a gradient and a product per example of a batch
     rows, sketches = n * size.vector, n * planned.sketch * 4 * size.slots
     spilt = rows > memory
     exact, replay = shard_rows(6 * size.vector), shard_rows(3 * batch + 4 * size.state)
@@ -146,7 +146,7 @@ def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFram
     base = size.pair - size.more  # the gradient, which a shard needs once
     sweep = size.product if q == 1 else q * size.more + of_queries * base
     both = size.pair if q == 1 else size.pair + sweep
-    row = size.pair - size.forward  # of exact ACC: rows share the forward pass
+    row = size.pair - size.forward  # for exact ACC: rows share the forward pass
     table = [
         ("training, recorded", visits * size.training, 2 * size.state + batch, (states + 1) * size.state, 1),
         ("TracIn", visits * size.reading + again, one, 0, 1),
@@ -154,7 +154,7 @@ def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFram
         ("ACC(free)", visits * both + again, pairs + (0 if spilt else rows), rows if spilt else 0, of_queries),
         (f"ACC(sketch={planned.sketch})", q * (visits * size.pair + again), pairs + sketches, 0, q),
         ("ACC(exact)", visits * (n * row + of_exact * base), 4 * batch + exact * 6 * size.vector, 0, of_exact),
-        # A shard has one model more, with every example.
+        # A shard has one more model, trained on every example.
         ("Replay", visits * (n + of_replay) * size.training, replay * (3 * batch + 4 * size.state), 0, of_replay),
     ]
     frame = pd.DataFrame(table, columns=["method", "work", "memory", "disk", "shards"]).set_index("method")
@@ -164,7 +164,7 @@ def needs(size: Size, planned: Planned, rate: float, memory: int) -> pd.DataFram
 
 
 def measured_rate() -> float:
-    """Measure the operations per second that sweeps may reach here: a share of what a large matrix product does."""
+    """Measure the operations per second that sweeps may reach here: a fraction of those of a large matrix product."""
     left = torch.randn(1024, 1024)
     left @ left
     best = math.inf

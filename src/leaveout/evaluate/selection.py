@@ -1,4 +1,4 @@
-"""Which of several methods ranks like the truth, and how much better it looks for having been chosen by that truth."""
+"""Which of several methods ranks like the truth, and how optimistic its tau is after choosing it on that truth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESAMPLES = 200
 def sample(scores: Float[Tensor, "methods rows"], count: int, seed: int) -> tuple[list[int], list[int]]:
     """Choose rows to replay: half the most extreme by the mean rank over all methods, and half at random of the others.
 
-    Extremes tell methods apart with far fewer replays than rows at random do, whose true effects are small.
+    Extremes distinguish methods with far fewer replays than random rows, whose true effects are small.
     """
     ranks = scores.argsort(dim=1).argsort(dim=1).double().mean(0)
     order = torch.argsort(ranks, stable=True).tolist()
@@ -27,10 +27,10 @@ def sample(scores: Float[Tensor, "methods rows"], count: int, seed: int) -> tupl
 def optimism(
     estimates: Float[Tensor, "methods rows"], truth: Float[Tensor, " rows"], resamples: int = RESAMPLES, seed: int = 0
 ) -> float:
-    """By how much the tau of the best method is too high on the rows that it was chosen with, 0 or more.
+    """Estimate by how much the tau of the best method is too high on the rows that it was chosen on, 0 or more.
 
-    The mean over bootstrap resamples of tau(m*; resample) − tau(m*; rows that were not drawn), with m* the best method
-    on the resample. A resample has fewer distinct rows than there are, so this errs on the side of caution.
+    This is the mean over bootstrap resamples of tau(m*; resample) − tau(m*; rows that were not drawn), with m* the best
+    method on the resample. A resample has fewer distinct rows than there are, so this errs on the side of caution.
     """
     if len(estimates) < 2:
         return 0.0  # there was nothing to choose from
@@ -52,6 +52,6 @@ def _signs(values: Float[Tensor, "methods rows"]) -> Float[Tensor, "methods rows
 def _taus(
     agree: Float[Tensor, "methods rows rows"], weights: Float[Tensor, "resamples rows"]
 ) -> Float[Tensor, "methods resamples"]:
-    """Σ_{i≠j} w_i w_j a_ij / Σ_{i≠j} w_i w_j: Kendall's tau of rows that count so many times each."""
+    """Compute Σ_{i≠j} w_i w_j a_ij / Σ_{i≠j} w_i w_j: Kendall's tau of rows with these multiplicities."""
     total = torch.einsum("sr,mrq,sq->ms", weights, agree, weights)
     return total / (weights.sum(1) ** 2 - weights.square().sum(1))

@@ -1,4 +1,4 @@
-"""Metasmoothness: whether the end of a training is smooth in the examples' weights, asked before anything is scored."""
+"""Metasmoothness: whether the result of a training is smooth in the examples' weights, tested before any scoring."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leaveout.trajectory.replay import final
 from leaveout.trajectory.trajectory import Trajectory
 
 SMOOTH, ROUGH = 0.8, 0.4
-"""Agreements from which on linearised scores usually rank well, and below which they do not."""
+"""Linearised scores usually rank well if the agreement is at least the first, and do not below the second."""
 
 KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.Hardtanh, nn.Hardswish, nn.Threshold, nn.MaxPool2d)
 
@@ -35,17 +35,17 @@ ACTIVATIONS, RATE, DECAY, BATCH, EPS = (
     "a larger eps",
 )
 ORDER = (ACTIVATIONS, RATE, EPS, BATCH, DECAY)
-"""What to change in a training, in the order in which it helped in ``leaveout reproduce smoothness``."""
+"""What to change in a training, in the order of how much it helped in ``leaveout reproduce smoothness``."""
 
 
 @dataclass(frozen=True)
 class Smoothness:
     """How smooth a training is in the weights of its examples.
 
-    ``agreement`` is the mean of ``per_direction``: 1 where the parameters move on a straight line as the weights
-    change, 0 or less where the second part of the way has nothing to do with the first. ``growth`` is how many times a
-    vector grows that is carried back through the linearised run, between the steps ``steps``; NaN where the run cannot
-    be linearised. ``advice`` is what to change in the training, what helped most first.
+    ``agreement`` is the mean of ``per_direction``: 1 if the parameters move on a straight line as the weights change,
+    0 or less if the second part of the way is unrelated to the first. ``growth`` is the factor by which a vector grows
+    when it is transported back through the linearised run, between the steps ``steps``; NaN if the run cannot be
+    linearised. ``advice`` is what to change in the training, what helped most first.
     """
 
     agreement: float
@@ -62,7 +62,7 @@ class Smoothness:
 
     @property
     def sentence(self) -> str:
-        """What was measured, what it means for scores, and what to do."""
+        """What was measured, what it means for scores, and what to do, in words."""
         if self.agreement >= SMOOTH:
             words = "this training is smooth in its examples' weights"
             meaning = "linearised scores can hold"
@@ -93,12 +93,12 @@ def smoothness(
     seed: int = 0,
     resources: Resources | None = None,
 ) -> Smoothness:
-    """Σ_i |Δ_i| sign(Δ_i) sign(Δ'_i)/‖Δ‖₁ with Δ = A(1 + hv) − A(1), Δ' = A(1 + 2hv) − A(1 + hv): metasmoothness.
+    """Compute Σ_i |Δ_i| sign(Δ_i) sign(Δ'_i)/‖Δ‖₁, Δ = A(1 + hv) − A(1), Δ' = A(1 + 2hv) − A(1 + hv): metasmoothness.
 
     A(w) are the parameters that the recorded run ends with under example weights w, v is a random ±1 per example. The
     models, two per direction and one with all weights one, are replayed side by side. By default h = 1/√n, with which
-    the weights change as far, ‖hv‖ = 1, as by leaving one example out. One backward sweep of Δ (an HVP per step) tells
-    how carried vectors grow.
+    the weights change by as much, ‖hv‖ = 1, as when one example is left out. One backward sweep of Δ (an HVP per step)
+    shows how transported vectors grow.
 
     Args:
         run: the recorded run.
@@ -131,7 +131,7 @@ def smoothness(
 def _measured(
     trajectory: Trajectory, signs: Float[Tensor, "directions n"], h: float, resources: Resources, cost: Cost
 ) -> tuple[Float[Tensor, " directions"], Params]:
-    """The agreement along each direction, and Δ of the first."""
+    """Return the agreement along each direction, and Δ of the first."""
     table = torch.cat([1 + h * signs, 1 + 2 * h * signs, torch.ones_like(signs[:1])])
     start = trajectory.initial()
     ends = final(trajectory, start, len(table), lambda ids, like: table[:, ids].to(like), resources, cost)
@@ -145,10 +145,10 @@ def _measured(
 
 
 def _growth(trajectory: Trajectory, vector: Params, resources: Resources, cost: Cost) -> tuple[float, tuple[int, int]]:
-    """How far a vector grows on its way back, and where."""
+    """Return by how much a vector grows in the backward sweep, and where."""
     growth = Growth(trajectory.task)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LeaveoutWarning)  # this is about to be said
+        warnings.simplefilter("ignore", LeaveoutWarning)  # the result reports it
         try:
             for recorded, pulled in Sweep(trajectory).pulled(vector, resources, cost):
                 growth.note(recorded, pulled.state)
@@ -162,7 +162,7 @@ def _growth(trajectory: Trajectory, vector: Params, resources: Resources, cost: 
 
 
 def advice(run: Run, task: Task) -> tuple[str, ...]:
-    """List what there is to change in this training, what helped most first."""
+    """List what can be changed in this training, what helped most first."""
     last = run.record(len(run) - 1).hypers
     first = run.record(0).hypers
     void = set()

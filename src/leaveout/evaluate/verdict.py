@@ -1,4 +1,4 @@
-"""What agreement with exact replays lets one do with scores, as four verdicts."""
+"""How far scores can be trusted given their agreement with exact replays, as four verdicts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Verdict(Enum):
 
     @property
     def level(self) -> str:
-        """A word for the page's style: good, coarse, hint or none."""
+        """A word for the report's style: good, coarse, hint or none."""
         return self.name.lower()
 
     @staticmethod
     def worst(*verdicts: Verdict) -> Verdict:
-        """Give the most cautious of several verdicts."""
+        """Return the most cautious of several verdicts."""
         return max(verdicts, key=list(Verdict).index)

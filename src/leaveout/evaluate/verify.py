@@ -1,4 +1,4 @@
-"""Compare scores with exact replays: where they matter most, and in a random sample of the rest."""
+"""Compares scores with exact replays: of the examples that matter most, and of a random sample of the rest."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from leaveout.task.task import Task
 MINIMUM = 4
 COLUMNS = ("score", "truth", "sample")
 MOVES = 2
-"""Moved starts that are replayed where scores and truth disagree."""
+"""The number of moved starts that are replayed if scores and truth disagree."""
 
 
 @dataclass(frozen=True, eq=False)
 class Check(Comparable):
     """How far scores can be trusted, for the most extreme examples and for a random sample of the others.
 
-    ``table`` has a row for each replayed example: its score, the true change of the loss, and the sample it is in.
-    ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is a good one. It is
-    NaN for scores that are not changes of the loss, which are compared by their order alone. ``run_fingerprint`` tells
-    which run was replayed. ``ceiling`` says how well the truth repeats itself from moved starts, where that was
-    measured; ``table`` then has the true change from each of them too.
+    ``table`` has a row per replayed example: its score, the true change of the loss, and the sample it is in.
+    ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is good. It is NaN
+    for scores that are not changes of the loss, which are compared by their order only. ``run_fingerprint`` identifies
+    the run that was replayed. ``ceiling`` says how reproducible the truth is from moved starts, if that was measured;
+    ``table`` then has the true change from each of them too.
     """
 
     extreme: Agreement
@@ -58,7 +58,7 @@ class Check(Comparable):
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence, and where the ceiling was measured, what is to blame and what to do."""
+        """The verdict in one sentence and, if the ceiling was measured, the cause of disagreement and what to do."""
         first = (
             f"{self.method}, compared with {len(self.table)} exact replays: {self._part('extreme', self.extreme)}, and "
             f"{self._part('random', self.random)}."
@@ -67,12 +67,12 @@ class Check(Comparable):
 
     @property
     def reproducible(self) -> bool | None:
-        """Say whether the replayed effects repeat themselves from moved starts; None where that was not measured."""
+        """Say whether the replayed effects are reproducible from moved starts; None if that was not measured."""
         return None if self.ceiling is None else self.ceiling.reproducible
 
     @property
     def diagnosis(self) -> str:
-        """Whether scores that disagree with the replays are wrong, or nothing is there to be right about."""
+        """Whether scores that disagree with the replays are wrong, or there is no reproducible effect to predict."""
         return "" if self.ceiling is None else self.ceiling.diagnosis(self.verdict in (Verdict.GOOD, Verdict.COARSE))
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Check(Comparable):
         return ax
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the check to one JSON file, whole or not at all."""
+        """Write the check to one JSON file, atomically."""
         path = free(path, overwrite=overwrite)
         content = {
             "method": self.method,
@@ -135,11 +135,11 @@ class Check(Comparable):
             )
         mean = scores.mean().double()
         values = dict(zip(scores.train_ids, mean.tolist(), strict=True))
-        slack = 1e-6 * float(mean.abs().max())  # a mean over queries may be rounded otherwise on another machine
+        slack = 1e-6 * float(mean.abs().max())  # a mean over queries may be rounded differently on another machine
         exact = () if scores.exact is None else scores.exact.tolist()
         replaced = {i for i, is_exact in zip(scores.train_ids, exact, strict=False) if is_exact}
         rows = zip(self.table.index, self.table["score"], self.table["truth"], strict=True)
-        # A replayed row may have had its estimate compared, and then have been given the truth.
+        # A replayed row may have had its estimate compared, and then have been replaced by the truth.
         differ = (
             min(abs(values.get(i, math.inf) - score), abs(values[i] - truth) if i in replaced else math.inf)
             for i, score, truth in rows
@@ -170,7 +170,7 @@ class Check(Comparable):
                 content.get("run_fingerprint"),
                 Ceiling.from_json(content["ceiling"]) if "ceiling" in content else None,
             )
-            str(check)  # whatever the sentence needs is there
+            str(check)  # fails if anything that the sentence needs is missing
             return check
         except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise RunError(
@@ -202,11 +202,11 @@ def verify(
 
     Half of the replays go to each. Scores for several queries are compared by their mean over the queries.
 
-    Where scores disagree with the replays, either may be to blame: an effect that changes with the last digits of the
+    If scores disagree with the replays, either may be the cause: an effect that changes with the last digits of the
     start is not a property of the training, and no method can predict it. So the same examples are replayed from moved
-    starts too, with and without each example, and the check says how well the truth repeats itself: its ``ceiling``.
-    Each move costs as much as the replays themselves; where single examples have no reproducible effect, a few random
-    groups of growing size are replayed twice, to see from what size on there is one.
+    starts too, with and without each example, and the check says how reproducible the truth is: its ``ceiling``. Each
+    move costs as much as the replays themselves; if single examples have no reproducible effect, a few random groups
+    of growing size are replayed twice, to find the size from which on there is one.
 
     Args:
         scores: scores of single examples or of groups.
@@ -217,9 +217,9 @@ def verify(
         seed: for the random sample, and for the moves.
         moves: from how many moved starts to replay; by default from two if the scores' ranking is only a hint or worse,
             and otherwise from none.
-        jitter: the size of a move, relative to the start's.
-        groups: whether to look for the group size from which on effects are reproducible, where those of single
-            examples are not: 48 more replays for every size that is tried, which for a long run is most of the time.
+        jitter: the size of a move, relative to the initial parameters.
+        groups: whether to look for the group size from which on effects are reproducible, if those of single examples
+            are not: 48 more replays for every size that is tried, which for a long run takes most of the time.
         resources: memory budget and progress.
     """
     if len(scores.train_ids) < 2 * MINIMUM or not is_whole(replays, 2 * MINIMUM):
@@ -241,7 +241,7 @@ def verify(
     )
     samples = dict(iter(table.groupby("sample")))
     agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
-    # Scores that are not changes of the loss are compared by their order alone.
+    # Scores that are not changes of the loss are compared by their order only.
     comparable = scores.is_effect
     spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
     check = Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost, run.fingerprint)

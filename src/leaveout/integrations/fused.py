@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from leaveout.task.forward import ORIGINAL, casts_itself
 
 FUSED = "fused_lm_head"
-"""What TRL's trainers tell such a model."""
+"""The keyword argument that TRL's trainers pass to such a model."""
 
 
 def unfused(model: nn.Module) -> nn.Module:
     """Return a model that shares everything with this one but has the ``forward`` of its class, which returns logits.
 
-    Adapters hold the model inside.
+    With adapters, the model is inside them.
     """
     if not hasattr(model, "peft_config"):
         return _as_defined(model)
@@ -31,10 +31,10 @@ def unfused(model: nn.Module) -> nn.Module:
 
 
 class FusedCall:
-    """A call of such a model in its class's way, with its last layer rounded as TRL's kernel rounds.
+    """A call of such a model by its class's ``forward``, with its last layer rounded as in TRL's kernel.
 
-    Under ``torch.autocast`` that kernel multiplies numbers of 16 bits, and adds up the gradients in 32; without, there
-    is no difference.
+    Under ``torch.autocast`` that kernel multiplies 16-bit numbers, and accumulates gradients in 32 bits; without
+    autocast there is no difference.
     """
 
     def __init__(self, call: Callable) -> None:
@@ -62,7 +62,7 @@ def _projected(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor
 
     with torch.autocast(kind, enabled=False):
         logits = F.linear(rounded(inputs[0]), rounded(layer.weight))
-        # Its values are those of the kernel for 16 bits, which adds up in an order of its own.
+        # The values are those of the 16-bit kernel, which sums in its own order.
         values = F.linear(inputs[0].detach().to(narrow), layer.weight.detach().to(narrow)).float()
         logits = (logits + (values - logits).detach()).to(narrow)
         return logits if layer.bias is None else logits + layer.bias.to(narrow)
@@ -77,7 +77,7 @@ def _with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 def _as_defined(model: nn.Module) -> nn.Module:
     plain, cast = copy.copy(model), casts_itself(model)
     vars(plain).pop("forward", None)
-    if cast:  # what says so stays
+    if cast:  # keep the attributes that say so
         plain.forward = MethodType(type(model).forward, plain)
         vars(plain)[ORIGINAL] = plain.forward
     return plain

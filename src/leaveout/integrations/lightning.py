@@ -22,19 +22,19 @@ from leaveout.task import batches
 from leaveout.task.task import Task
 
 TRIAL = 8
-"""How many examples are looked at to see that losses are taken per example."""
+"""How many examples are used to check that losses are taken per example."""
 
 
 class RecorderCallback(Callback):
     """Records what a Lightning ``Trainer`` trains: ``Trainer(..., callbacks=[recorder])``, then ``recorder.run``.
 
     Args:
-        path: a new directory for the run; or that of a run which goes on, where ``fit`` is given a ``ckpt_path``.
+        path: a new directory for the run; or that of a run to resume, if ``fit`` is given a ``ckpt_path``.
         recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``,
             ``overwrite``.
 
-    One optimizer, one training loader, one process. Optimization may be automatic or manual. With every checkpoint that
-    is saved, the run up to it is on disk; a training that goes on from there goes on with the run.
+    One optimizer, one training loader, one process. Optimization may be automatic or manual. Whenever a checkpoint is
+    saved, the run up to it is on disk; a training that resumes from the checkpoint also resumes the run.
     """
 
     def __init__(self, path: str | Path, **recorder_options: Any) -> None:
@@ -63,9 +63,9 @@ class RecorderCallback(Callback):
         """Return the task of the run: the module, a loss per example, the training set, collator and clipping.
 
         Args:
-            loss: an ``nn`` loss module, or ``(outputs, targets) -> one loss per example``, of what the module itself
-                returns for the inputs. By default it is what ``training_step`` returns: the mean of a loss of
-                ``torch.nn.functional``, which is then taken per example. With manual optimization it has to be given.
+            loss: an ``nn`` loss module, or ``(outputs, targets) -> one loss per example``, where the outputs are what
+                the module itself returns for the inputs. By default it is what ``training_step`` returns: the mean of
+                a loss of ``torch.nn.functional``, taken per example. With manual optimization it must be given.
             options: those of ``leaveout.Task``.
         """
         _ = self.run
@@ -84,7 +84,7 @@ class RecorderCallback(Callback):
         return Task(self._module, loss, data, **{"collate": collate, **self._settings, **options})
 
     def setup(self, trainer: Trainer, _module: LightningModule, stage: str) -> None:
-        """Have the training loader, once it is made, note what it draws."""
+        """Make the training loader, once it is built, record what it draws."""
         if stage != "fit":
             return
         if getattr(trainer, "overfit_batches", 0):
@@ -124,12 +124,12 @@ class RecorderCallback(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to record."""
-        assert self._noted is not None  # noqa: S101 - the loader is made by now
+        """Start recording."""
+        assert self._noted is not None  # noqa: S101 - the loader exists by now
         loader, self._module = self._noted.loader, pl_module
         self._settings, self._convert = {}, trainer.precision_plugin.convert_input
         if pl_module.automatic_optimization:
-            self._settings["accumulation"] = trainer.accumulate_grad_batches  # also in a window that is shorter
+            self._settings["accumulation"] = trainer.accumulate_grad_batches  # even if the last window is shorter
         if trainer.gradient_clip_val:
             by_value = trainer.gradient_clip_algorithm == "value"
             self._settings["clip_value" if by_value else "clip_norm"] = float(trainer.gradient_clip_val)
@@ -139,7 +139,7 @@ class RecorderCallback(Callback):
         self._recorder = Recorder(self._path, pl_module, trainer.optimizers[0], **options)
 
     def on_train_batch_start(self, trainer: Trainer, _module: LightningModule, batch: Any, _idx: int) -> None:
-        """Tell the recorder which batch comes."""
+        """Tell the recorder which batch comes next."""
         if self._recorder is not None and self._noted is not None:
             cast = "bfloat16" if str(trainer.precision) == "bf16-mixed" else None
             told = self._recorder.step(self._noted.next(), batch, epoch=trainer.current_epoch, autocast=cast)
@@ -150,22 +150,22 @@ class RecorderCallback(Callback):
         self._take_back = None
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        """Pass over a batch for which ``training_step`` returned None."""
+        """Skip a batch for which ``training_step`` returned None."""
         if self._take_back is not None:
             self._take_back()
         self._take_back = None
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        """Do the same where the step comes later."""
+        """Do the same if the optimizer step comes later."""
         self.on_before_optimizer_step()
 
     def on_save_checkpoint(self, *_: Any) -> None:
-        """Have the run on disk before the checkpoint is, so that whoever has the checkpoint has the run."""
+        """Write the run to disk before the checkpoint, so that every checkpoint has its run."""
         if self._recorder is not None:
             self._recorder.flush()
 
     def on_exception(self, _trainer: Trainer, _module: LightningModule, exception: BaseException) -> None:
-        """Leave the run as cut short; where a user has interrupted the training, it is the run of its steps."""
+        """Leave the run as cut short; if the user interrupted the training, finish the run with its steps so far."""
         if isinstance(exception, KeyboardInterrupt):
             self.on_train_end()
         elif self._recorder is not None and self._noted is not None:
@@ -182,7 +182,7 @@ class RecorderCallback(Callback):
 
 
 class Converted:
-    """A collator whose batches have the type that the Trainer gives them (``precision="64-true"``)."""
+    """A collator whose batches have the dtype that the Trainer gives them (``precision="64-true"``)."""
 
     def __init__(self, collate: Any, convert: Any) -> None:
         self._collate, self._convert = collate, convert
@@ -193,7 +193,7 @@ class Converted:
 
 
 def _check_mean(module: LightningModule, batch: Any) -> None:
-    """Refuse a ``training_step`` whose loss is not the mean of losses per example."""
+    """Refuse a ``training_step`` whose loss is not the mean of per-example losses."""
     with undisturbed(module):
         own, each = loss_of_step(module, batch), StepCall()(module, batch)[0]
     count = len(batches.leaves(batch)[0])

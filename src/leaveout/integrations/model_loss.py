@@ -1,7 +1,7 @@
-"""The loss that a model of the transformers kind computes itself, written as one number per example.
+"""The loss that a Hugging Face transformers model computes itself, written as one number per example.
 
-Such a model returns the mean of a whole batch. Which loss it is, is found by comparison: of the usual ones, that which
-gives the number that the model gives.
+Such a model returns the mean over a whole batch. Which loss it is, is found by comparison: it is the one of the usual
+losses that gives the same value as the model.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LABELS = "labels"
 ITEMS = "num_items_in_batch"
 IGNORED = -100
 REQUIRING = "make_inputs_require_grad"
-"""What transformers and peft call those hooks."""
+"""The name of those hooks in transformers and peft."""
 
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """Cross-entropy over classes, as sums and counts: of a sequence, or of all its tokens but the masked ones.
+    """Cross-entropy over classes, as sums and counts: of a whole sequence, or of all its unmasked tokens.
 
-    ``shift``: the output at a token is a guess of the next one. ``smoothing``: of labels.
+    ``shift``: the output at a token predicts the next one. ``smoothing``: label smoothing.
 
     >>> ClassLoss(shift=True)(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]))
     (tensor([0.6931]), tensor([1.]))
@@ -60,9 +60,9 @@ def several_labels(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """``(model, batch) -> (logits, labels)``, with or without labels among what the model is given.
+    """``(model, batch) -> (logits, labels)``, with or without labels among the model's inputs.
 
-    ``noise``: the strength of noise that training added to embeddings (NEFTune).
+    ``noise``: the strength of the noise that training added to embeddings (NEFTune).
     """
 
     with_labels: bool = False
@@ -78,20 +78,20 @@ class ModelCall:
 
 
 def behind_prompt(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return labels that begin with masked ones where a model puts a learned prompt before the tokens, as peft does."""
+    """Prepend masked labels if the model puts a learned prompt before the tokens, as peft does."""
     longer = logits.shape[1] - labels.shape[1] if logits.ndim == 3 and labels.ndim == 2 else 0
     return labels if longer <= 0 else torch.cat([labels.new_full((len(labels), longer), IGNORED), labels], 1)
 
 
 def embeddings_of(model: Any) -> nn.Module | None:
-    """Return a model's embeddings of tokens, also where adapters hold the model."""
+    """Return a model's token embeddings, even if the model is wrapped in adapters."""
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     return inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
 
 
 @contextmanager
 def unrequired(layer: nn.Module | None) -> Iterator[None]:
-    """Take away, for now, hooks that have checkpointed layers get inputs with gradients: ``torch.func`` has no such."""
+    """Remove, in this context, hooks that make inputs require gradients for checkpointing: ``torch.func`` cannot."""
     hooks = {} if layer is None else layer._forward_hooks
     held = {key: hook for key, hook in hooks.items() if REQUIRING in getattr(hook, "__name__", "")}
     for key in held:
@@ -120,7 +120,7 @@ def noisy(layer: Any, strength: float) -> Iterator[None]:
 
 
 def logits_of(outputs: Any, with_labels: bool) -> Tensor:
-    """Return what the loss is taken of; a tuple begins with the loss where labels were given."""
+    """Return the logits that the loss is computed from; a tuple begins with the loss if labels were given."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping):
@@ -129,7 +129,7 @@ def logits_of(outputs: Any, with_labels: bool) -> Tensor:
 
 
 def loss_of(outputs: Any) -> Tensor | None:
-    """Return the loss among a model's outputs, as Trainer looks for it."""
+    """Return the loss among a model's outputs, as Trainer finds it."""
     if isinstance(outputs, Mapping):
         return outputs.get("loss")
     return outputs[0] if isinstance(outputs, tuple | list) else None
@@ -137,7 +137,7 @@ def loss_of(outputs: Any) -> Tensor | None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Within it, the model is in evaluation mode and no gradients are taken; random generators are put back."""
+    """Put the model into evaluation mode without gradients in this context; restore the random generators after it."""
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model.eval()
@@ -149,7 +149,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def divides_by_items(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Say whether the model divides its loss by the number of items that it is told; some ignore it."""
+    """Say whether the model divides its loss by the number of items it is given; some ignore it."""
     if ITEMS not in inputs or LABELS not in inputs:
         return False
     items = torch.as_tensor(inputs[ITEMS])
@@ -159,7 +159,7 @@ def divides_by_items(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 
 def found_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return the usual loss that is the model's own on this batch."""
+    """Return the usual loss that agrees with the model's own on this batch."""
     with undisturbed(model):
         outputs = model(**batch)
     own = loss_of(outputs)
@@ -178,7 +178,7 @@ def found_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def _usual(logits: Tensor, labels: Tensor) -> list[Any]:
-    """The losses that fit these shapes."""
+    """Return the losses that fit these shapes."""
     if labels.is_floating_point():
         return [squared_error, several_labels] if logits.numel() == labels.numel() else []
     if logits.shape[:-1] != labels.shape:

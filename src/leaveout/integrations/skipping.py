@@ -1,7 +1,7 @@
-"""Batches that ``Trainer`` passes over when it goes on from a checkpoint in the middle of an epoch.
+"""Batches that ``Trainer`` skips when it resumes from a checkpoint in the middle of an epoch.
 
-It then draws the rest of the epoch from a loader that accelerate makes anew, of which callbacks do not learn. So the
-function that makes it is replaced while such a training lasts, by one that lets the new loader be followed too.
+It then draws the rest of the epoch from a new loader that accelerate builds, and callbacks are not told of it. So the
+function that builds it is replaced during such a training by one that lets the new loader be followed too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FUNCTION = "skip_first_batches"
 
 
 class Skipping:
-    """Has ``follow`` called with each loader that ``Trainer`` makes for the rest of an epoch of another one."""
+    """Calls ``follow`` with each loader that ``Trainer`` builds from this one for the rest of an epoch."""
 
     def __init__(self, loader: Any, follow: Callable[[Any], None]) -> None:
         self._loader, self._follow = loader, follow
@@ -23,7 +23,7 @@ class Skipping:
         setattr(trainer, FUNCTION, self._skipped)
 
     def release(self) -> None:
-        """Put the function back."""
+        """Restore the original function."""
         if getattr(trainer, FUNCTION) == self._skipped:
             setattr(trainer, FUNCTION, self._original)
 

@@ -30,7 +30,7 @@ MEANS: frozenset[Callable] = frozenset(
 
 
 class PerExample(TorchFunctionMode):
-    """Within it, losses of ``torch.nn.functional`` that would be means of a batch are one number per example."""
+    """A context in which losses of ``torch.nn.functional`` are one number per example instead of the batch mean."""
 
     def __torch_function__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -41,7 +41,7 @@ class PerExample(TorchFunctionMode):
 
 
 class StepCall:
-    """``(module, batch) -> (losses, targets)`` by ``module.training_step``, which logs nothing meanwhile."""
+    """``(module, batch) -> (losses, targets)`` by ``module.training_step``, with logging switched off."""
 
     def __call__(self, module: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Call ``training_step``."""
@@ -51,7 +51,7 @@ class StepCall:
 
 
 def loss_of_step(module: Any, batch: Any) -> Any:
-    """Return the loss of ``training_step``, as it is; None where it skips the batch."""
+    """Return the loss of ``training_step`` as it is; None if it skips the batch."""
     quiet = {"log": _nothing, "log_dict": _nothing}
     held = {name: module.__dict__.pop(name) for name in quiet if name in module.__dict__}
     module.__dict__.update(quiet)
@@ -65,9 +65,9 @@ def loss_of_step(module: Any, batch: Any) -> Any:
 
 
 def step_losses(losses: Tensor, _targets: Any) -> Tensor:
-    """Return the losses that ``StepCall`` gives in the place of outputs."""
+    """Return the losses that ``StepCall`` gives in place of outputs."""
     return losses
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """In the place of a module's ``log``."""
+    """Do nothing, in place of a module's ``log``."""

@@ -1,4 +1,4 @@
-"""What integrations share: a loader that remembers what it gave out, and hooks that a model can be copied with."""
+"""Shared parts of the integrations: a loader that remembers what it yielded, and hooks that survive model copies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from leaveout.run.watched_loader import IndexedLoader, NotingSampler, check_load
 
 
 class Tap:
-    """A loader in the place of another: the same batches, each remembered with its ids until it is used.
+    """A loader that replaces another: the same batches, each remembered with its ids until it is used.
 
-    Trainers draw batches ahead, so that what was drawn last is not what the model is given next. Batches are used in
-    the order in which they are drawn.
+    Trainers prefetch batches, so the batch drawn last is not the one the model gets next. Batches are used in the
+    order in which they are drawn.
 
     >>> from torch.utils.data import TensorDataset
     >>> tap = Tap(DataLoader(TensorDataset(torch.arange(4.0)), 2))
@@ -38,16 +38,16 @@ class Tap:
 
     @property
     def loader(self) -> DataLoader:
-        """The loader whose place it takes."""
+        """The loader that it replaces."""
         return self._indexed.loader
 
     @property
     def epoch(self) -> int:
-        """Which epoch it is; by default from 0 on."""
+        """The current epoch; by default counted from 0."""
         return max(self._epochs[0], 0)
 
     def over(self, loader: DataLoader) -> Tap:
-        """Return another one over a loader for a part of an epoch, which this one tells of too."""
+        """Return a tap on a loader for the rest of an epoch; its batches are reported by this one too."""
         other = Tap(loader)
         other._drawn, other._epochs = self._drawn, self._epochs
         return other
@@ -68,16 +68,16 @@ class Tap:
         return getattr(self.loader, name)
 
     def peek(self) -> tuple[Tensor, Any] | None:
-        """Return ids and batch that are used next; None where there are none."""
+        """Return the ids and batch that are used next; None if there are none."""
         return self._drawn[0] if self._drawn else None
 
     def next(self) -> tuple[Tensor, Any] | None:
-        """Return the same, and take it off."""
+        """Return the same, and remove it from the queue."""
         return self._drawn.popleft() if self._drawn else None
 
 
 class NotedLoader:
-    """A loader that notes what it draws while it stays where it is, for trainers that hand each batch over.
+    """Makes a loader record what it draws, in place, for trainers that pass each batch to their callbacks.
 
     >>> from torch.utils.data import TensorDataset
     >>> loader = DataLoader(TensorDataset(torch.arange(4.0)), 2)
@@ -93,20 +93,20 @@ class NotedLoader:
         self._drawn: deque[list[int]] = deque()
         self._attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler = getattr(loader, self._attribute)
-        # DataLoader forbids setting these; it draws from whatever is there when an iteration begins.
+        # DataLoader forbids setting these; it uses whatever is there when an iteration begins.
         loader.__dict__[self._attribute] = _Anew(self._sampler, self._drawn)
 
     def next(self) -> list[int]:
-        """Return the ids of the batch that is used next."""
+        """Return the ids of the next batch that is used."""
         return self._drawn.popleft()
 
     def release(self) -> None:
-        """Let go of the loader."""
+        """Restore the loader's own sampler."""
         self.loader.__dict__[self._attribute] = self._sampler
 
 
 class _Anew(NotingSampler):
-    """What was drawn and not used in one epoch is not part of the next."""
+    """A sampler that, at the start of an epoch, forgets what was drawn but not used in the last one."""
 
     def __iter__(self) -> Iterator[Any]:
         self._drawn.clear()
@@ -114,14 +114,14 @@ class _Anew(NotingSampler):
 
 
 class MethodHook:
-    """A hook that calls a method of an object; a model can be copied and saved with it: its copies do nothing."""
+    """A hook that calls a method of an object; it does not hinder copying or saving a model: its copies do nothing."""
 
     def __init__(self, owner: Any = None, method: str = "") -> None:
         self._owner = (lambda: None) if owner is None else weakref.ref(owner)
         self._method = method
 
     def __call__(self, *args: Any) -> None:
-        """Call the method, if the object is still there."""
+        """Call the method, if the object still exists."""
         owner = self._owner()
         if owner is not None:
             getattr(owner, self._method)(*args)
@@ -131,7 +131,7 @@ class MethodHook:
 
 
 def resumed(path: Path, options: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return the recorder's options for a training that goes on after so many steps, 0 for one that begins."""
+    """Return the recorder's options for a training that resumes after this many steps; 0 for a new one."""
     if steps and not (path / MANIFEST).exists():
         warnings.warn(
             f"The training goes on from a checkpoint after {steps} steps, and {path} has no run of these: the run "
@@ -144,7 +144,7 @@ def resumed(path: Path, options: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def is_given(batch: Any, inputs: Mapping[str, Any]) -> bool:
-    """Say whether a model that is given these keyword arguments is given this batch.
+    """Say whether these keyword arguments of a model are this batch.
 
     >>> is_given({"x": torch.zeros(1), "y": torch.ones(1)}, {"x": torch.zeros(1)})
     True

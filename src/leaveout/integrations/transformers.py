@@ -35,26 +35,26 @@ from leaveout.task.forward import ORIGINAL
 from leaveout.task.task import Task
 
 TRIAL = 16
-"""How many examples are looked at to find out which loss a model has."""
+"""How many examples are used to find out which loss a model has."""
 
 
 _RECORDING: dict[Path, RecorderCallback] = {}
-"""Who records into a directory."""
+"""The callback that records into each directory."""
 
 
 class RecorderCallback(TrainerCallback):
     """Records what a ``Trainer`` trains: ``Trainer(..., callbacks=[recorder])``, then ``recorder.run``.
 
     Args:
-        path: a new directory for the run; or that of a run which goes on, where the training goes on from a checkpoint.
+        path: a new directory for the run; or that of a run to resume, if the training resumes from a checkpoint.
         recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``,
             ``overwrite``.
 
-    With every checkpoint that is saved, the run up to it is on disk. ``trainer.train(resume_from_checkpoint=...)``
-    goes on with the run from there, also in a new process after the first was killed, and drops later steps.
+    Whenever a checkpoint is saved, the run up to it is on disk. ``trainer.train(resume_from_checkpoint=...)`` resumes
+    the run from there, even in a new process after the first was killed, and drops later steps.
 
-    A callback never sees what the model is given. So the examples' numbers come from the loader, and a hook of the
-    model notes which batch each forward pass is given, and the number of items that its loss is divided by.
+    A callback never sees the model's inputs. So the examples' ids come from the loader, and a hook on the model notes
+    which batch each forward pass gets, and the number of items that its loss is divided by.
     """
 
     def __init__(self, path: str | Path, **recorder_options: Any) -> None:
@@ -93,8 +93,8 @@ class RecorderCallback(TrainerCallback):
         """Return the task of the run: the model, its loss per example, the training set, collator and clipping.
 
         Args:
-            loss: ``(logits, labels) -> one loss per example``, or (sums, counts); needed only where the model has a
-                loss of its own making, or the Trainer a ``compute_loss_func``.
+            loss: ``(logits, labels) -> one loss per example``, or (sums, counts); needed only if the model has a custom
+                loss, or the Trainer a ``compute_loss_func``.
             options: those of ``leaveout.Task``.
         """
         _ = self.run
@@ -123,11 +123,11 @@ class RecorderCallback(TrainerCallback):
         )
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
-        """Begin to record."""
+        """Start recording."""
         problems = []
         if args.world_size > 1 or args.n_gpu > 1:
             problems.append("it runs on several devices, of which only one is recorded; train on one")
-        if args.fp16 and args.device.type != "cpu":  # on a CPU, Trainer leaves it out
+        if args.fp16 and args.device.type != "cpu":  # on a CPU, Trainer ignores it
             problems.append("it uses mixed precision with scaled gradients (fp16); use bf16 or float32")
         if problems:
             raise UnsupportedError(
@@ -154,7 +154,7 @@ class RecorderCallback(TrainerCallback):
         self._hook = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def on_step_end(self, *given: Any, **_: Any) -> None:
-        """Have the run on disk before the checkpoint is, so that whoever has the checkpoint has the run."""
+        """Write the run to disk before the checkpoint, so that every checkpoint has its run."""
         _args, _state, control = given
         if self._recorder is not None and control.should_save:
             self._recorder.flush()
@@ -164,12 +164,12 @@ class RecorderCallback(TrainerCallback):
         self.on_step_end(*given, **more)
 
     def on_evaluate(self, args: Any, *_: Any, **__: Any) -> None:
-        """Do the same where what was evaluated now decides whether a checkpoint is saved."""
+        """Do the same if the evaluation decides whether a checkpoint is saved."""
         if self._recorder is not None and args.save_strategy == "best":
             self._recorder.flush()
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Do the same where another callback asked for the checkpoint."""
+        """Do the same if another callback asked for the checkpoint."""
         if self._recorder is not None:
             self._recorder.flush()
 
@@ -181,7 +181,7 @@ class RecorderCallback(TrainerCallback):
             self._run = recorder.finish()
 
     def _release(self) -> None:
-        """Leave model and loader as they were."""
+        """Restore the model and the loader."""
         self._hook.remove()
         setattr(self._adapter, INNER, self._tap.loader)
         if self._skipping is not None:
@@ -189,7 +189,7 @@ class RecorderCallback(TrainerCallback):
         _RECORDING.pop(self._path.resolve(), None)
 
     def _let_go(self) -> None:
-        """Leave a training that ended with an error, of this callback or one for the same directory, as cut short."""
+        """Mark a training that ended with an error, of this callback or one for the same directory, as cut short."""
         former = _RECORDING.get(self._path.resolve())
         if former is not None and former._recorder is not None:
             recorder, former._recorder = former._recorder, None
@@ -198,19 +198,19 @@ class RecorderCallback(TrainerCallback):
         _RECORDING[self._path.resolve()] = self
 
     def _follow(self, loader: Any) -> None:
-        """Note what a loader draws that has the rest of an epoch."""
+        """Follow the batches of a loader that has the rest of an epoch."""
         inner = getattr(loader, INNER)
         setattr(loader, INNER, self._tap.over(inner))
 
     def _before_forward(self, model: nn.Module, _args: tuple, inputs: Mapping[str, Any]) -> None:
-        """Tell the recorder which batch the model is given."""
+        """Tell the recorder which batch the model gets."""
         if not torch.is_grad_enabled() or self._recorder is None:
             return
         following = self._tap.peek()
         if following is None:
             return
         if not is_given(following[1], inputs) and self._last is not None and is_given(self._last, inputs):
-            return  # one more forward pass of the same batch
+            return  # another forward pass of the same batch
         if self._divides is None:
             self._divides = divides_by_items(model, inputs) or self._args.label_smoothing_factor > 0
         self._items_given, self._fused = ITEMS in inputs, FUSED in inputs
@@ -242,7 +242,7 @@ class RecorderCallback(TrainerCallback):
 
 
 class Collated:
-    """A collator that passes over columns that the training set does not have, such as the text of a query."""
+    """A collator that ignores columns that the training set does not have, such as the text of a query."""
 
     def __init__(self, collate: Any, columns: frozenset[str] | None) -> None:
         self._collate, self._columns = copy.copy(collate), columns
@@ -262,14 +262,14 @@ def _columns(data: Any) -> frozenset[str] | None:
 
 
 def _without_checkpointing(model: Any) -> None:
-    """Switch off what Trainer switches on itself whenever it trains; transformers 5 renamed it, and warns."""
+    """Switch off gradient checkpointing, which Trainer switches on itself; transformers 5 renamed it, and warns."""
     kind = "activation" if hasattr(type(model), "activation_checkpointing_disable") else "gradient"
     if getattr(model, f"is_{kind}_checkpointing", False):
         getattr(model, f"{kind}_checkpointing_disable")()
 
 
 def _needs_labels(model: nn.Module) -> bool:
-    """Say whether the model must be given labels to return its outputs: as the decoder's inputs, or as it asks."""
+    """Say whether the model needs labels to return its outputs: as decoder inputs, or as a required argument."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return True
     asked = inspect.signature(getattr(model, ORIGINAL, model.forward)).parameters.get(LABELS)

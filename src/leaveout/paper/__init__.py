@@ -1,1 +1,1 @@
-"""Tools of the project, not of its users: reproduce/ (the published tables), bench/ (speed and fidelity)."""
+"""Tools for the project itself, not for its users: reproduce/ (the published tables), bench/ (speed and fidelity)."""

@@ -1,7 +1,7 @@
 """The report: one self-contained page about a run, its scores, and how far to trust them.
 
 ``gather`` turns a ``topic`` (a run, its scores, its data) into the plain data of ``content``; ``page``
-makes the HTML of that alone.
+builds the HTML from that alone.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def report(
     Args:
         path: the file to write; an existing one is replaced only with ``overwrite=True``.
         run: the recorded run.
-        scores: what is reported, by one method or several; the first is shown first.
-        check: what ``verify`` says of these scores; without it the page says that they were not checked.
-        curve: what ``cleanse`` measured.
+        scores: the scores to report, by one method or several; the first is shown first.
+        check: the result of ``verify`` for these scores; without it the page says that they were not checked.
+        curve: the result of ``cleanse``.
         labels: what ``lo.labels`` returned; for a classifier it is called if this is not given.
-        task: what was trained; with it the page shows examples, labels and what the model says of them.
+        task: what was trained; with it the page shows examples, labels and the model's predictions.
         query: the query set that was scored; with it the page says when influence arose, and shows the queries.
         show: how examples are shown, by a ``Show`` or by a function of an example; by default pictures, texts or rows.
         overwrite: replace an existing file.
@@ -79,7 +79,7 @@ def report(
 
 
 def _check_given(run: Run, methods: list[Scores], checks: list[Check]) -> None:
-    """Refuse scores that cannot be shown together, and checks of none of them."""
+    """Refuse scores that cannot be shown together, and checks of other scores."""
     if not methods:
         raise InputError("No scores were given: give those of at least one method.", code="report-without-scores")
     for scores in methods:
@@ -97,7 +97,7 @@ def _check_given(run: Run, methods: list[Scores], checks: list[Check]) -> None:
 
 
 def _labels(run: Run, task: Task | None, scores: Scores, show: Show, resources: Resources) -> Labels | None:
-    """Ask which labels look wrong, where a classifier was trained and examples were scored."""
+    """Find which labels look wrong, if a classifier was trained and examples were scored."""
     if task is None or any(isinstance(name, str) for name in scores.train_ids):
         return None
     try:

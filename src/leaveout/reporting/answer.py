@@ -1,4 +1,4 @@
-"""The first words of a page: how many labels look wrong, what removing examples brings, how far to trust it."""
+"""The top of a page: how many labels look wrong, what removing examples changes, how far to trust it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leaveout.scores import LABELS
 def answers(
     labels: Labels | None, curve: Curve | None, method: str, harmful: int, total: int, trust: Trust, *, groups: bool
 ) -> list[Answer]:
-    """The answers in the order in which one acts on them."""
+    """Return the answers in the order in which one acts on them."""
     parts = []
     if labels is not None:
         parts.append(_labels(labels))
@@ -23,7 +23,7 @@ def answers(
 
 
 def amount(curve: Curve, method: str, wanted: int | None) -> int:
-    """The number removed that the page speaks of, chosen without looking at what it brought.
+    """Return the number removed that the page reports, chosen without looking at the result.
 
     It is the one nearest to the number of labels that look wrong, or the middle one.
     """
@@ -34,13 +34,13 @@ def amount(curve: Curve, method: str, wanted: int | None) -> int:
 
 
 def removals(curve: Curve, choices: Sequence[tuple[str, int]]) -> str:
-    """What removing these brought, by each method so many; a control of as many at random is named once."""
+    """Say what each of these removals changed; a control of as many at random is named once."""
     last = {removed: method for method, removed in choices}
     return " ".join(removal(curve, method, n, control=last[n] == method) for method, n in choices)
 
 
 def removal(curve: Curve, method: str, removed: int, *, control: bool = True) -> str:
-    """What removing this many brought, beside as many at random."""
+    """Say what removing this many changed, compared with as many at random."""
     size = f"{curve.test_size:,} test examples"
     words = f"Retrained without {chosen(method, removed)}, the test {curve.measure} on {size} "
     words += f"{curve.change(method, removed)}."

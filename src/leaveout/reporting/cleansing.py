@@ -1,4 +1,4 @@
-"""The cleansing curve as the page shows it: a line for each way to choose what is removed, and a sentence."""
+"""The cleansing curve as the page shows it: one line per way of choosing what is removed, and a sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from leaveout.scores import LABELS
 
 
 def cleansing(curve: Curve, method: str, wanted: int | None) -> Cleansing:
-    """Test error after retraining, or the loss where there is no error to count.
+    """Return the test error after retraining, or the loss if there are no classes.
 
     The sentence is about ``method`` if it was measured, and the number removed that is nearest to ``wanted``.
     """

@@ -1,4 +1,4 @@
-"""What a report says, as plain data: numbers, strings and pictures as strings. The page is made of this alone."""
+"""What a report says, as plain data: numbers, strings and pictures as strings. The page is built from this alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 def digits(value: float) -> float:
-    """Round to five digits, which are plenty for a page.
+    """Round to five digits, which are enough for a page.
 
     >>> digits(0.123456789)
     0.12346
@@ -16,13 +16,13 @@ def digits(value: float) -> float:
 
 
 def rounded(values: Iterable[float]) -> list[float]:
-    """Round many numbers so."""
+    """Round many numbers in this way."""
     return [digits(value) for value in values]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """An example as it is looked at: a picture (a data URI), a text, or named values with ``more`` left out."""
+    """An example as it is shown: a picture (a data URI), a text, or named values, with ``more`` left out."""
 
     picture: str = ""
     text: str = ""
@@ -34,7 +34,7 @@ class Shown:
 class Trust:
     """How far the scores can be trusted: ``level`` is exact, good, coarse, hint, none or unchecked.
 
-    ``brief`` is the sentence as the page's first screen has it, where the whole is too long for that.
+    ``brief`` is a shorter sentence for the page's first screen, if the whole one is too long for that.
     """
 
     level: str
@@ -57,7 +57,7 @@ class Answer:
 class Issues:
     """Labels that look wrong, most suspicious first: places in the table, suggested names, score and reason.
 
-    ``folds`` is by how many trainings they were judged out of sample, None if by the recorded run.
+    ``folds`` is the number of trainings that judged them out of sample, None if the recorded run did.
     """
 
     total: int
@@ -70,7 +70,7 @@ class Issues:
 
 @dataclass(frozen=True)
 class Table:
-    """The listed examples, column by column; ``label`` and ``says`` are numbers into ``names``, -1 for unknown.
+    """The listed examples, column by column; ``label`` and ``says`` are indices into ``names``, -1 for unknown.
 
     ``p`` is the probability that the trained model gives the example's own label. Rows are in the order of the first
     method's scores.
@@ -85,7 +85,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many scores lie between each two edges; zero is an edge."""
+    """The number of scores between each two edges; zero is an edge."""
 
     edges: list[float]
     counts: list[int]
@@ -128,7 +128,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve with its interval; ``low`` and ``high`` are empty where there is none."""
+    """A curve with its interval; ``low`` and ``high`` are empty if there is none."""
 
     name: str
     x: list[float]
@@ -147,9 +147,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Cleansing:
-    """What retraining without the most harmful examples brought; ``base`` is with all of them.
+    """The result of retraining without the most harmful examples; ``base`` is with all of them.
 
-    ``changes`` has for each choice and number removed the change in words, beside that of removing nothing.
+    ``changes`` has for each choice and number removed the change in words, compared with removing nothing.
     """
 
     sentence: str
@@ -185,7 +185,7 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Content:
-    """Everything that the page says. What a method says is in ``methods``, the most trustworthy one first."""
+    """Everything that the page says. Each method's results are in ``methods``, the most trustworthy one first."""
 
     title: str
     made: str

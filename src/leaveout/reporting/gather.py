@@ -20,11 +20,11 @@ from leaveout.scores import SELF, UNIT, Scores
 
 PARTS = 50
 MOST_REPLAYED = 200
-"""Replayed examples that are shown with what they look like."""
+"""The most replayed examples that are shown with what they look like."""
 
 
 def gather(topic: Topic, curve: Curve | None) -> content.Content:
-    """Everything that the page says."""
+    """Return everything that the page says."""
     scores, show, mean = topic.scores, topic.show, topic.mean
     for one in topic.methods:
         if one.method in topic.checks:
@@ -35,7 +35,7 @@ def gather(topic: Topic, curve: Curve | None) -> content.Content:
     suspects = rows.suspects(topic)
     listed = rows.listed(mean, {row for pairs in drivers.values() for row, _ in pairs} | set(suspects))
     place = {row: i for i, row in enumerate(listed)}
-    # Order of weight: what looks wrong, the extremes of the mean, then the drivers of each query.
+    # In order of importance: labels that look wrong, the extremes of the mean, then the drivers of each query.
     first = [place[row] for row in suspects[: show.top]] + rows.ends(len(listed), show.top)
     replayed = [i for i, row in enumerate(listed) if scores.train_ids[row] in topic.truths]
     driving = [place[row] for pairs in drivers.values() for row, _ in pairs]
@@ -104,7 +104,7 @@ def _method(
 
 
 def _called(topic: Topic, listed: list[int]) -> dict[int, str]:
-    """What examples are called, where they have names of their own."""
+    """Return the names of examples, if they have names."""
     ids = topic.show.ids
     if ids is None or topic.groups:
         return {}
@@ -112,7 +112,7 @@ def _called(topic: Topic, listed: list[int]) -> dict[int, str]:
 
 
 def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
-    """Say when influence arose, where that can be known, and note where it cannot."""
+    """Compute when influence arose, if that is possible, or a note on why not."""
     show, task, query, scores = topic.show, topic.task, topic.query, topic.scores
     if task is None or query is None or not show.timeline or (topic.groups and topic.members is None):
         return None, []
@@ -128,7 +128,7 @@ def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
 
 
 def _kinds(topic: Topic) -> tuple[str, dict[str, list[int]]]:
-    """The rows of each group if there are such, otherwise of each class."""
+    """Return the rows of each group if there are groups, otherwise of each class."""
     own, groups = topic.own, topic.show.groups
     kinds: dict[str, list[int]] = {}
     if topic.groups:
@@ -137,7 +137,7 @@ def _kinds(topic: Topic) -> tuple[str, dict[str, list[int]]]:
         at = {int(i): row for row, i in enumerate(topic.scores.train_ids)}
         members = membership(max(at) + 1 if topic.task is None else topic.task.size, groups)
         kinds = {name: [at[i] for i in ids if i in at] for name, ids in members.items()}
-    elif own is not None and own.p is not None:  # labels of classes, not of numbers
+    elif own is not None and own.p is not None:  # labels are classes, not numbers
         for row, label in enumerate(own.labels):
             kinds.setdefault(label, []).append(row)
     if len(kinds) > PARTS or not kinds:

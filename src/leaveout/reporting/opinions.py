@@ -1,4 +1,4 @@
-"""What the trained model says of examples: their labels, its own choice, the probability of the label, the loss."""
+"""The trained model's predictions for examples: label, predicted class, probability of the label, loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class Opinions:
-    """One entry per example; ``labels`` and ``says`` are empty, ``p`` is None, where outputs are not class scores."""
+    """One entry per example; ``labels`` and ``says`` are empty, ``p`` is None, if outputs are not class scores."""
 
     labels: list[str]
     says: list[str]
@@ -32,10 +32,10 @@ class Opinions:
 def opinions(
     task: Task, params: Params, dataset: Dataset, ids: Sequence[int], classes: Sequence[str], resources: Resources
 ) -> Opinions:
-    """Ask the final model about these examples.
+    """Evaluate the final model on these examples.
 
-    Where its outputs are scores of classes (``task.classes``) it has a choice and a probability of the label; one
-    output per example that is not such a score is a number.
+    If its outputs are class scores (``task.classes``), there is a predicted class and a probability of the label; a
+    single output per example that is not a class score is a number.
     """
     starts = range(0, len(ids), BLOCK)
     allowed, blocks, values = set(Reading), [], []
@@ -64,7 +64,7 @@ def opinions(
 
 
 def _compact(outputs: Tensor, targets: Any, count: int, allowed: set[Reading]) -> Tensor | None:
-    """Keep a few numbers per example: the target and the output, or for classes the choice and the label's p."""
+    """Keep a few numbers per example: target and output, or for classes the predicted class and the label's p."""
     if Reading.CLASSES in allowed:
         labels, logits = label_numbers(targets), class_logits(Reading.CLASSES, outputs)
         return torch.stack([labels.double(), logits.argmax(1).double(), own_probability(logits, labels)], dim=1)

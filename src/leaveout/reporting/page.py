@@ -1,7 +1,7 @@
 """One HTML file from the content of a report: no network, no other file, everything from the data escaped.
 
-Words go through jinja2, which escapes them; what the page's script works with is JSON in a data block, where no ``<``
-remains, and the script sets it as text, never as markup.
+Text goes through jinja2, which escapes it; the data for the page's script is JSON in a data block, where no ``<``
+remains, and the script inserts it as text, never as markup.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Page(PosixPath):
 
     @property
     def headlines(self) -> list[str]:
-        """What the page opens with: labels that look wrong, what removing examples brings, how far to trust it."""
+        """The top of the page: labels that look wrong, what removing examples changes, how far to trust it."""
         block = _DATA.search(self.read_text(encoding="utf-8"))
         return [answer["headline"] for answer in json.loads(block[1])["answers"]] if block else []
 
@@ -48,11 +48,11 @@ def page(content: Content) -> str:
         style=_asset("style.css"),
         script="\n".join(_asset(name) for name in SCRIPTS),
     )
-    return text.encode("utf-8", "replace").decode("utf-8")  # halves of characters that a user's text may hold
+    return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates that a user's text may contain
 
 
 def as_json(value: object) -> str:
-    r"""Write JSON that cannot end the element it stands in.
+    r"""Write JSON that cannot end the element that contains it.
 
     >>> print(as_json({"a": "</script>"}))
     {"a":"\u003c/script>"}

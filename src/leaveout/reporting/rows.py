@@ -15,9 +15,9 @@ from leaveout.reporting.content import digits, rounded
 from leaveout.reporting.topic import Topic
 
 LISTED = 20_000
-"""Rows in the page; of more, the most extreme."""
+"""The most rows on the page; if there are more, the most extreme."""
 ISSUES = 5_000
-"""Labels that are listed as wrong; of more, the most suspicious."""
+"""The most labels that are listed as wrong; if there are more, the most suspicious."""
 QUERIES = 100
 DRIVERS = 6
 PICTURE_BYTES = 6_000_000
@@ -26,7 +26,7 @@ Drivers = list[tuple[int, float]]
 
 
 def chosen_queries(topic: Topic) -> list[int]:
-    """Choose the columns that can be looked at: those of the largest loss first."""
+    """Choose the queries that are shown: those with the largest loss first."""
     if not topic.single:
         return []
     columns = list(range(len(topic.scores.query_ids)))
@@ -43,7 +43,7 @@ def drivers(column: Float[Tensor, " train"]) -> Drivers:
 
 
 def listed(mean: Float[Tensor, " train"], needed: set[int]) -> list[int]:
-    """Rows for the page, most harmful first: all, or the most extreme and those that are needed."""
+    """Return the rows for the page, most harmful first: all, or the most extreme and those that are needed."""
     order = torch.argsort(mean, stable=True).tolist()
     half = min(LISTED, len(order)) // 2
     ends = order[:half] + order[len(order) - (min(LISTED, len(order)) - half) :]
@@ -52,7 +52,7 @@ def listed(mean: Float[Tensor, " train"], needed: set[int]) -> list[int]:
 
 
 def suspects(topic: Topic) -> list[int]:
-    """Rows whose labels look wrong, the most suspicious first."""
+    """Return the rows whose labels look wrong, the most suspicious first."""
     if topic.labels is None or topic.groups:
         return []
     at = {int(number): row for row, number in enumerate(topic.scores.train_ids)}
@@ -60,7 +60,7 @@ def suspects(topic: Topic) -> list[int]:
 
 
 def issues(topic: Topic, place: dict[int, int], names: list[str]) -> content.Issues | None:
-    """The labels that look wrong, by their places in the table; names that are suggested only are added."""
+    """Return the labels that look wrong, by place in the table; names that only occur as suggestions are added."""
     if topic.labels is None or topic.groups:
         return None
     rows = suspects(topic)
@@ -83,7 +83,7 @@ def issues(topic: Topic, place: dict[int, int], names: list[str]) -> content.Iss
 
 
 def ends(count: int, top: int) -> list[int]:
-    """Return places from both ends inward, so that what is cut off is what matters least.
+    """Return places from both ends inward, so that the least important ones are cut off.
 
     >>> ends(5, 2)
     [0, 4, 1, 3]
@@ -110,7 +110,7 @@ def table(topic: Topic, rows: list[int]) -> content.Table:
 def looks(
     topic: Topic, rows: list[int], places: Sequence[int], queries: Sequence[int]
 ) -> tuple[dict[int, content.Shown], dict[int, content.Shown], bool]:
-    """Show what rows and queries look like, in order of weight, until the page's budget is used up (then False)."""
+    """Show what rows and queries look like, in order of importance; False if the page's budget is used up."""
     show, task = topic.show, topic.task
     train: Any = show.train if show.train is not None or task is None else task.train_set
     query: Any = show.query if show.query is not None else topic.query
@@ -154,7 +154,7 @@ def query_of(
 
 
 def histogram(values: Float[Tensor, " train"], bins: int = 48) -> content.Histogram:
-    """Count in bins of equal width, of which zero is an edge.
+    """Count values in bins of equal width, with zero as an edge.
 
     >>> histogram(torch.tensor([-1.0, 0.0, 0.5, 3.0]), bins=4)
     Histogram(edges=[-1.0, 0.0, 1.0, 2.0, 3.0], counts=[1, 2, 0, 1])

@@ -20,28 +20,28 @@ from leaveout.trajectory.left_out import Groups
 
 TEXT = 600
 CELLS = 8
-"""Entries of a numeric row that are shown; of a row with names and values, twice as many."""
+"""The number of entries shown of a numeric row; twice as many for a row with names and values."""
 
 
 @dataclass(frozen=True)
 class Show:
-    """How the report shows examples; everything has a sensible choice of its own.
+    """How the report shows examples; everything has a sensible default.
 
     Args:
-        example: makes of an example what is shown of it: an image (a tensor or array of shape H x W, 1|3 x H x W or
+        example: turns an example into what is shown: an image (a tensor or array of shape H x W, 1|3 x H x W or
             H x W x 3), a string, a 1-D tensor, or a dict of names to values. Without it the example's input is shown.
-        train: what stands for the training examples, by number, where the data set itself holds nothing to look
-            at: texts, images, rows.
+        train: what is shown for the training examples, by id, if the data set itself holds nothing readable: texts,
+            images, rows.
         query: the same for the query examples.
-        ids: what the training examples are called, by number: file names, keys of a database. Tables keep the numbers.
-        text: the text of an example beside its picture or row: a function of an example, or texts by number.
+        ids: the names of the training examples, by id: file names, keys of a database. Tables keep the ids.
+        text: the text of an example beside its picture or row: a function of an example, or texts by id.
         row: names and values of an example, likewise: a function of an example, a list of dicts, or a data frame with
             the raw columns.
         classes: names of the classes.
         features: names of the entries of 1-D inputs.
         groups: sums of influence are shown by these groups instead of classes; for scores of groups, their members.
         top: how many of the most harmful and of the most helpful examples are shown with what they look like.
-        timeline: whether to tell when in training influence arose, which takes one SGD-IE sweep.
+        timeline: whether to show when in training influence arose, which takes one SGD-IE sweep.
         title: the title of the page.
     """
 
@@ -64,7 +64,7 @@ class Show:
             raise InputError(f"top={self.top} shows nothing: give 1 or more.", code="top-not-a-count")
 
     def shown(self, example: Any, number: int | None = None) -> Shown:
-        """Show one example; ``number`` is that of a training example."""
+        """Show one example; ``number`` is the id of a training example."""
         plain = present(self.example(example) if self.example else _readable(example), self.features)
         text, row = _part(self.text, example, number), _part(self.row, example, number)
         if text is None and row is None:
@@ -74,13 +74,13 @@ class Show:
 
 
 def _readable(example: Any) -> Any:
-    """A row of names and values as it is, unless it holds a target, as a data set's examples do; else the input."""
+    """Return a row of names and values as it is, unless it has a target, as data set examples do; else the input."""
     row = isinstance(example, Mapping) and not any(key in TARGET_KEYS for key in example)
     return example if row else input_of(example)
 
 
 def _part(source: Any, example: Any, number: int | None) -> Any:
-    """What a function says of an example, or what a list or data frame holds of it."""
+    """Return what a function returns for an example, or its entry in a list or data frame."""
     if source is None or callable(source):
         return None if source is None else source(example)
     if number is None:
@@ -89,12 +89,12 @@ def _part(source: Any, example: Any, number: int | None) -> Any:
 
 
 def show_of(given: Show | Callable[[Any], Any] | None) -> Show:
-    """Return what ``show=`` was given, as a ``Show``."""
+    """Return the argument ``show=`` as a ``Show``."""
     return given if isinstance(given, Show) else Show(example=given)
 
 
 def built_in(dataset: Data) -> Show:
-    """Say how the examples of built-in data are shown: flat pixels as the square picture that they are."""
+    """Return how the examples of built-in data are shown: flat pixels as a square picture."""
     side = round(len(dataset.features) ** 0.5)
     if dataset.features and dataset.features[0].startswith("pixel") and side**2 == len(dataset.features):
         return Show(example=partial(_square, side), classes=dataset.classes)
@@ -106,7 +106,7 @@ def _square(side: int, example: Any) -> Any:
 
 
 def input_of(example: Any) -> Any:
-    """Return what an example holds beside its target: the first input, or a dict's text."""
+    """Return an example's input without its target: the first input, or a dict's text."""
     if isinstance(example, Mapping):
         inputs = [value for key, value in example.items() if key not in TARGET_KEYS]
         return next((value for value in inputs if isinstance(value, str)), inputs[0] if inputs else None)
@@ -114,7 +114,7 @@ def input_of(example: Any) -> Any:
 
 
 def present(thing: Any, features: Sequence[str] = ()) -> Shown:
-    """Return a picture, text or row, by what the thing is.
+    """Return a picture, text or row, depending on the type of the thing.
 
     >>> present("a message")
     Shown(picture='', text='a message', row=(), more=0)
@@ -139,7 +139,7 @@ def present(thing: Any, features: Sequence[str] = ()) -> Shown:
 
 
 def _row(array: np.ndarray, features: Sequence[str]) -> Shown:
-    """Return all entries of a short row; of a long one those that stand out most, and the rest is counted."""
+    """Return all entries of a short row; of a long one those largest in magnitude, and the number of the others."""
     if features and len(features) != len(array):
         raise InputError(
             f"{len(features)} feature names for rows of {len(array)} values: name every feature.",

@@ -1,4 +1,4 @@
-"""What a report is about: a run, its scores, and as much of task and data as is at hand."""
+"""What a report is about: a run, its scores, and as much of task and data as is available."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from leaveout.trajectory.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Topic:
-    """What a report is about; without a task it knows ids and scores alone.
+    """What a report is about; without a task it has only ids and scores.
 
     ``scores`` are those of the method that is shown first, ``others`` of the same rows by other methods; ``checks`` are
     by method.
@@ -69,7 +69,7 @@ class Topic:
 
     @cached_property
     def members(self) -> dict[str, list[int]] | None:
-        """The examples of each scored group, where they are known."""
+        """The examples of each scored group, if they are known."""
         if not self.groups or self.scores.groups is not None or self.show.groups is None or self.task is None:
             return self.scores.groups
         groups = membership(self.task.size, self.show.groups)
@@ -82,17 +82,17 @@ class Topic:
 
     @property
     def loss(self) -> bool:
-        """Say whether scores are changes of the query loss, and not merely an order."""
+        """Say whether scores are changes of the query loss, and not merely a ranking."""
         return self.scores.unit == UNIT
 
     @property
     def single(self) -> bool:
-        """Say whether there is a column for each query."""
+        """Say whether there is one column per query."""
         return all(isinstance(i, int) for i in self.scores.query_ids)
 
     @property
     def queries(self) -> int | None:
-        """How many queries there are."""
+        """The number of queries."""
         return None if self.query is None else batches.size(self.query)
 
     @cached_property
@@ -102,12 +102,12 @@ class Topic:
 
     @property
     def methods(self) -> tuple[Scores, ...]:
-        """The scores of all methods, those that are shown first in front."""
+        """The scores of all methods, with those that are shown first in front."""
         return (self.scores, *self.others)
 
     @cached_property
     def truths(self) -> dict[int | str, float]:
-        """The exact changes of the mean query loss, for every row that somebody replayed."""
+        """The exact changes of the mean query loss, for every row that was replayed for any method."""
         values: dict[int | str, float] = {}
         for scores in self.methods:
             if scores.exact is not None and scores.is_effect:
@@ -119,7 +119,7 @@ class Topic:
         return values
 
     def column(self, scores: Scores) -> tuple[Tensor, Tensor]:
-        """A method's scores with replayed values in place of estimates, and which rows are exact.
+        """Return a method's scores with replayed values in place of estimates, and which rows are exact.
 
         Scores in another unit than the loss cannot be replaced.
         """
@@ -133,14 +133,14 @@ class Topic:
 
     @cached_property
     def own(self) -> Opinions | None:
-        """What the final model says of the scored examples."""
+        """The final model's predictions for the scored examples."""
         if self.task is None or self.groups:
             return None
         return self._opinions(self.task, self.task.train_set, [int(i) for i in self.scores.train_ids])
 
     @cached_property
     def asked(self) -> Opinions | None:
-        """What the final model says of the queries."""
+        """The final model's predictions for the queries."""
         if self.task is None or self.query is None:
             return None
         return self._opinions(self.task, self.query, range(batches.size(self.query)))

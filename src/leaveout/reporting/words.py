@@ -1,4 +1,4 @@
-"""What was done, in plain words."""
+"""The texts of a report, in plain words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from leaveout.scores import MEAN, SELF, UNIT, Scores
 from leaveout.task.task import Task
 
 ALIKE = 0.8
-"""The rank correlation from which on two methods tell the same story."""
+"""Two methods with at least this rank correlation count as agreeing."""
 TITLES = {
     Verdict.GOOD: "The ranking can be trusted",
     Verdict.COARSE: "The ranking is right overall, not in detail",
@@ -46,12 +46,12 @@ def trained(run: Run, task: Task | None) -> str:
 
 
 def parameters(run: Run) -> int:
-    """Say how many numbers were trained."""
+    """Count the trained parameters."""
     return sum(math.prod(run.manifest.shapes[name]) for name in run.rule.groups)
 
 
 def model_name(model: nn.Module) -> str:
-    """Name the model's class; a chain by its layers.
+    """Name the model's class; a sequential model by its layers.
 
     >>> model_name(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)))
     'Linear, Tanh, Linear'
@@ -79,9 +79,9 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
 def outcome(
     table: Table, score: Sequence[float], exact: Sequence[bool], total: int, harmful: int, *, groups: bool, loss: bool
 ) -> str:
-    """Say how many did harm, and name the worst by the table's places: of rows that were replayed where there are some.
+    """Say how many did harm, and name the worst, by place in the table: among replayed rows, if there are any.
 
-    An estimate is named only where nothing was replayed: beside exact values it might contradict them.
+    An estimate is named only if nothing was replayed: it might contradict the exact values beside it.
     """
     what = "groups" if groups else "examples"
     if not harmful:
@@ -107,7 +107,7 @@ def outcome(
 
 
 def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
-    """A row per method: verdict, rank correlation in both samples, typical error, time."""
+    """Return a row per method: verdict, rank correlation in both samples, typical error, time."""
     rows = []
     for one in scores:
         check, seconds = checks.get(one.method), f"{one.cost.seconds:.1f} s"
@@ -140,7 +140,7 @@ def trusted(scores: Scores, check: Check | None) -> Trust:
 
 
 def _brief(check: Check) -> str:
-    """Say what the verdict rests on, and where it is a bad one what to do, in two sentences."""
+    """Say what the verdict is based on and, if it is bad, what to do, in two sentences."""
     extreme, random = check.extreme.kendall.value, check.random.kendall.value
     words = (
         f"{check.method}, compared with {len(check.table)} exact replays: rank correlation (tau) {extreme:.2f} among "
@@ -156,7 +156,7 @@ def _brief(check: Check) -> str:
 
 
 def _title(check: Check) -> str:
-    """Say the verdict in a few words, and where it is a bad one and that was measured, what is to blame for it."""
+    """Say the verdict in a few words and, if it is bad and its cause was measured, the cause."""
     if check.ceiling is None or check.verdict in (Verdict.GOOD, Verdict.COARSE):
         return TITLES[check.verdict]
     if check.ceiling.undecided:
@@ -170,7 +170,7 @@ def _title(check: Check) -> str:
 
 
 def timing(sums: Sequence[float], scores: Sequence[float], method: str) -> str:
-    """Say how far to trust when influence arose, which is SGD-IE's whatever method the scores are from.
+    """Say how far to trust the times at which influence arose, which are SGD-IE's whatever the method of the scores.
 
     >>> timing([1.0, 2.0, 3.0, 4.0], [4.0, 1.0, 3.0, 2.0], "Replay")
     'SGD-IE ranks the examples otherwise than Replay does (tau -0.33), so take when influence arose as a hint.'
@@ -194,7 +194,7 @@ def measures(check: Check) -> list[tuple[str, str, str]]:
         ("Kendall's tau", str(extreme.kendall), str(random.kendall)),
         ("Spearman's rho", str(extreme.spearman), str(random.spearman)),
     ]
-    if not math.isnan(check.spread["extreme"]):  # scores in another unit than the loss have no error in it
+    if not math.isnan(check.spread["extreme"]):  # scores in another unit than the loss have no RMSE
         rows.append(("typical error (RMSE)", str(extreme.rmse), str(random.rmse)))
         rows.append(("spread of the true changes", f"{check.spread['extreme']:.2g}", f"{check.spread['random']:.2g}"))
     shared = [percent for percent in extreme.jaccard if percent in random.jaccard]

@@ -1,4 +1,4 @@
-"""What became of the weights' average after each step, as a shard has it; only where an average was recorded."""
+"""How the average of the weights was updated after each step, as stored in a shard; only if one was recorded."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch import Tensor
 from leaveout.optim.averaging import Update
 
 UPDATES = "step/average"
-"""With a row for each step."""
+"""One row per step."""
 
 
 def written(steps: list[Update | None]) -> dict[str, Tensor]:
-    """The tensor of a shard's steps; none where no average was recorded."""
+    """Return the tensor for a shard's steps; none if no average was recorded."""
     if all(step is None for step in steps):
         return {}
     return {UPDATES: torch.tensor([step or Update() for step in steps], dtype=torch.float64)}
 
 
 def read(shard: dict[str, Tensor], offset: int) -> Update | None:
-    """One step's update."""
+    """Read one step's update."""
     return Update(*shard[UPDATES][offset].tolist()) if UPDATES in shard else None
 
 
 def is_sound(shard: dict[str, Tensor], steps: int) -> bool:
-    """Say whether the updates belong to so many steps."""
+    """Say whether the updates are valid for this number of steps."""
     updates = shard.get(UPDATES)
     if updates is None:
         return True

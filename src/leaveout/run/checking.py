@@ -1,4 +1,4 @@
-"""Whether the files of a run directory are as they were written."""
+"""Checks that the files of a run directory are as they were written."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from leaveout.run.remote import local
 
 
 def check_run(path: str | Path) -> list[str]:
-    """Read every byte of a run directory and list what is wrong with it, one sentence each; nothing if all is well.
+    """Read every byte of a run directory and list its problems, one sentence each; the list is empty if there are none.
 
-    A run that was cut short is well; files that were not written by a recorder are named. One that is being recorded is
-    well too: its newest shard is there a moment before the manifest names it.
+    A run that was cut short is not a problem; files that no recorder wrote are named. A run that is being recorded is
+    not a problem either: its newest shard exists a moment before the manifest names it.
     """
     path = local(path)
     try:
         run = Run(path, read_manifest(path))
         damage, strangers = run.damage(), _strangers(run)
         if strangers:
-            # If there is no writer now, the manifest names all that one has written.
+            # If there is no writer now, the manifest names everything that was written.
             strangers = [] if has_writer(path) else _strangers(Run(path, read_manifest(path)))
     except RunError as error:
         return [str(error)]

@@ -1,4 +1,4 @@
-"""What a recording says when it cannot go on."""
+"""The errors of a recording that cannot continue."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from leaveout.run.manifest import MANIFEST
 
 
 def check_on_full(on_full: str) -> None:
-    """Refuse a word for what happens when the disk is full that means nothing."""
+    """Refuse an unknown value of ``on_full``, which says what happens when the disk is full."""
     if on_full not in ("stop", "continue"):
         raise InputError(f"on_full={on_full!r} is unknown: use 'stop' or 'continue'.", code="on-full-unknown")
 
 
 def finished(path: Path) -> RunError:
-    """The run that is resumed is at its end."""
+    """Return the error for resuming a run that is already finished."""
     return RunError(f"The run in {path} is finished: record further steps into another directory.", code="run-finished")
 
 
 def batch_missing(where: str) -> RunError:
-    """A step was taken of which no batch is known."""
+    """Return the error for a step whose batch is unknown."""
     return RunError(
         f"{where}, it is not known which batch this is: draw batches from recorder.watch(loader), or call "
         "recorder.step(ids) before each optimizer.step().",
@@ -29,7 +29,7 @@ def batch_missing(where: str) -> RunError:
 
 
 def nothing_recorded() -> RunError:
-    """The loop took no step."""
+    """Return the error for a loop that took no step."""
     return RunError(
         "Nothing was recorded: optimizer.step() was never called between Recorder() and finish().",
         code="nothing-recorded",
@@ -37,7 +37,7 @@ def nothing_recorded() -> RunError:
 
 
 def cut_short(step: int) -> RunError:
-    """The run ended by an error."""
+    """Return the error for a run that ended early."""
     return RunError(
         f"The run was cut short after step {step}: continue it with resume=True, record it again, or use "
         "open_run(path, partial=True) for the steps that are there.",
@@ -46,7 +46,7 @@ def cut_short(step: int) -> RunError:
 
 
 def last_state_lost(step: int) -> RunError:
-    """The weights after the last step were overwritten before they were kept."""
+    """Return the error for weights that were overwritten after the last step and before they were kept."""
     return RunError(
         f"The parameters were changed after step {step} and before finish(), so that the state it led to is gone: call "
         "finish() before other weights are put into the model, or record with keep='all'. "
@@ -56,7 +56,7 @@ def last_state_lost(step: int) -> RunError:
 
 
 def parameters_changed(where: str, before: int) -> UnsupportedError:
-    """Something wrote to the parameters between two steps."""
+    """Return the error for parameters that were written to between two steps."""
     return UnsupportedError(
         f"{where}, the parameters are not those that step {before} left: something other than optimizer.step() wrote "
         "to them (weights loaded, clamped, averaged or reset), which cannot be replayed. Leave them alone between "
@@ -66,7 +66,7 @@ def parameters_changed(where: str, before: int) -> UnsupportedError:
 
 
 def average_late(step: int) -> UnsupportedError:
-    """The average was updated after the step that it belongs to was written."""
+    """Return the error for an average that was updated after its step had been written."""
     return UnsupportedError(
         f"The averaged model was updated after step {step} had been written by flush(): update it before flush().",
         code="average-updated-late",
@@ -74,7 +74,7 @@ def average_late(step: int) -> UnsupportedError:
 
 
 def buffers_apart(name: str) -> UnsupportedError:
-    """Each of several processes moves a buffer by its own batches."""
+    """Return the error for a buffer that each of several processes updates from its own batches."""
     return UnsupportedError(
         f"The buffer {name!r} moves in training, in each of several processes by its own batches: a process has no "
         "statistics of the others' examples, and evaluates with those of the first. Put BatchNorm into evaluation "
@@ -84,7 +84,7 @@ def buffers_apart(name: str) -> UnsupportedError:
 
 
 def not_finite(step: int, name: str, ids: list[int], bad: list[int]) -> RunError:
-    """A step made a parameter NaN or infinite; ``bad`` are examples of its batch that are so themselves."""
+    """Return the error for a step that made a parameter NaN or infinite; ``bad`` are the examples that are so too."""
     blame = (
         f"example {bad[0]} of its batch holds NaN or infinite values; repair or leave out that example"
         if bad
@@ -97,7 +97,7 @@ def not_finite(step: int, name: str, ids: list[int], bad: list[int]) -> RunError
 
 
 def disk_full(path: Path, error: OSError) -> str:
-    """The disk takes no more: what is there, and how to go on."""
+    """Return the message for a full disk: what has been written, and how to continue."""
     begun = (path / MANIFEST).exists()
     there = "open_run(path, partial=True) reads what is on disk" if begun else "nothing is on disk yet"
     return (
@@ -106,19 +106,19 @@ def disk_full(path: Path, error: OSError) -> str:
 
 
 def not_an_epoch(epoch: object) -> InputError:
-    """Refuse an epoch that does not count."""
+    """Return the error for an epoch that is not a whole number from 0 on."""
     return InputError(
         f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.", code="epoch-not-a-count"
     )
 
 
 def already_recording() -> RunError:
-    """Two recorders for one optimizer."""
+    """Return the error for a second recorder on the same optimizer."""
     return RunError(
         "This optimizer is being recorded already: call finish() on its recorder first.", code="already-recording"
     )
 
 
 def stopped(message: str) -> RunError:
-    """The disk takes no more, and the training is to stop then."""
+    """Return the error for a full disk, if the training is to stop then."""
     return RunError(f"{message}, or train on without recording by on_full='continue'.", code="disk-full")

@@ -1,7 +1,7 @@
-"""Looks at the first forward pass of a training: can what it computes be transformed, as all scoring needs?
+"""Checks the first forward pass of a training: can ``torch.func`` transform it, as all scoring requires?
 
-Only a model with an ``autograd.Function`` of its own is tried, once, on a copy in evaluation mode and before anything
-is written. The training goes on as it would have: nothing of the model, the random generators or the inputs changes.
+Only a model with a custom ``autograd.Function`` is tried, once, on a copy in evaluation mode and before anything is
+written. The training is unaffected: the model, the random generators and the inputs do not change.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from leaveout.task.forward import Called, bare
 
 
 class FirstPass:
-    """A forward hook that looks at the first pass with gradients, and then goes; copies of it do nothing.
+    """A forward hook that checks the first pass with gradients and then removes itself; copies of it do nothing.
 
     Args:
-        model: what the loop calls; None for none.
+        model: what the loop calls; None for no hook.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -35,7 +35,7 @@ class FirstPass:
             self._remove = model.register_forward_hook(self, with_kwargs=True).remove
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        """See whether these outputs were computed by functions of the model's own, and whether those can be used."""
+        """Check, if custom autograd functions computed these outputs, that ``torch.func`` can transform the model."""
         if self._remove is None or not torch.is_grad_enabled():
             return
         self.release()
@@ -43,7 +43,7 @@ class FirstPass:
             check_transformed(bare(model), args, kwargs, names)
 
     def release(self) -> None:
-        """Let go of the model."""
+        """Remove the hook from the model."""
         if self._remove is not None:
             self._remove()
         self._remove = None
@@ -53,7 +53,7 @@ class FirstPass:
 
 
 def own_functions(outputs: Any) -> list[str]:
-    """Return the names of the autograd functions that outputs were computed by, except PyTorch's own."""
+    """Return the names of the autograd functions that computed the outputs, except PyTorch's own."""
     ahead = [tensor.grad_fn for tensor in tensors_of(outputs)]
     seen, found = set(ahead), set[str]()
     while ahead:
@@ -70,7 +70,7 @@ def own_functions(outputs: Any) -> list[str]:
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
-    """Return the tensors in what a model gave, in tuples, lists and dicts.
+    """Return the tensors in a model's output, which may nest tuples, lists and dicts.
 
     >>> len(tensors_of({"loss": torch.ones(()), "more": (torch.ones(2), None)}))
     2
@@ -82,12 +82,12 @@ def tensors_of(outputs: Any) -> list[Tensor]:
 
 
 def check_transformed(model: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]) -> None:
-    """Refuse a model with these functions of its own if ``torch.func`` cannot take its gradient."""
+    """Refuse a model with these custom functions if ``torch.func`` cannot take its gradient."""
     devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}
     before = random_state(*devices)
     try:
         twin = copy.deepcopy(model)
-    except Exception:  # noqa: BLE001 - a module may refuse in its own way; then the task tells
+    except Exception:  # noqa: BLE001 - a module may refuse to be copied with any error; then the task reports it
         return
     given, named = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
 

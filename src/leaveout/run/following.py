@@ -1,8 +1,8 @@
-"""States that are kept as the gradient that led to them: s_{i+1} = O(s_i, g_i), the same bits for a third of the room.
+"""States stored as the gradient that led to them: s_{i+1} = O(s_i, g_i), the same bits for a third of the disk space.
 
-A state of AdamW is three tensors for each parameter, and the step to the next one is a function of one: the gradient
-that the optimizer was given, clipped and averaged as it was. So most states of such a run are on disk as that gradient,
-and every ``EVERY``-th as it is. Going from the one to the other takes elementwise work only, no forward pass.
+A state of AdamW is three tensors per parameter, and the step to the next state is a function of one more: the gradient
+that the optimizer was given, after clipping and averaging. So most states of such a run are stored as that gradient,
+and every ``EVERY``-th state is stored whole. Getting from one to the next is elementwise work, with no forward pass.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from leaveout._util.trees import PARAM, Params, State, memories, nbytes
 from leaveout.optim import AVERAGE, Hyper, Rule
 
 EVERY = 8
-"""How many states there are for each that is kept whole; a backward sweep holds as many at a time."""
+"""One state in this many is stored whole; a backward sweep holds this many at a time."""
 
 PROVEN = 2
-"""How many steps are computed again while recording, before states are kept as gradients."""
+"""How many steps are recomputed as a test while recording, before states are stored as gradients."""
 
 _VERSION = attrgetter("_version")
 
 
 class Used(NamedTuple):
-    """What a step was given: each parameter's gradient, and the new values of buffers that training moves.
+    """What a step was given: each parameter's gradient, and the new values of buffers that training changes.
 
-    The gradients are the loop's own tensors, not copies. Most loops let go of them before the next backward pass;
+    The gradients are the loop's own tensors, not copies. Most loops drop them before the next backward pass;
     ``intact`` says whether this one did.
     """
 
@@ -39,31 +39,31 @@ class Used(NamedTuple):
     versions: tuple[int, ...]
 
     def intact(self) -> bool:
-        """Say whether nobody can have written to the gradients: they are as they were, and no parameter has them.
+        """Say whether nothing can have written to the gradients: they are unchanged, and no parameter still holds them.
 
-        Who zeroes them in place may do so behind the count of changes, by ``.data``, so that having them is enough.
+        A gradient still held by a parameter may be zeroed through ``.data``, which the version counter does not see.
         """
         now = [param.grad for param in self.params]
         held = memories(list(self.gradients.values()))
         return self.unchanged() and held.isdisjoint(memories([grad for grad in now if grad is not None]))
 
     def unchanged(self) -> bool:
-        """Say whether nobody wrote to the gradients in a way that is counted."""
+        """Say whether the version counters of the gradients are unchanged."""
         return self.versions == _versions(self.gradients)
 
     def copied(self) -> Used:
-        """Return the same as copies, which stay as they are."""
+        """Return the same with copies of the gradients, which nothing else can change."""
         copies = {name: tensor.clone() for name, tensor in self.gradients.items()}
         return self._replace(gradients=copies, versions=_versions(copies))
 
     @property
     def tensors(self) -> Params:
-        """Everything that is written of it, by name."""
+        """All tensors that are written, by name."""
         return {**self.gradients, **self.moved}
 
 
 def used(params: Mapping[str, Tensor], moved: Callable[[], Params], *, alike: bool = True) -> Used | None:
-    """Return what the step just taken was given; None where it did not move all parameters ``alike``."""
+    """Return what the step just taken was given; None if it did not move all parameters ``alike``."""
     if not alike:
         return None
     gradients: Params = {}
@@ -76,7 +76,7 @@ def used(params: Mapping[str, Tensor], moved: Callable[[], Params], *, alike: bo
 
 
 def size_of(kept: State | Used) -> int:
-    """Count the bytes of what is kept of a state."""
+    """Count the bytes of a state as it is stored."""
     return nbytes({PARAM: kept.tensors} if isinstance(kept, Used) else kept)
 
 
@@ -85,31 +85,31 @@ def _versions(tensors: Params) -> tuple[int, ...]:
 
 
 def saves_room(rule: Rule) -> bool:
-    """Say whether gradients take less room than states, and lead from one to the next by elementwise work."""
+    """Say whether gradients take less space than states, and lead from one to the next by elementwise work."""
     return rule.definition.stacking == "elementwise" and len(rule.slots) > 1 and AVERAGE not in rule.slots
 
 
 def disk_bytes(rule: Rule, state: State, steps: int) -> int:
-    """Predict the bytes of all states of a run."""
+    """Predict the size in bytes of all states of a run."""
     whole, given = nbytes(state), nbytes({PARAM: state[PARAM]})
     return (steps + 1) * whole if not saves_room(rule) else steps * given + (steps // EVERY + 1) * (whole - given)
 
 
 def follows(rule: Rule, before: State, given: Used, hypers: list[Hyper], after: State) -> bool:
-    """Say whether a step computed again ends at the recorded state, bit for bit."""
+    """Say whether a recomputed step gives the recorded state, bit for bit."""
     again = stepped(rule, before, {name: tensor.cpu() for name, tensor in given.tensors.items()}, hypers)
     return all(torch.equal(again[slot][name], tensor) for slot in after for name, tensor in after[slot].items())
 
 
 @torch.no_grad()
 def stepped(rule: Rule, state: State, given: Params, hypers: list[Hyper]) -> State:
-    """O(s, g): the state after a step, from what it was given."""
+    """Compute O(s, g): the state after a step, from what it was given."""
     buffers = tuple(name for name in given if name not in rule.groups)
     return rule.following(None, buffers).again(state, given, hypers)
 
 
 class Choice:
-    """Chooses which states are kept whole while a run is recorded."""
+    """Chooses which states are stored whole while a run is recorded."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
@@ -121,7 +121,7 @@ class Choice:
         self._sizes: dict[bool, int] = {}
 
     def size(self, kept: State | Used) -> int:
-        """Count the bytes of what is kept of a state, which are the same each time."""
+        """Count the bytes of a state as it is stored, which are the same each time."""
         short = isinstance(kept, Used)
         if short not in self._sizes:
             self._sizes[short] = size_of(kept)
@@ -130,7 +130,7 @@ class Choice:
     def kept(
         self, index: int, given: Callable[[], Used | None], hypers: list[Hyper], state: Callable[[], State]
     ) -> State | Used:
-        """Return what is kept of the state before step ``index``: the state itself, or what the last step was given."""
+        """Return what to store of the state before step ``index``: the state itself, or what the last step got."""
         follows_kept, self._kept = self._kept == index - 1, index
         near = self._allowed and follows_kept and index - self._whole < EVERY
         step = given() if near else None
@@ -141,7 +141,7 @@ class Choice:
         return step.copied() if self._in_place else step
 
     def written_to(self) -> None:
-        """Note that this loop writes to its gradients in place: they are copied from the next whole state on."""
+        """Note that this loop writes to its gradients in place: from the next whole state on, they are copied."""
         self._in_place, self._kept = True, -1
 
     def _noted(self, index: int, state: State) -> State:
@@ -151,7 +151,7 @@ class Choice:
         return state
 
     def _tried(self, index: int, given: Used, hypers: list[Hyper], state: State) -> State:
-        """Take the step once more: only what follows to the last bit may be left out from then on."""
+        """Recompute the step: states may be stored as gradients only if the result agrees to the last bit."""
         if self._last is not None and self._last[0] == index - 1:
             self._allowed = follows(self._rule, self._last[1], given, hypers, state)
             self._proven += 1
@@ -162,12 +162,12 @@ class Choice:
 
 
 class Following:
-    """States that follow from those before them; the last ones are remembered, as they are asked for in order.
+    """States computed from earlier ones; the latest ones are cached, because they are requested in order.
 
     Args:
         step: takes the state before step i to the one after it.
-        whole: the last state up to a given one that is on disk as it is, by its number.
-        read: reads it.
+        whole: returns the index of the last state, up to a given one, that is stored whole.
+        read: reads a whole state.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Following:
         self._asked = -1
 
     def state(self, index: int) -> State:
-        """Return a state that its caller may do with as it likes."""
+        """Return a state that the caller may modify."""
         backward, self._asked = index < self._asked, index
         if index not in self._states:
             known = self._states.get(index - 1)

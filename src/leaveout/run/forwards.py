@@ -1,7 +1,7 @@
-"""What is noted of a model's forward passes in training: modes, and the random generators before them.
+"""What is recorded about a model's forward passes in training: modes, and the random generators before them.
 
-A pass that draws random numbers (dropout) can be taken again exactly from the generators' state before it. The state is
-kept only where the pass has changed it.
+A pass that draws random numbers (dropout) can be repeated exactly from the generators' states before it. The states
+are kept only if the pass changed them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Pass:
         place: how many batches had been drawn since the last step.
         random: the generators' states before it.
         training: the modules in training mode, by name.
-        autocast: the type that operations were cast to (``torch.autocast``); None without.
-        drew: whether it changed them.
+        autocast: the dtype that operations were cast to (``torch.autocast``); None without autocast.
+        drew: whether the pass changed the generators.
     """
 
     place: int
@@ -41,13 +41,13 @@ class Pass:
 
 
 class Forwards:
-    """The forward passes since the last step, through hooks of the model; passes without gradients are not counted.
+    """The forward passes since the last step, seen through hooks on the model; passes without gradients do not count.
 
     Args:
-        model: what is trained.
-        drawn: says how many batches were drawn since the last step.
+        model: the model that is trained.
+        drawn: returns how many batches were drawn since the last step.
         first: called before the first pass since the last step.
-        again: called before each further one.
+        again: called before each later pass.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Forwards:
         self._inner = [part.register_forward_pre_hook(_Hook(self, "_inside")) for part in parts]
 
     def state(self) -> RandomState:
-        """The generators' states now."""
+        """Return the generators' current states."""
         return random_state(*self._devices)
 
     def training(self) -> tuple[str, ...]:
-        """The modules that are in training mode, by name; looked up anew where one has changed."""
+        """Return the names of the modules in training mode; computed again only if a mode changed."""
         modes = list(map(_TRAINING, self._modules))
         if modes != self._modes:
             self._modes, self._training = modes, tuple(name for name, module in self._named if module.training)
@@ -94,7 +94,7 @@ class Forwards:
             self.passes.append(Pass(self._drawn(), self.state(), self.training(), self._within or self._autocast()))
 
     def _inside(self) -> None:
-        """Note the type of a cast that begins inside the model; once is enough."""
+        """Note the dtype if autocasting begins inside the model; once is enough."""
         if torch.is_grad_enabled() and self.passes and self._inner:
             self._within = self.passes[-1].autocast = self._autocast()
 
@@ -106,9 +106,9 @@ class Forwards:
                 self._inner.pop().remove()
 
     def of_batches(self, count: int) -> list[list[Pass]]:
-        """The passes of each of the batches that were drawn since the last step.
+        """Return the passes of each of the batches drawn since the last step.
 
-        Where each was drawn before its own pass, the number of batches drawn by then tells whose it is; where all were
+        If each batch was drawn just before its pass, the number of batches drawn by then identifies it; if all were
         drawn first, or are named only now, passes and batches come in the same order.
         """
         if count == 1:
@@ -119,18 +119,18 @@ class Forwards:
         return own
 
     def clear(self) -> None:
-        """Begin anew, after a step."""
+        """Start over after a step."""
         self.passes = []
 
     def release(self) -> None:
-        """Let go of the model."""
+        """Remove all hooks from the model."""
         for hook in (*self._hooks, *self._inner):
             hook.remove()
         self._hooks = self._inner = []
 
 
 def random_of(passes: Sequence[Pass]) -> RandomState | None:
-    """The generators' states before a batch's first pass; None where none of its passes drew.
+    """Return the generators' states before a batch's first pass; None if none of its passes drew random numbers.
 
     >>> random_of([Pass(1, {}, ())]) is None
     True
@@ -139,7 +139,7 @@ def random_of(passes: Sequence[Pass]) -> RandomState | None:
 
 
 class _Hook:
-    """A hook that a model can be copied and saved with: its copies do nothing."""
+    """A hook that does not hinder copying or saving the model: its copies do nothing."""
 
     def __init__(self, forwards: Forwards | None = None, method: str = "") -> None:
         self._forwards = (lambda: None) if forwards is None else weakref.ref(forwards)

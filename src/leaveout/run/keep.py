@@ -1,4 +1,4 @@
-"""Which states of a run go to disk."""
+"""Which states of a run are written to disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from leaveout.errors import InputError
 
 
 class Keep:
-    """Which states are worth their room on disk.
+    """Decides which states are worth their disk space.
 
     >>> keep = Keep("auto", budget=3)
     >>> [i for i in range(1, 60) if keep.wants(i) and keep.note(i, 1) is None]
@@ -29,7 +29,7 @@ class Keep:
         return self._keep == "all" or index >= self._next
 
     def note(self, index: int, size: int) -> None:
-        """The state was kept, and took this much room."""
+        """Note that the state was kept, and how much space it took."""
         self._used += size
-        # Gaps of 2√i make √N of N.
+        # Gaps of 2√i keep about √N of N states.
         self._next = index + 1 if self._used < self._budget else index + max(1, round(2 * index**0.5))

@@ -1,7 +1,7 @@
-"""Batches that a run keeps itself, because the data set does not give the same thing twice: augmentation, masking.
+"""Batches stored with the run, because the data set does not give the same batch twice: augmentation, masking.
 
-A batch is a nest of tensors. Its structure is in the manifest, once; its tensors are in the shard of their step, each
-as the bytes that zlib makes of it, with its type and shape beside them.
+A batch is a nested structure of tensors. The structure is in the manifest, once; the tensors are in the shard of their
+step, each as zlib-compressed bytes, with its dtype and shape beside them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-"""By the number that is written; never change their order."""
+"""The position of a dtype here is what is written; never change the order."""
 
 MOST_BYTES = 1 << 36
 """The largest tensor that is read."""
 
 
 def key(step: int, part: int) -> str:
-    """What the names of a micro-batch's tensors begin with."""
+    """Return the prefix of the names of a micro-batch's tensors."""
     return f"batch/{step}/{part}/"
 
 
 def structure(batch: Batch) -> Any:
-    """Return the nest with a number in place of each tensor, of lists and dictionaries alone.
+    """Return the nested structure with a number in place of each tensor, as plain lists and dictionaries.
 
     >>> structure({"x": torch.zeros(2), "y": (torch.zeros(2),)})
     {'dict': {'x': 0, 'y': {'tuple': [1]}}}
@@ -85,7 +85,7 @@ def packed(batch: Batch, start: str) -> dict[str, Tensor]:
 
 
 def unpacked(tensors: dict[str, Tensor], start: str, nest: Any) -> Batch:
-    """Return a batch from what was written of it."""
+    """Return a batch from its written tensors."""
     count = sum(name.endswith("/shape") for name in tensors)
     return rebuilt(nest, [_tensor(tensors[f"{start}{i}"], tensors[f"{start}{i}/shape"]) for i in range(count)])
 
@@ -105,7 +105,7 @@ def _tensor(bytes_: Tensor, shape: Tensor) -> Tensor:
 
 
 def gives_something_else(dataset: Dataset, ids: Tensor, batch: Batch, collate: Callable | None) -> bool:
-    """Say whether a data set gives another batch for the same numbers; no random generator is moved by asking."""
+    """Say whether a data set gives a different batch for the same ids; no random generator is advanced."""
     collate = None if collate is default_collate else collate
     with _undisturbed():
         try:
@@ -116,13 +116,13 @@ def gives_something_else(dataset: Dataset, ids: Tensor, batch: Batch, collate: C
 
 
 def is_random(dataset: Dataset, collate: Callable | None, count: int = 16) -> bool:
-    """Say whether a data set gives its first examples differently each time; no random generator is moved by asking.
+    """Say whether a data set gives its first examples differently each time; no random generator is advanced.
 
     >>> is_random(torch.utils.data.TensorDataset(torch.zeros(3)), default_collate)
     False
     """
     ids = torch.arange(min(count, batches.size(dataset)))
-    collate = None if collate is default_collate else copy.copy(collate)  # some have a generator of their own
+    collate = None if collate is default_collate else copy.copy(collate)  # some have their own generator
     with _undisturbed():
         try:
             first = batches.read(dataset, ids.tolist(), collate)
@@ -143,14 +143,14 @@ def _undisturbed() -> Iterator[None]:
 
 
 class BatchBudget:
-    """How much room the kept batches take, from how well the first one could be compressed."""
+    """How much disk space the kept batches take, estimated from how well the first one compresses."""
 
     def __init__(self, budget: int) -> None:
         self._budget, self._used = budget, 0
         self._ratio: float | None = None
 
     def take(self, batch: Batch, step: int) -> int:
-        """Count one more batch, and return its size; refuse it where the budget does not hold it."""
+        """Count one more batch and return its size; refuse it if it exceeds the budget."""
         size = sum(leaf.numel() * leaf.element_size() for leaf in batches.leaves(batch))
         if self._ratio is None:
             small = sum(tensor.numel() for tensor in packed(batch, "").values())

@@ -17,13 +17,13 @@ from leaveout.run.following import Used
 from leaveout.run.manifest import AGAIN, Manifest
 
 KEPT = "kept"
-"""The numbers of the states that a shard has."""
+"""The indices of the states that a shard holds."""
 
 WHOLE = "whole"
-"""The numbers of those that it has as they are; absent where these are all."""
+"""The indices of the states that it stores whole; absent if all are whole."""
 
 GIVEN = "given/"
-"""What steps were given, with a row for each of the other states."""
+"""What the optimizer was given at a step; one row for each state that is not stored whole."""
 
 
 def written(states: Mapping[int, State | Used]) -> dict[str, Tensor | Rows]:
@@ -39,12 +39,12 @@ def written(states: Mapping[int, State | Used]) -> dict[str, Tensor | Rows]:
 
 
 def flatten(state: State) -> dict[str, Tensor]:
-    """Return a state's tensors by the names that they have in a file."""
+    """Return a state's tensors by their names in a file."""
     return {f"state/{slot}/{name}": tensor for slot, params in state.items() for name, tensor in params.items()}
 
 
 def whole(shard: Mapping[str, Tensor]) -> Tensor:
-    """Return the numbers of the states that a shard has as they are."""
+    """Return the indices of the states that a shard stores whole."""
     return shard.get(WHOLE, shard[KEPT])
 
 
@@ -61,31 +61,31 @@ class StateTensors:
 
     @property
     def given(self) -> set[str]:
-        """The names of the tensors of what a step was given."""
+        """The names of the tensors that hold what a step was given."""
         return {f"{GIVEN}{name}" for name in self._names(PARAM)}
 
     def unflatten(self, tensors: Mapping[str, Tensor], place: int | None = None) -> State:
-        """Return one state as copies, which stay as they are whatever becomes of the file."""
+        """Return one state as copies, which do not depend on the file any more."""
         return {
             slot: {name: _row(tensors[f"state/{slot}/{name}"], place) for name in self._names(slot)}
             for slot in self._manifest.rule.slots
         }
 
     def given_at(self, shard: Mapping[str, Tensor], index: int) -> Params:
-        """Return what the step was given that led to the state before step ``index``, as copies."""
+        """Return copies of what was given to the step that led to the state before step ``index``."""
         others = [number for number in shard[KEPT].tolist() if number not in set(shard[WHOLE].tolist())]
         place = others.index(index)
         return {name: shard[f"{GIVEN}{name}"][place].clone() for name in self._names(PARAM)}
 
     def check(self, file: Path, tensors: Mapping[str, Tensor], count: int) -> None:
-        """Refuse tensors that are not so many states of this run."""
+        """Refuse tensors that are not ``count`` states of this run."""
         for slot in self._manifest.rule.slots:
             for name in self._names(slot):
                 shape = self._manifest.rule.shape(slot, self._manifest.shapes.get(name, ()))
                 self._check_one(file, tensors[f"state/{slot}/{name}"], slot, name, [count, *shape])
 
     def check_given(self, file: Path, shard: Mapping[str, Tensor]) -> None:
-        """Refuse gradients that do not lead to the states of a shard that it does not have whole."""
+        """Refuse gradients that do not match the states that a shard does not store whole."""
         kept, as_they_are = shard[KEPT].tolist(), shard[WHOLE]
         sound = as_they_are.dtype == torch.int64 and as_they_are.ndim == 1
         listed: Sequence[int] = as_they_are.tolist() if sound else [-1]
@@ -97,7 +97,7 @@ class StateTensors:
             self._check_one(file, shard[f"{GIVEN}{name}"], "gradient", name, shape)
 
     def _names(self, slot: str) -> list[str]:
-        """What a slot holds: the trained parameters; beside them, the model's moving buffers."""
+        """Return the names in a slot: the trained parameters and, in some slots, the model's moving buffers."""
         made = self._manifest
         moving = made.buffers if slot == PARAM else made.averaged if slot == AVERAGE else ()
         return [*made.rule.groups, *moving]

@@ -1,8 +1,8 @@
-"""The state after the last step, whatever becomes of the model between steps and before the recording is finished.
+"""The state after the last step, whatever happens to the model between steps and before the recording is finished.
 
-Copying it after every step would cost as much as keeping all states. Instead three things are looked at, none of which
-costs: the state was kept anyway; ``load_state_dict`` says when it is about to write, and then there is time for a copy;
-and every tensor counts the changes made to it.
+Copying it after every step would cost as much as keeping all states. Three cheap facts are used instead: the state may
+have been kept anyway; a hook runs before ``load_state_dict`` writes, when there is still time for a copy; and every
+tensor counts the in-place changes made to it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _VERSION = attrgetter("_version")
 
 
 class LastState:
-    """Knows whether parameters are still as the last step left them, and what they were where they are not.
+    """Knows whether the parameters are still as the last step left them, and if not, what they were.
 
     Args:
-        model: what is trained.
-        optimizer: what trains it.
+        model: the model that is trained.
+        optimizer: its optimizer.
         params: the parameters that are trained.
-        copied: makes a copy of the state.
+        copied: returns a copy of the state.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class LastState:
         self._hooks += [module.register_load_state_dict_pre_hook(hook) for module in model.modules()]
 
     def total(self) -> tuple[Tensor, list[Piece]]:
-        """The parameters' norm, or the sum of their norms: finite only if all are, rarely the same after a change.
+        """Return the sum of the parameters' norms: finite only if all are, and rarely the same after a change.
 
-        Of small parameters it is taken of copies in few pieces, which are returned as well.
+        For small parameters the norms are those of flat copies of several parameters, which are returned as well.
         """
         with torch.no_grad():
             pieces = [joined(part) for part in self._parts]
@@ -58,32 +58,32 @@ class LastState:
             return torch.stack(torch._foreach_norm(of)).sum(), pieces
 
     def note(self, total: Tensor, state: State | None) -> None:
-        """A step was taken; ``state`` is a copy of what it led to, if there is one."""
+        """Note that a step was taken; ``state`` is a copy of the state after it, if there is one."""
         self._versions = self._counted()
         self._total, self._state = total, state
 
     def keep_copy(self) -> None:
-        """Something is about to write: copies the state, unless there is a copy or it is too late."""
+        """Copy the state before something writes to it, unless there is a copy already or it is too late."""
         if self._versions is not None and self._state is None and self._counted() == self._versions:
             self._state = self._copied()
 
     def changed(self) -> bool:
-        """Say whether the parameters were written to since the last step, and are not as they were."""
+        """Say whether the parameters were written to since the last step and now have different values."""
         return self._versions not in (None, self._counted()) and not torch.equal(self.total()[0], self._total)
 
     def final(self) -> State | None:
-        """The state after the last step; None where it is gone."""
+        """Return the state after the last step; None if it was overwritten."""
         if self._state is not None:
             return self._state
         now, _ = self.total()
         if self._versions is None or now.device != self._total.device:
             return self._copied()
-        # The second is for those who write past the count, by param.data.
+        # The second test catches writes through param.data, which are not counted.
         gone = self.changed() or bool((now - self._total).abs() > 4 * torch.finfo(now.dtype).eps * self._total)
         return None if gone else self._copied()
 
     def release(self) -> None:
-        """Let go of model and optimizer."""
+        """Remove all hooks from the model and the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -93,7 +93,7 @@ class LastState:
 
 
 class _BeforeLoading:
-    """A hook that a model can be copied and saved with: its copies do nothing."""
+    """A hook that does not hinder copying or saving the model: its copies do nothing."""
 
     def __init__(self, last: LastState | None = None) -> None:
         self._last = (lambda: None) if last is None else weakref.ref(last)

@@ -1,4 +1,4 @@
-"""The averaged model of a training (EMA, SWA) while it is recorded: what each update of it did."""
+"""The averaged model (EMA, SWA) during recording: what each of its updates did."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from leaveout.task.forward import bare
 
 
 class LiveAverage:
-    """Follows an averaged model: ``taken`` says what its updates since the last step came to.
+    """Follows an averaged model: ``taken`` returns the combined effect of its updates since the last step.
 
     Args:
-        average: the loop's ``AveragedModel``, or the decay of an average that the loop computes in its own way:
-            ``ema ← decay·ema + (1 − decay)·θ`` after every step, from the weights before the first.
-        model: what is trained.
+        average: the loop's ``AveragedModel``, or the decay of an average that the loop computes itself:
+            ``ema ← decay·ema + (1 − decay)·θ`` after every step, starting from the weights before the first.
+        model: the model that is trained.
     """
 
     def __init__(self, average: AveragedModel | float, model: nn.Module) -> None:
@@ -39,27 +39,27 @@ class LiveAverage:
                     f"average={average!r} is not a decay: give a number from 0 to below 1.", code="average-unknown"
                 )
             self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average))
-            self._averaged.n_averaged.fill_(1)  # so that the weights before the first step count
+            self._averaged.n_averaged.fill_(1)  # so that the average includes the weights before the first step
         self._model = model
         self._tensors = dict(bare(self._averaged.module).named_parameters())
         self._buffers = {n: b for n, b in bare(self._averaged.module).named_buffers() if b.is_floating_point()}
         self._seen = self._count()
         self._names: list[str] = list(self._tensors)
-        self._update(1)  # refuses what is not a weighted mean before anything is recorded
+        self._update(1)  # refuses, before anything is recorded, an average that is not a weighted mean
 
     def follow(self, params: Iterable[str], moving: dict[str, list[int]]) -> dict[str, list[int]]:
-        """Follow these parameters and moving buffers, as far as they are averaged; return those buffers' shapes."""
+        """Follow these parameters and those moving buffers that are averaged; return the shapes of these buffers."""
         held = {name: shape for name, shape in moving.items() if name in self._buffers}
         self._names = [*params, *held]
         return held
 
     def stepped(self) -> None:
-        """A step was taken: the loop updates its average itself, unless it only gave the decay."""
+        """Update the average after a step if only the decay was given; otherwise the loop updates it."""
         if self.own:
             self._averaged.update_parameters(self._model)
 
     def taken(self, *, first: bool = False) -> Update:
-        """What the updates since the last step came to; before the ``first``, what the run starts from."""
+        """Return the combined effect of the updates since the last step; with ``first``, start counting here."""
         if first:
             self._seen = self._count()
         now, whole = self._count(), Update(models=self._seen)
@@ -74,7 +74,7 @@ class LiveAverage:
         return whole
 
     def now(self) -> Params:
-        """The average as it is."""
+        """Return a copy of the current average."""
         held = self._tensors | self._buffers
         return {name: held[name].detach().to("cpu", copy=True).contiguous() for name in self._names}
 
@@ -94,7 +94,7 @@ class LiveAverage:
         return int(self._averaged.n_averaged)
 
     def _update(self, count: int) -> Update:
-        """What the update does that finds so many models averaged: read off four numbers."""
+        """Return the effect of the update made when ``count`` models were averaged, measured on four test values."""
         if count == 0:
             return Update(0.0, 1.0, 0.0, 1.0, 1)
         old = torch.tensor([1.0, 0.0, 1.0, 3.0], dtype=torch.float64)
@@ -122,7 +122,7 @@ class LiveAverage:
 
 
 def check_resumed(before: Run, average: LiveAverage | None) -> None:
-    """Refuse to go on with a run without its average, or with one that it did not have."""
+    """Refuse to resume a run without its average, or with an average that it did not have."""
     if (AVERAGE in before.manifest.rule.slots) != (average is not None):
         raise MismatchError(
             f"The run in {before.path} was begun {'with' if average is None else 'without'} average=: go on as it was "

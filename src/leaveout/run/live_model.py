@@ -1,4 +1,4 @@
-"""Whether a model that is being trained can be recorded: its modules, and what is trained of it at a step."""
+"""Checks that a model in training can be recorded: its modules, and which parameters each step trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from leaveout.task.forward import bare
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model with modules that no record could follow, or one that is spread over devices."""
+    """Refuse a model with modules that cannot be recorded exactly, or one that is spread over several devices."""
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
             "DataParallel spreads each batch over several devices: use DistributedDataParallel, or one device.",
@@ -31,14 +31,14 @@ def check_modules(model: nn.Module) -> None:
 
 
 FEW = 1 << 15
-"""Up to how many numbers on average tensors count as small."""
+"""Tensors with at most this many elements on average count as small."""
 
 
 class Frozen:
-    """The parameters of a model that the recording has left out as frozen; looked for anew where the model changed.
+    """The parameters that were frozen when the recording began; collected again whenever the model's structure changes.
 
     Args:
-        model: what is trained.
+        model: the model that is trained.
         params: the parameters that are trained.
     """
 
@@ -65,13 +65,13 @@ class Frozen:
         self._held = list(chain.from_iterable(table.values() for table in self._tables))
 
     def _is_as_it_was(self) -> bool:
-        """Say whether every module has the parameters and modules that it had, which is quicker than a walk by name."""
+        """Say whether every module still has the same parameters and submodules; quicker than a walk by name."""
         now = list(chain.from_iterable(table.values() for table in self._tables))
         return len(now) == len(self._held) and all(map(is_, now, self._held))
 
 
 def check_gradients(where: str, params: dict[str, Tensor]) -> None:
-    """Refuse gradients that are sparse, left over from before a parameter was frozen, or not there at all."""
+    """Refuse gradients that are sparse, left over from before a parameter was frozen, or all missing."""
     missing = 0
     for name, param in params.items():
         grad = param.grad
@@ -96,9 +96,9 @@ def check_gradients(where: str, params: dict[str, Tensor]) -> None:
 
 
 def is_unmoved(where: str, params: dict[str, Tensor]) -> bool:
-    """Say that a step all of whose batches were taken back has moved nothing, as no parameter has a gradient.
+    """Say that a step whose batches were all taken back moved nothing, because no parameter has a gradient.
 
-    Where one has, that is refused.
+    If a parameter does have a gradient, the step is refused.
     """
     if any(param.grad is not None for param in params.values()):
         raise UnsupportedError(
@@ -115,7 +115,7 @@ def state_of(
 ) -> State:
     """Return a copy of parameters and optimizer state: the optimizer changes its tensors in place.
 
-    ``copied`` are copies of all parameters in few pieces, where there are some, which become part of the state.
+    ``copied`` may hold copies of all parameters in a few flat pieces; they then become part of the state.
     """
     state: State = {slot: {} for slot in rule.own_slots}
     held: list[tuple[str, str, Tensor]] = []
@@ -131,14 +131,14 @@ def state_of(
 
 
 def _copied(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Copy tensors, many small ones at once into one piece of memory."""
+    """Copy tensors, packing many small ones into one block of memory."""
     if tensors and are_small(tensors):
         return taken_apart([joined(part) for part in together(tensors)])
     return [tensor.detach().to("cpu", copy=True).contiguous() for tensor in tensors]
 
 
 def are_small(tensors: Sequence[Tensor]) -> bool:
-    """Say whether these are several tensors of one type on the processor, so small that calls take longest."""
+    """Say whether these are several CPU tensors of one dtype, so small that call overhead dominates."""
     first = tensors[0]
     alike = all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in tensors)
     small = sum(tensor.numel() for tensor in tensors) <= FEW * len(tensors)
@@ -146,7 +146,7 @@ def are_small(tensors: Sequence[Tensor]) -> bool:
 
 
 class Piece(NamedTuple):
-    """Tensors, and a copy of them in one piece of memory."""
+    """Tensors, and a copy of them in one block of memory."""
 
     tensors: list[Tensor]
     copy: Tensor
@@ -155,7 +155,7 @@ class Piece(NamedTuple):
 def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Split small tensors into parts that PyTorch copies, and takes the norm of, on one thread.
 
-    More numbers at once it would copy one tensor at a time, and wake up threads that small trainings do without.
+    PyTorch would copy larger parts one tensor at a time, and wake up threads that small trainings do not need.
 
     >>> [len(part) for part in together([torch.zeros(12_000)] * 5)]
     [2, 2, 1]
@@ -172,12 +172,12 @@ def together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def joined(tensors: list[Tensor]) -> Piece:
-    """Copy tensors into one piece of memory."""
-    if len(tensors) == 1:  # which the function below would not copy
+    """Copy tensors into one block of memory."""
+    if len(tensors) == 1:  # the function below would not copy it
         return Piece(tensors, tensors[0].detach().clone(memory_format=torch.contiguous_format).view(-1))
     return Piece(tensors, torch._utils._flatten_dense_tensors(tensors))
 
 
 def taken_apart(pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return the copies of all tensors, in their own shapes."""
+    """Return the copies of all tensors, in their original shapes."""
     return [part for one in pieces for part in torch._utils._unflatten_dense_tensors(one.copy, one.tensors)]

@@ -1,4 +1,4 @@
-"""What a run directory says of itself: what was trained and how, its shards, the checksums of all its files."""
+"""The description of a run directory: what was trained and how, its shards, the checksums of all its files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from leaveout.run.paths import CONFIG
 
 FORMAT = 4
 READABLE = (2, 3, 4)
-"""Format 2 has neither modes nor buffers nor micro-batches; 3 has all states whole."""
+"""Format 2 has no modes, buffers or micro-batches; format 3 stores all states whole."""
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 AGAIN = "the run is damaged; restore it or record it again."
 MOST_BYTES = 100_000_000
-"""The largest manifest that is read: that of a million shards, or of as many parameters."""
+"""The largest manifest that is read: enough for a million shards, or as many parameters."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard as the manifest knows it: number, steps, and checksums of its file and of its list of states."""
+    """A shard's entry in the manifest: number, steps, and checksums of its file and of its list of states."""
 
     number: int
     steps: int
@@ -34,13 +34,13 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Shards are found by number, never by a name that a manifest gives."""
+        """The file name, built from the number: a name in a manifest is never trusted."""
         return shard_name(self.number)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a run directory says of itself."""
+    """The description of a run directory."""
 
     rule: Rule
     shapes: dict[str, list[int]]
@@ -51,34 +51,34 @@ class Manifest:
     shards: tuple[Shard, ...] = ()
     finished: bool = False
     format: int = FORMAT
-    # Of the config beside the run, if there was one; not part of what tells a run from others.
+    # Of the config beside the run, if there was one; not part of what identifies a run.
     config_crc32: int | None = field(default=None, repr=False)
-    # Which modules were in training mode, a list for each combination that occurred; buffers that training moved, with
-    # their shapes. Shards say which mode each step had.
+    # Which modules were in training mode, one list per combination that occurred (shards say which one each step had);
+    # buffers that training changed, with their shapes.
     modes: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     buffers: dict[str, list[int]] = field(default_factory=dict, repr=False)
-    # How a batch is built, where batches are kept with the run.
+    # The structure of a batch, if batches are kept with the run.
     structure: Any = field(default=None, repr=False)
-    # The type that operations were cast to in forward passes, where they were.
+    # The dtype of autocast in forward passes, if it was used.
     autocast: str | None = field(default=None, repr=False)
-    # Of those buffers, the ones that the average of weights holds, where there is one.
+    # Which of those buffers are part of the average of the weights, if there is one.
     averaged: dict[str, list[int]] = field(default_factory=dict, repr=False)
     # Whether some step did not move all parameters alike.
     uneven: bool = field(default=False, repr=False)
 
     @property
     def steps(self) -> int:
-        """How many steps are on disk."""
+        """The number of steps on disk."""
         return sum(shard.steps for shard in self.shards)
 
 
 def shard_name(number: int) -> str:
-    """The file of a shard."""
+    """Return the file name of a shard."""
     return f"shard-{number:05d}.safetensors"
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """The manifest, replaced in one move."""
+    """Write the manifest, replacing an old one atomically."""
     written = asdict(manifest)
     for name in ("clip", "assigned", *([] if manifest.rule.extras else ["extras"])):  # most runs have no extras
         del written["rule"][name]
@@ -86,7 +86,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a run directory, compared with its checksum."""
+    """Read the manifest of a run directory and compare it with its checksum."""
     file = path / MANIFEST
     try:
         if not file.exists():
@@ -117,7 +117,7 @@ def cut_short(path: Path) -> bool:
 
 
 def _manifest(raw: dict[str, Any]) -> Manifest:
-    """The manifest, if every part of it is of its kind: it may come from a stranger."""
+    """Build the manifest, checking the type of every part: it may come from an untrusted source."""
     given = raw["rule"]
     rule = Rule(given["kind"], dict(given["groups"]), tuple(given["slots"]), tuple(given.get("extras", ())))
     shards = tuple(Shard(**shard) for shard in raw["shards"])
@@ -148,7 +148,7 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
 
 
 def check_config(path: Path) -> None:
-    """Refuse a config that is not the one that the run was made with; runs without one are well."""
+    """Refuse a config that is not the one the run was made with; runs without a config are accepted."""
     file, expected = path / CONFIG, read_manifest(path).config_crc32
     try:
         if expected is not None and file.exists() and checksum(plain(file)) != expected:

@@ -1,6 +1,7 @@
-"""The micro-batches of steps as a shard has them: lengths, denominators, random states, modes; only where needed.
+"""The micro-batches of steps as stored in a shard: lengths, denominators, random states, modes; only where needed.
 
-A step on one batch whose forward pass drew nothing needs none of it, and a shard of such steps has no tensor for it.
+A step on one batch whose forward pass drew no random numbers needs none of them; a shard of such steps has no tensors
+for them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DENOMINATORS = "step/denominators"
 STATES = "step/random"
 RANDOM = "step/random/"
 AFTER = "step/after/"
-"""With a row for each kept state."""
+"""One row per kept state."""
 
 
 class Micro(NamedTuple):
@@ -32,8 +33,8 @@ class Micro(NamedTuple):
 
     Attributes:
         length: how many examples it has.
-        random: the generators' states before its forward pass; None where that drew nothing.
-        denominator: what its loss was divided by, where the loop said so.
+        random: the generators' states before its forward pass; None if the pass drew no random numbers.
+        denominator: what its loss was divided by, if the loop gave it.
     """
 
     length: int
@@ -42,12 +43,12 @@ class Micro(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Say whether there is nothing to say of it but its length."""
+        """Say whether the length alone describes it."""
         return self.random is None and self.denominator is None
 
 
 def written(steps: Sequence[tuple[Micro, ...]]) -> dict[str, Tensor | Rows]:
-    """The tensors of a shard's steps; none where every step has one plain micro-batch.
+    """Return the tensors for a shard's steps; none if every step has one plain micro-batch.
 
     >>> written([(Micro(2),)])
     {}
@@ -71,7 +72,7 @@ def written(steps: Sequence[tuple[Micro, ...]]) -> dict[str, Tensor | Rows]:
 
 
 def micro_of(shard: dict[str, Tensor], offset: int) -> tuple[Micro, ...]:
-    """The micro-batches of one step; none where nothing was written of them."""
+    """Return the micro-batches of one step; none if nothing was written about them."""
     if COUNTS not in shard:
         return ()
     start = int(shard[COUNTS][:offset].sum())
@@ -85,7 +86,7 @@ def micro_of(shard: dict[str, Tensor], offset: int) -> tuple[Micro, ...]:
 
 
 def is_sound(shard: dict[str, Tensor], lengths: Tensor, modes: int, kept: int) -> bool:
-    """Say whether the tensors belong to steps of these lengths, with so many states, of a run with so many modes."""
+    """Say whether the tensors are valid for steps of these lengths and this number of modes and kept states."""
     after = [value for key, value in shard.items() if key.startswith(AFTER)]
     if not all(value.dtype == torch.uint8 and value.ndim == 2 and len(value) == kept for value in after):
         return False

@@ -1,4 +1,4 @@
-"""Whether a model is the one that was recorded."""
+"""Checks that a model is the one that was recorded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from leaveout.run.reader import Run
 from leaveout.task import batches
 
 NEAR = 0.5
-"""The share of the way from the first state to the last within which weights count as trained."""
+"""Weights this close to the last state, relative to the distance from the first to the last, count as trained."""
 
 
 def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor]) -> None:
-    """Refuse a model whose trained parameters or frozen values are not those of the run, saying what differs."""
+    """Refuse a model whose trained parameters or frozen values are not those of the run, and say what differs."""
     shapes = {name: list(param.shape) for name, param in params.items()}
     if set(shapes) != set(manifest.shapes):
         name = sorted(set(shapes) ^ set(manifest.shapes))[0]
@@ -55,7 +55,7 @@ def check_model(manifest: Manifest, model: nn.Module, params: dict[str, Tensor])
 def described(
     model: nn.Module, rule: Rule, params: dict[str, Tensor], moving: dict[str, list[int]], train_size: int | None
 ) -> Manifest:
-    """Return what a run's manifest says of its model."""
+    """Return a manifest with what it says about the model."""
     return Manifest(
         rule=rule,
         shapes={name: list(param.shape) for name, param in params.items()},
@@ -67,17 +67,17 @@ def described(
 
 
 def constants_of(model: nn.Module, rule: Rule, moving: Iterable[str] = ()) -> dict[str, int]:
-    """A checksum of each tensor in the model that training leaves alone: frozen parameters, most buffers."""
+    """Return a checksum of each tensor that training does not change: frozen parameters, most buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
     left = {*rule.groups, *moving}
     return {name: batches.fingerprint(tensor)[0][0] for name, tensor in named if name not in left}
 
 
 def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) -> None:
-    """Say that a model holds trained weights which are not the ones that count: an average, a best checkpoint.
+    """Warn if a model holds trained weights other than those that are scored: an average, a best checkpoint.
 
-    A model that was built anew, or that the run left at its beginning or its end, is the usual case. So weights count
-    as trained only if they are one of the run's states, or nearer to its end than half of the way from its beginning.
+    Usually the model is freshly built, or holds the run's first or last weights. So weights count as trained only if
+    they are one of the run's states, or closer to its last state than half the distance from its first state to it.
     """
     own = {name: tensor.detach().cpu() for name, tensor in model.items()}
     ends = [{name: tensor.cpu() for name, tensor in scored.items()}]

@@ -1,4 +1,4 @@
-"""The model's buffers that training moves, such as BatchNorm's running statistics: which they are, and their values."""
+"""The buffers that training changes, such as BatchNorm's running statistics: which they are, and their values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from leaveout.errors import UnsupportedError
 
 
 class MovingBuffers:
-    """Watches a model's buffers until its first step, and tells which of them that step moved.
+    """Watches a model's buffers until its first step, and says which of them that step changed.
 
-    Values are held in the type of the model's parameters, counts too, so that they are part of the state like any
-    other number.
+    Values, including counts, are stored in the dtype of the model's parameters, so that they are part of the state
+    like any other number.
 
     Args:
-        model: what is trained.
-        names: those that move, where that is known from a run that is resumed.
+        model: the model that is trained.
+        names: the moving buffers, if they are known from a run that is being resumed.
     """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...] | None = None) -> None:
@@ -28,12 +28,12 @@ class MovingBuffers:
         self._versions: dict[str, int] = {}
 
     def begin(self) -> None:
-        """A forward pass is about to be made: until the first step, what is there now is the start."""
+        """Note the buffers before a forward pass; until the first step, their values now are the initial ones."""
         if self._names is None:
             self._before = self._copied(self._buffers)
 
     def decide(self) -> dict[str, list[int]]:
-        """Say which buffers the first step's forward passes have moved, with their shapes."""
+        """Return which buffers the first step's forward passes have changed, with their shapes."""
         if self._names is None:
             now = self._copied(self._buffers)
             self._names = tuple(name for name in now if not torch.equal(now[name], self._before[name]))
@@ -41,15 +41,15 @@ class MovingBuffers:
         return {name: list(self._buffers[name].shape) for name in self._names}
 
     def start(self) -> Params:
-        """The moving buffers before the first step."""
+        """Return the moving buffers before the first step."""
         return {name: self._before[name] for name in self._names or ()}
 
     def now(self) -> Params:
-        """The moving buffers as they are."""
+        """Return copies of the moving buffers as they are now."""
         return self._copied({name: self._buffers[name] for name in self._names or ()})
 
     def check(self, where: str) -> None:
-        """Refuse a buffer that moves only later."""
+        """Refuse a buffer that changes only after the first step."""
         for name, version in self._versions.items():
             buffer = self._buffers[name]
             if buffer._version != version:
@@ -62,7 +62,7 @@ class MovingBuffers:
                     )
 
     def check_skipped(self) -> None:
-        """Refuse that a batch is skipped whose forward pass may have moved buffers, which belong to no step then."""
+        """Refuse to skip a batch whose forward pass may have changed buffers: that change would belong to no step."""
         if self._names:
             raise UnsupportedError(
                 f"A batch was skipped after its forward pass, which moves {self._names[0]!r}: skip it before the model "

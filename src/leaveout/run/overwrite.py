@@ -1,4 +1,4 @@
-"""Takes away a run that is to be recorded again, with what was computed from it; never anything else."""
+"""Deletes a run that is to be recorded again, with everything computed from it, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from leaveout.run.paths import RunPaths
 
 
 def clear(path: str | Path) -> None:
-    """Delete the run in a directory, if there is one: its files, scores, checks, labels, curve, page and config.
+    """Delete the run in a directory, if there is one: its files, scores, checks, labels, curve, report and config.
 
-    The manifest goes last, so that what was interrupted can be cleared again. Other files stay, and then the directory
-    is refused as one that is not empty.
+    The manifest is deleted last, so that an interrupted call can be repeated. Other files stay, and the directory is
+    then refused because it is not empty.
     """
     path = Path(path)
     if not (path / MANIFEST).exists():
         return
-    lock = Lock(path)  # refuses while somebody is writing
+    lock = Lock(path)  # refuses while another process is writing
     try:
         paths, shards = RunPaths(path), [path / shard.name for shard in read_manifest(path).shards]
         results = [*paths.scored(), *paths.checked(), paths.labels, paths.cleanse, paths.report]
         for file in [*results, paths.training, paths.config, *shards, path / INITIAL, path / MANIFEST]:
             file.unlink(missing_ok=True)
         for folder in ("scores", "checks"):
-            with suppress(OSError):  # not there, or not empty
+            with suppress(OSError):  # missing, or not empty
                 (path / folder).rmdir()
     finally:
         lock.release()

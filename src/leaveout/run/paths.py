@@ -1,12 +1,12 @@
-"""What lies beside a run, in its own directory: the config that made it, scores, checks, the cleansing curve, the page.
+"""The files beside a run, in its directory: its config, scores, checks, the cleansing curve, the HTML report.
 
 ``runs/x/config.toml``                   ``leaveout train --config`` repeats the run from it
-``runs/x/training.json``                 what ``leaveout train`` came to, which labels it flipped
+``runs/x/training.json``                 the result of ``leaveout train``, and which labels it flipped
 ``runs/x/scores/<method>.safetensors``   ``Scores``
 ``runs/x/checks/<method>.json``          the ``Check`` of the scores of the same name
 ``runs/x/labels.json``                   the labels to check
 ``runs/x/cleanse.json``                  the cleansing curve
-``runs/x/report.html``                   the page
+``runs/x/report.html``                   the HTML report
 
 ``--results DIR`` puts all but the config into another directory, in the same way.
 """
@@ -23,7 +23,7 @@ CONFIG = "config.toml"
 
 
 def slug(method: str) -> str:
-    """A method's name as a file's.
+    """Turn a method's name into a file name.
 
     >>> slug("ACC(free, outputs readout)"), slug("SGD-IE")
     ('acc-free-outputs-readout', 'sgd-ie')
@@ -33,9 +33,9 @@ def slug(method: str) -> str:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The paths beside one run; nothing is read or made here.
+    """The paths beside one run; nothing is read or created here.
 
-    A run may come from a stranger: folders that are links out of it are refused.
+    A run may come from an untrusted source: folders that are symbolic links are refused.
 
     >>> RunPaths(Path("runs/x")).scores("SGD-IE").as_posix()
     'runs/x/scores/sgd-ie.safetensors'
@@ -43,7 +43,7 @@ class RunPaths:
 
     run: Path
     results: Path | None = None
-    """Where results lie instead of in the run's own directory."""
+    """Where results are stored, if not in the run's own directory."""
 
     @property
     def config(self) -> Path:
@@ -52,7 +52,7 @@ class RunPaths:
 
     @property
     def training(self) -> Path:
-        """What the training came to, if ``leaveout train`` did it."""
+        """The result of the training, if ``leaveout train`` did it."""
         return self.run / "training.json"
 
     @property
@@ -67,23 +67,23 @@ class RunPaths:
 
     @property
     def report(self) -> Path:
-        """The page."""
+        """The HTML report."""
         return self._home / "report.html"
 
     def scores(self, method: str, variant: str = "") -> Path:
-        """The scores of a method; a ``variant`` tells scores of single queries or of groups from the plain ones."""
+        """Return the path of a method's scores; ``variant`` marks scores of single queries or of groups."""
         return self._folder("scores") / f"{slug(f'{method} {variant}')}.safetensors"
 
     def check(self, scores: Path) -> Path:
-        """The check of the scores in this file."""
+        """Return the path of the check of the scores in this file."""
         return self._folder("checks") / f"{scores.stem}.json"
 
     def scored(self) -> list[Path]:
-        """Every scores file that is there, by name."""
+        """List the existing score files, sorted by name."""
         return sorted(self._folder("scores").glob("[!.]*.safetensors"))
 
     def checked(self) -> list[Path]:
-        """Every check that is there, by name."""
+        """List the existing checks, sorted by name."""
         return sorted(self._folder("checks").glob("[!.]*.json"))
 
     @property

@@ -1,4 +1,4 @@
-"""The batches that were drawn and not stepped on yet: the micro-batches of the coming step."""
+"""The batches drawn since the last optimizer step: the micro-batches of the next step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leaveout.task.draws import RandomState
 
 
 class Drawn(NamedTuple):
-    """A batch that was drawn; ``noted`` is what its fingerprint is taken of, ``random`` the random generators then."""
+    """A drawn batch; ``noted`` are the values to fingerprint, ``random`` the random generator states at that time."""
 
     ids: Tensor
     batch: Any
@@ -28,9 +28,9 @@ class Drawn(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step was taken on: its micro-batches, modes, random generators after it, and batches to be kept.
+    """What a step was computed from: its micro-batches, modes, the random generators after it, and batches to keep.
 
-    ``unhashed`` is what fingerprints are taken of, by the thread that writes, where that has not been done yet.
+    ``unhashed`` holds the values that the writer thread has yet to fingerprint.
     """
 
     ids: Tensor
@@ -47,9 +47,9 @@ class Pending:
     """The batches since the last step, each with the forward passes that used it.
 
     Args:
-        model: what is trained.
+        model: the model that is trained.
         moving: the model's moving buffers.
-        fresh: whether a run begins, whose first forward pass is looked at.
+        fresh: whether a new run begins, in which case its first forward pass is checked.
     """
 
     def __init__(self, model: nn.Module, moving: MovingBuffers, *, fresh: bool = True) -> None:
@@ -69,14 +69,14 @@ class Pending:
 
     @property
     def autocast(self) -> str | None:
-        """The type that the last forward pass was cast to."""
+        """The dtype that ``torch.autocast`` used in the last forward pass."""
         last = self._forwards.passes or self._batches
         return last[-1].autocast if last else None
 
     def _dropped(self) -> None:
-        """Forget batches whose gradients were thrown away, as after a step that a gradient scaler skipped.
+        """Forget batches whose gradients were discarded, as after a step that a gradient scaler skipped.
 
-        That shows when the next batch is drawn or, in loops that call ``zero_grad`` then, at its forward pass.
+        This shows when the next batch is drawn or, if the loop calls ``zero_grad`` after that, at its forward pass.
         """
         last = len(self._batches) if self._batches and self._forwards.passes[-1].place < len(self._batches) else 0
         if last > 1 and all(param.grad is None for param in self._params):
@@ -85,7 +85,7 @@ class Pending:
             self._batches = own
 
     def watch(self, ids: Tensor, batch: Any) -> None:
-        """Take a batch that a loader is about to hand out."""
+        """Add a batch that a loader is about to yield."""
         used = self._batches and any(self._forwards.of_batches(len(self._batches)))
         if used and all(param.grad is None for param in self._params):
             self.clear()
@@ -94,7 +94,7 @@ class Pending:
     def tell(
         self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None
     ) -> Callable[[], None]:
-        """Take a batch that the loop names, before or after its forward pass; what is returned takes it back."""
+        """Add a batch that the loop names, before or after its forward pass; return a function that removes it."""
         noted = [] if batch is None else batches.noted(batch)
         told = Drawn(ids, batch, noted, self._forwards.state(), denominator, autocast)
         self._batches.append(told)
@@ -108,9 +108,9 @@ class Pending:
             self._batches.pop()
 
     def take(self, *, keep_batches: bool = False) -> Taken:
-        """Return what the step that was just taken was taken on, and begin anew.
+        """Return what the step just taken was computed from, and start over.
 
-        Batches that no forward pass has used were passed over by the loop, and are left out.
+        Batches that no forward pass has used were skipped by the loop, and are left out.
         """
         passes = self._forwards.of_batches(len(self._batches))
         if any(passes) and not all(passes):
@@ -134,7 +134,7 @@ class Pending:
         return taken
 
     def broken(self) -> tuple[list[int], list[int]]:
-        """All ids, and those of examples that hold NaN or infinite values."""
+        """Return all ids, and those of the examples that hold NaN or infinite values."""
         ids = [int(i) for one in self._batches for i in one.ids]
         bad = [
             int(one.ids[i])
@@ -150,15 +150,15 @@ class Pending:
         self._forwards.clear()
 
     def look_no_more(self) -> None:
-        """Do not look at the first forward pass."""
+        """Skip the check of the first forward pass."""
         self._first_pass.release()
 
     def release(self) -> None:
-        """Let go of the model."""
+        """Remove all hooks from the model."""
         self._forwards.release()
         self._first_pass.release()
 
     def _guessed(self, one: Drawn) -> RandomState | None:
-        """The generators when a batch was drawn, for models not called as a whole; None if they did not move."""
+        """Return the generators when a batch was drawn, for models not called as a whole; None if still unchanged."""
         now, before = self._forwards.state(), one.random
         return before if before and not all(torch.equal(before[name], now[name]) for name in now) else None

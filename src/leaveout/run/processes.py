@@ -1,7 +1,7 @@
 """Training in several processes (``DistributedDataParallel``): each has a recorder, and the first one writes.
 
-The processes' batches are micro-batches of one step: the gradients are averaged over them. What each process knows of
-its own (examples, random generators, batches to be kept) is gathered after every step.
+The processes' batches are micro-batches of one step: the gradients are averaged over them. What only one process knows
+(its examples, random generators, batches to keep) is gathered after every step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from leaveout.run.pending import Taken
 from leaveout.run.record import Record, prints
 
 NEVER = 2**62
-"""Every so many steps a state is kept in processes that do not write."""
+"""The interval between kept states in processes that do not write: so long that none is kept."""
 
 
 class Processes:
     """The processes of one training.
 
     Args:
-        resume: whether a run is to be continued, which they cannot.
+        resume: whether a run is to be resumed, which several processes cannot do.
     """
 
     def __init__(self, *, resume: bool) -> None:
@@ -40,11 +40,11 @@ class Processes:
                 code="distributed-not-resumed",
             )
         own = distributed.get_backend() == "gloo"
-        self._group = None if own else distributed.new_group(backend="gloo")  # objects travel between processors
+        self._group = None if own else distributed.new_group(backend="gloo")  # objects are sent between CPUs
         self.first = distributed.get_rank() == 0
 
     def gathered(self, taken: Taken) -> Taken:
-        """All processes' parts of a step, in their order, for the first process; the others keep their own."""
+        """Return all processes' parts of a step, in rank order, in the first process; each other gets its own part."""
         taken = taken._replace(fingerprint=prints([taken])[0], unhashed=[])
         parts: list[Any] | None = [None] * distributed.get_world_size() if self.first else None
         distributed.gather_object(taken, parts, dst=0, group=self._group)
@@ -58,18 +58,18 @@ class Processes:
         )
 
     def wait(self) -> None:
-        """Wait for all processes: what the first one writes is then there."""
+        """Wait for all processes: after that, what the first one writes is on disk."""
         distributed.barrier(group=self._group)
 
 
 def processes_of(model: nn.Module, *, resume: bool) -> Processes | None:
-    """The processes that train a model, where there are several."""
+    """Return the processes that train a model, if there are several."""
     shared = isinstance(model, nn.parallel.DistributedDataParallel) and distributed.get_world_size() > 1
     return Processes(resume=resume) if shared else None
 
 
 class NoWriter:
-    """Stands for the writer in processes that do not write."""
+    """Replaces the writer in processes that do not write."""
 
     before = None
     newest = None
@@ -79,7 +79,7 @@ class NoWriter:
         self.path = Path(path)
 
     def begin(self, manifest: Manifest, initial: State) -> None:
-        """Leave that to the first process, as all else."""
+        """Do nothing: the first process does all the writing."""
 
     def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
         """See ``begin``."""

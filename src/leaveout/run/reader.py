@@ -1,4 +1,4 @@
-"""The run directory as it is read: a manifest and shards of steps and states, each compared with its checksum.
+"""Reading a run directory: a manifest and shards of steps and states, each compared with its checksum.
 
 ``manifest.json``          what was trained and how, which shards there are, whether the run is finished
 ``initial.safetensors``    the state before step 0
@@ -35,20 +35,20 @@ from leaveout.run.remote import local, source
 from leaveout.task.draws import RandomState
 
 LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
-"""The tensors with a row for each step, and how many dimensions they have."""
+"""The tensors with one row per step, and their number of dimensions."""
 
 
 class Run:
-    """A recorded run, or its first ``steps``: what each step was, and the states that were kept.
+    """A recorded run, or its first ``steps``: a record of each step, and the states that were kept.
 
-    ``end`` is the state after the last step, once a ``Trajectory`` has computed it, where it was not kept.
+    ``end`` is the state after the last step if it was not kept, once a ``Trajectory`` has computed it.
     """
 
     averaged = False
-    """Say whether the average of the weights is looked at, in place of the weights."""
+    """Whether the average of the weights is scored instead of the weights."""
 
     as_recorded = True
-    """Say whether the states are those of the training to the last digit."""
+    """Whether the states are exactly those of the training."""
 
     def __init__(self, path: Path, manifest: Manifest, *, interpolate: bool = False, steps: int | None = None) -> None:
         self.path = path
@@ -63,11 +63,11 @@ class Run:
         self._checked: dict[str, tuple[int, int, int]] = {}
 
     def __reduce__(self) -> tuple:
-        """Travels to other processes as its path: they open it themselves."""
+        """Pickle the run as its path: other processes open it themselves."""
         return _reopened, (source(self.path), len(self), self.interpolate, self.averaged)
 
     def __len__(self) -> int:
-        """How many steps the run has, up to the last state that is on disk."""
+        """Return the number of steps of the run, up to the last state on disk."""
         return self.on_disk[-1] if self._steps is None else self._steps
 
     @property
@@ -77,7 +77,7 @@ class Run:
 
     @cached_property
     def on_disk(self) -> list[int]:
-        """The same of the whole run, also where this is the first part of it."""
+        """The same for the whole run, even if this object is only the first part of it."""
         indices = [0]
         for place, shard in enumerate(self.manifest.shards):
             file = self.path / shard.name
@@ -109,12 +109,12 @@ class Run:
 
     @property
     def fingerprint(self) -> int:
-        """A number that tells this run from others: its manifest has the checksums of all its files."""
+        """A number that identifies this run: its manifest has the checksums of all its files."""
         return zlib.crc32(f"{self.manifest} {len(self)}{' average' if self.averaged else ''}".encode())
 
     @cached_property
     def rule(self) -> Rule:
-        """The optimizer; where steps did not move all parameters alike, with a group for those that were."""
+        """The optimizer; if steps did not move all parameters alike, those that were treated alike form a group."""
         return self._refined[0]
 
     @cached_property
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def precision(self) -> str:
-        """The parameters' type and, where forward passes were cast (``torch.autocast``), "around" theirs."""
+        """The parameters' dtype and, if forward passes used ``torch.autocast``, its dtype after "around"."""
         own = " and ".join(sorted(set(self.manifest.dtypes.values())))
         return own if self.manifest.autocast is None else f"{own} around {self.manifest.autocast}"
 
@@ -136,9 +136,9 @@ class Run:
         return self.as_recorded and not self.interpolate
 
     def head(self, steps: int) -> Run:
-        """The run of the first steps only, or the whole of it where it has no more.
+        """Return the run of the first steps only, or the whole run if it has no more.
 
-        Where the state after the last of them was not kept, it is computed again from the recorded batches.
+        If the state after the last of them was not kept, it is recomputed from the recorded batches.
         """
         if not is_whole(steps, 1):
             raise InputError(
@@ -148,7 +148,7 @@ class Run:
         return self._part(min(int(steps), len(self)), interpolate=self.interpolate)
 
     def average(self) -> Run:
-        """The same run, of which the average of the weights (EMA, SWA) is scored: see ``Recorder(average=)``."""
+        """Return the same run with the average of the weights (EMA, SWA) scored: see ``Recorder(average=)``."""
         if AVERAGE not in self.manifest.rule.slots:
             raise InputError(
                 f"{self} was recorded without an average of its weights: record it with Recorder(average=...).",
@@ -164,14 +164,14 @@ class Run:
         return part
 
     def interpolated(self) -> Run:
-        """The same run with the states between kept ones interpolated instead of computed again.
+        """Return the same run with the states between kept ones interpolated instead of recomputed.
 
-        Cheaper, and approximate: steps are then not checked against what was recorded.
+        This is cheaper, and approximate: steps are then not checked against what was recorded.
         """
         return self._part(len(self), interpolate=True)
 
     def record(self, index: int) -> Record:
-        """Step ``index`` without its state, with hyperparameters for each group of ``rule``."""
+        """Return step ``index`` without its state, with hyperparameters for each group of ``rule``."""
         record = self.written(index)
         hypers = record.hypers
         if self.manifest.uneven:
@@ -181,7 +181,7 @@ class Run:
         return replace(record, hypers=hypers, places=None)
 
     def written(self, index: int) -> Record:
-        """Step ``index`` as it was written."""
+        """Return step ``index`` as it was written."""
         number, offset = self._find(index)
         shard = self._shard(number)
         lengths = shard["lengths"]
@@ -202,7 +202,7 @@ class Run:
         )
 
     def state(self, index: int) -> State:
-        """A kept state: the one before step ``index``; ``state(len(run))`` is the final one."""
+        """Return a kept state: the one before step ``index``; ``state(len(run))`` is the final one."""
         if index == 0:
             return self._tensors.unflatten(self._initial())
         shard = self._shard(self._find(index - 1)[0])
@@ -215,7 +215,7 @@ class Run:
         return self._following.state(index) if place is None else self._tensors.unflatten(shard, place)
 
     def _last_whole(self, index: int) -> int:
-        """The number of the last state up to this one that is on disk as it is."""
+        """Return the index of the last state, up to this one, that is stored whole."""
         for number in range(self._find(index - 1)[0], -1, -1):
             known = whole(self._shard(number))
             if place := int(torch.searchsorted(known, index, right=True)):
@@ -223,16 +223,16 @@ class Run:
         return 0
 
     def _stepped(self, index: int, state: State) -> State:
-        """The state after a step, from what was kept of it."""
+        """Return the state after a step, computed from the stored gradient."""
         given = self._tensors.given_at(self._shard(self._find(index)[0]), index + 1)
         return stepped(self.rule, state, given, self.record(index).hypers)
 
     def batches(self, index: int) -> list[Any]:
-        """The micro-batches of a step as the loader yielded them; none where the data set has them."""
+        """Return the micro-batches of a step as the loader yielded them; none if they come from the data set."""
         if self.manifest.structure is None:
             return []
         number, _ = self._find(index)
-        self._shard(number)  # whose checksum is compared
+        self._shard(number)  # compares its checksum
         file = self.path / self.manifest.shards[number].name
         read = []
         for part in range(len(self.record(index).parts)):
@@ -247,7 +247,7 @@ class Run:
         return read
 
     def random_after(self) -> RandomState | None:
-        """The random generators after the last step; None where forward passes drew nothing."""
+        """Return the random generators' states after the last step; None if forward passes drew no random numbers."""
         number, _ = self._find(len(self) - 1)
         shard = self._shard(number)
         place = int(torch.searchsorted(shard["kept"], len(self)))
@@ -255,11 +255,11 @@ class Run:
         return {device: state.clone() for device, state in states.items()} or None
 
     def final(self) -> State:
-        """The state after the last step."""
+        """Return the state after the last step."""
         return self.state(len(self))
 
     def damage(self) -> list[str]:
-        """What is wrong with the files, each of which is read in full; nothing where all is well."""
+        """Read every file in full and list the problems; the list is empty if there are none."""
         checks: list[Any] = [lambda: self.kept, self._initial, lambda: check_config(self.path)]
         checks += [lambda number=number: self._load_shard(number) for number in range(len(self.manifest.shards))]
         return [problem for check in checks if (problem := _refusal(check)) is not None]
@@ -274,7 +274,7 @@ class Run:
         return number, index - self._starts[number]
 
     def _shard(self, number: int) -> dict[str, Tensor]:
-        """A shard as it was written: its tensors are the file itself, which somebody may change at any time."""
+        """Return a shard as it was written; its tensors are mapped from the file, which may change at any time."""
         entry = self.manifest.shards[number]
         self._hold_against(self.path / entry.name, entry.crc32)
         return self._loaded(number)
@@ -301,7 +301,7 @@ class Run:
             or shard["hypers"].shape[2] != len(rule.hypers)
             or shard["fingerprints"].shape[2] != 2
             or int(shard["lengths"].min()) < 1
-            or shard["ids"].shape != (sum(shard["lengths"].tolist()),)  # a tensor's sum may wrap
+            or shard["ids"].shape != (sum(shard["lengths"].tolist()),)  # a tensor's sum may overflow
             or int(shard["ids"].min()) < 0
             or int(shard["epochs"].min()) < 0
         ):
@@ -321,7 +321,7 @@ class Run:
         return shard | further
 
     def _hold_against(self, file: Path, crc32: int) -> None:
-        """Read a file through and compares its checksum, unless that was done and the file is still the same one."""
+        """Read a file in full and compare its checksum, unless that was done before and the file is unchanged."""
         try:
             status = file.stat()
             seen = (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -342,7 +342,7 @@ def _reopened(path: str, steps: int, interpolate: bool, averaged: bool = False) 
 
 
 def _load(file: Path, needed: set[str], more: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a file that are needed, and those whose names begin so; they change when the file does."""
+    """Load the needed tensors of a file, and those whose names begin with ``more``; they change if the file does."""
     try:
         with safe_open(plain(file), framework="pt") as opened:
             if missing := sorted(needed - set(opened.keys())):
@@ -354,7 +354,7 @@ def _load(file: Path, needed: set[str], more: str | None = None) -> dict[str, Te
 
 
 def _place(numbers: Tensor, index: int) -> int | None:
-    """Where a number is in a list in order; None where it is not."""
+    """Return the position of a number in a sorted list; None if it is not there."""
     place = int(torch.searchsorted(numbers, index))
     return place if place < len(numbers) and int(numbers[place]) == index else None
 

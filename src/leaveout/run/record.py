@@ -1,4 +1,4 @@
-"""One step as it was taken, without its state."""
+"""One recorded step, without its state."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from leaveout.task.draws import RandomState
 
 @dataclass(frozen=True)
 class Record:
-    """One step as it was taken: everything but the state.
+    """One recorded step: everything but the state.
 
     ``micro`` are its micro-batches in order, which share ids and fingerprint; ``training`` the modules in training
-    mode, None where that was not recorded; ``after`` the random generators after it, which is kept with states;
-    ``batches`` what the loader yielded, on its way to disk where it has to be kept; ``places`` each parameter's row of
-    ``hypers``, on its way to disk where that is not its group's; ``average`` what became of the weights' average
-    after it; ``scale`` what the loss was multiplied by, and the gradient divided by (``GradScaler``); ``unhashed``
-    what fingerprints are taken of, on its way to disk.
+    mode, None if that was not recorded; ``after`` the random generators after the step, stored with kept states;
+    ``batches`` what the loader yielded, set only until it is written, if batches are kept; ``places`` each parameter's
+    row of ``hypers``, set only until it is written, if it is not its group's row; ``average`` how the average of the
+    weights was updated after the step; ``scale`` the factor by which the loss was multiplied and the gradient divided
+    (``GradScaler``); ``unhashed`` the values to fingerprint, set only until the step is written.
     """
 
     index: int
@@ -45,11 +45,11 @@ class Record:
 
     @property
     def parts(self) -> tuple[Micro, ...]:
-        """The micro-batches, also where there is but one."""
+        """The micro-batches, even if there is only one."""
         return self.micro or (Micro(len(self.ids)),)
 
 
 def prints(taken: Sequence[Any]) -> list[list[tuple[int, int]]]:
-    """Return the fingerprints of steps' batches, taking those that were left for later."""
+    """Return the fingerprints of the steps' batches, computing those that were deferred."""
     later = batches.fingerprints([one.unhashed for one in taken])
     return [found or one.fingerprint for found, one in zip(later, taken, strict=True)]

@@ -1,4 +1,4 @@
-"""Run directories on shared storage: fetched once into this machine's cache, then read like any other."""
+"""Run directories on remote storage: fetched once into the local cache, then read like any other."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from leaveout.errors import InputError, RunError
 
 MANIFEST = "manifest.json"
 FILES = re.compile(r"initial\.safetensors|shard-(\d+)\.safetensors")
-"""What a run directory may hold; other names are left where they are."""
+"""The files of a run directory; others are not fetched."""
 
 INITIAL = -1
-"""The number of the file that shards follow."""
+"""The number that stands for the initial state, which precedes the shards."""
 
 _SOURCES: dict[Path, str] = {}
 
 
 def local(path: str | Path) -> Path:
-    """The directory itself, or for an address like ``s3://bucket/run`` a copy of the run that is there.
+    """Return the directory itself, or for an address like ``s3://bucket/run`` a local copy of that run.
 
-    A copy belongs to one manifest: a run that was changed is fetched anew. Files that are there, with the checksum
-    that the manifest tells, are not fetched again.
+    A copy belongs to one manifest: a run that has changed is fetched again. Local files whose checksum agrees with
+    the manifest are not fetched again.
     """
     if "://" not in str(path):
         return Path(path)
@@ -52,7 +52,7 @@ def local(path: str | Path) -> Path:
 
 
 def source(path: Path) -> str:
-    """Where another process finds the run of this directory."""
+    """Return where another process finds the run of this directory."""
     return _SOURCES.get(path) or str(path.resolve())
 
 
@@ -72,7 +72,7 @@ def _fetched(system: Any, root: str, address: str) -> Path:
 
 
 def _checksums(manifest: bytes) -> dict[int, Any]:
-    """The checksums of a run's files by their numbers; none if it is not a manifest, which its reader will refuse."""
+    """Return the checksums of a run's files by number; none for an invalid manifest, which its reader will refuse."""
     try:
         content = json.loads(manifest)
         return {

@@ -1,4 +1,4 @@
-"""Going on with a run that was cut short: model and optimizer as they were, batches that are done passed over."""
+"""Resuming a run that was cut short: restores model and optimizer, and skips the batches that are done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leaveout.task.draws import set_random_state
 
 
 def check_taken_up(run: Run, model: nn.Module, params: dict[str, Tensor], rule: Rule) -> None:
-    """Refuse to go on with a run by another model or optimizer."""
+    """Refuse to resume a run with another model or optimizer."""
     if rule != run.manifest.rule:
         raise MismatchError(
             f"The run in {run.path} was trained by {run.rule.kind} with other parameter groups or buffers than this "
@@ -30,7 +30,7 @@ def check_taken_up(run: Run, model: nn.Module, params: dict[str, Tensor], rule: 
 
 
 def check_restored(run: Run, state: State) -> None:
-    """Refuse to go on from a checkpoint that is not the run's last state, bit for bit."""
+    """Refuse to resume from a checkpoint that is not the run's last state, bit for bit."""
     there = run.final()
     differing = [
         (slot, name) for slot in there for name in there[slot] if not torch.equal(there[slot][name], state[slot][name])
@@ -48,7 +48,7 @@ def check_restored(run: Run, state: State) -> None:
 def restore(
     run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Tensor], rule: Rule
 ) -> None:
-    """Put model and optimizer back to the run's last state; hyperparameters stay as the optimizer has them."""
+    """Restore model and optimizer to the run's last state; the optimizer keeps its hyperparameters."""
     state, last = run.final(), _last_used(run)
     with torch.no_grad():
         for name, param in params.items():
@@ -58,7 +58,7 @@ def restore(
             hyper = last.get(run.rule.groups[name])
             if hyper and (restored := rule.definition.restored(held, hyper, group, param)):
                 optimizer.state[param] = restored
-            if hyper and hyper.get(IDLE):  # a loop that keeps the gradients of frozen parameters still has it
+            if hyper and hyper.get(IDLE):  # a loop that keeps the gradients of frozen parameters has one
                 param.grad = torch.zeros_like(param)
         for name, buffer in model.named_buffers():
             if name in run.manifest.buffers:
@@ -66,7 +66,7 @@ def restore(
 
 
 def _last_used(run: Run) -> dict[int, Hyper]:
-    """The hyperparameters of the last step that moved each group's parameters; one that never moved has none."""
+    """Return the hyperparameters of the last step that moved each group; a group that never moved has none."""
     missing = set(run.rule.groups.values())
     found: dict[int, Hyper] = {}
     for index in reversed(range(len(run))):
@@ -79,11 +79,11 @@ def _last_used(run: Run) -> dict[int, Hyper]:
 
 
 SKIPPED = 32
-"""How many steps in a row a gradient scaler may have skipped: it halves its scale at each."""
+"""How many steps in a row a gradient scaler may skip: it halves its scale at each."""
 
 
 class Past:
-    """The steps of a run that are on disk, told from the batches of a loop that is run again from its beginning."""
+    """The steps of a run that are on disk, matched with the batches of a loop that starts over from the beginning."""
 
     def __init__(self, run: Run | None) -> None:
         self._run = run
@@ -93,12 +93,12 @@ class Past:
         self.finished = run is not None and run.manifest.finished
 
     def left_early(self, epoch: int) -> bool:
-        """Say whether the loop went on to the next epoch at this place."""
+        """Say whether the recorded loop moved on to the next epoch at this point."""
         record, self._epoch = self._next(), epoch
         return record is not None and record.epoch > epoch
 
     def covers(self, ids: Tensor, batch: Any) -> bool:
-        """Say whether the batch's step is on disk; refuses another batch than that step's."""
+        """Say whether the batch's step is on disk; refuse a batch that differs from that step's."""
         record = self._next()
         if record is None:
             return False
@@ -127,7 +127,7 @@ class Past:
         return scaled and self._part == 0 and self._skipped <= SKIPPED and record.epoch >= self._epoch
 
     def resume_draws(self) -> None:
-        """Put the random generators back, before the first batch that is new, to where the last step left them."""
+        """Restore the random generators, before the first new batch, to their states after the last step."""
         if not self._resumed:
             self._resumed = True
             after = self._run.random_after() if self._run is not None else None

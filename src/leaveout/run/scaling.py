@@ -1,4 +1,4 @@
-"""Gradient scaling (``torch.amp.GradScaler``), found as the loop uses it: which factor a step's loss was given."""
+"""Gradient scaling (``torch.amp.GradScaler``), found in the calling loop: the factor of each step's loss."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import inspect
 from torch.amp import GradScaler
 
 DEEP = 12
-"""How many callers of ``optimizer.step`` are looked at: hooks, profilers and wrappers of optimizers lie between."""
+"""How many callers of ``optimizer.step`` are searched: hooks, profilers and optimizer wrappers come in between."""
 
 
 def scale_of_step(autocast: str | None) -> float:
-    """What the loss of the step that is about to be taken was multiplied by; it matters in float16 alone."""
+    """Return the factor by which the loss of the coming step was multiplied; it matters only in float16."""
     scaler = calling_scaler() if autocast == "float16" else None
     return 1.0 if scaler is None else scaler.get_scale()
 
 
 def calling_scaler() -> GradScaler | None:
-    """The scaler whose ``step`` is calling the optimizer's, where there is one."""
+    """Return the scaler whose ``step`` is calling the optimizer's, if there is one."""
     frame = inspect.currentframe()
     for _ in range(DEEP):
         if frame is None:

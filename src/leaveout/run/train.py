@@ -32,14 +32,14 @@ def train(
 
     Args:
         task: model, loss and data; the model's parameters are trained in place.
-        optimizer: a ``torch.optim`` optimizer over them.
+        optimizer: a ``torch.optim`` optimizer over these parameters.
         epochs: how often every example is seen.
         batch_size: examples per step; the last batch of an epoch may be smaller.
         seed: for the shuffling.
         out: a new directory for the run.
         keep: which states go to disk, as for ``Recorder``.
-        resume: go on where a run in ``out`` was cut short, with the same batches; the run that is finished then is
-            the one that would have been recorded undisturbed. A finished one is returned as it is.
+        resume: continue where a run in ``out`` was cut short, with the same batches; the finished run is then the one
+            that would have been recorded without the interruption. A run that is already finished is returned as is.
         resources: whether to show progress.
     """
     if not is_whole(epochs, 1) or not is_whole(batch_size, 1):
@@ -76,7 +76,7 @@ def _not_finite(step: int, ids: Tensor, losses: Tensor) -> str:
 
 
 def _pass_over(run: Run, plan: Iterator[tuple[int, Tensor]], steps: int, hypers: list[Hyper]) -> None:
-    """Take the batches that are done from the plan; refuses to go on in another way than the run was begun."""
+    """Skip the batches of the plan that are done; refuse to continue with other settings than the run began with."""
     done = (run.record(index) for index in range(len(run)))
     same = len(run) == steps if run.manifest.finished else len(run) <= steps
     if not same or not all(torch.equal(record.ids, ids) for record, (_, ids) in zip(done, plan, strict=False)):

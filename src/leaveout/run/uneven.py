@@ -1,8 +1,8 @@
-"""Steps that did not move all parameters alike: some were frozen, unused, or had counted other numbers of steps.
+"""Steps that did not move all parameters alike: some were frozen, unused, or had different step counts.
 
-A shard has a row of hyperparameters for each parameter group of such a step, and further rows where it needs them; and
-for each parameter the number of its row, or that it stayed. Once read, parameters that were alike at every step are a
-group of their own, so that a step has one row for each group again.
+For such a step a shard has a row of hyperparameters per parameter group, further rows where needed, and for each
+parameter the number of its row, or a mark that it did not move. When read, parameters that were treated alike at every
+step form a group, so that a step again has one row per group.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from leaveout.optim import IDLE, STILL, Hyper, Rule, Settings
 
 PLACES = "step/places"
-"""Of each step, how many rows it has, and each parameter's place."""
+"""For each step, its number of rows, and each parameter's place."""
 STAYED = -1
 
 
 def idle(place: int) -> int:
-    """The place of a parameter that takes the step with a gradient of zero, from that of its row; and back.
+    """Convert the number of a row to the place of a parameter that steps with a zero gradient, and back.
 
     >>> idle(0), idle(idle(3))
     (-2, 3)
@@ -30,7 +30,7 @@ def idle(place: int) -> int:
 
 
 def marked(settings: Settings, rule: Rule, params: dict[str, Tensor]) -> Settings:
-    """Say in the places which parameters the step passes over, and which have a gradient of zero as they are frozen."""
+    """Mark the parameters that the step leaves out, and those with a zero gradient because they are frozen."""
     if all(param.grad is not None and param.requires_grad for param in params.values()):
         return settings
     own = settings.places or tuple(rule.groups.values())
@@ -42,7 +42,7 @@ def marked(settings: Settings, rule: Rule, params: dict[str, Tensor]) -> Setting
 
 
 def written(rule: Rule, steps: Sequence[Settings]) -> dict[str, Tensor]:
-    """The tensors of a shard's steps: their hyperparameters, and places where a step has some."""
+    """Return the tensors for a shard's steps: their hyperparameters, and the places if any step has them."""
     names, most = rule.hypers, max(len(step.hypers) for step in steps)
     rows = [[*step.hypers, *[step.hypers[0]] * (most - len(step.hypers))] for step in steps]
     values = [[[hyper[name] for name in names] for hyper in own] for own in rows]
@@ -55,7 +55,7 @@ def written(rule: Rule, steps: Sequence[Settings]) -> dict[str, Tensor]:
 
 
 def read(rule: Rule, shard: dict[str, Tensor], offset: int) -> Settings:
-    """One step's hyperparameters and places, as they were written."""
+    """Return one step's hyperparameters and places, as they were written."""
     rows = [dict(zip(rule.hypers, values, strict=True)) for values in shard["hypers"][offset].tolist()]
     if PLACES not in shard:
         return Settings(rows)
@@ -64,7 +64,7 @@ def read(rule: Rule, shard: dict[str, Tensor], offset: int) -> Settings:
 
 
 def is_sound(rule: Rule, shard: dict[str, Tensor], steps: int) -> bool:
-    """Say whether the places belong to so many steps of a run with these parameters."""
+    """Say whether the places are valid for this number of steps of a run with these parameters."""
     if PLACES not in shard:
         return True
     places, most = shard[PLACES], shard["hypers"].shape[1]
@@ -77,7 +77,7 @@ def is_sound(rule: Rule, shard: dict[str, Tensor], steps: int) -> bool:
 
 
 def refined(rule: Rule, shards: Sequence[dict[str, Tensor]]) -> tuple[Rule, list[str]]:
-    """The rule with a group for all parameters that had the same row at every step, and one parameter of each group."""
+    """Return the rule with parameters grouped by having the same row at every step, and one parameter per group."""
     usual = torch.tensor([list(rule.groups.values())])
     history = torch.cat([usual, *(shard[PLACES][:, 1:] for shard in shards if PLACES in shard)])
     numbers: dict[tuple[int, ...], int] = {}
@@ -91,7 +91,7 @@ def refined(rule: Rule, shards: Sequence[dict[str, Tensor]]) -> tuple[Rule, list
 
 
 def of_groups(rule: Rule, first: Sequence[str], settings: Settings) -> list[Hyper]:
-    """A step's hyperparameters for each refined group, with what became of its parameters."""
+    """Return a step's hyperparameters for each refined group, with marks for groups that did not move or were idle."""
     places = dict(zip(rule.groups, settings.places or rule.groups.values(), strict=True))
     rows = []
     for name in first:

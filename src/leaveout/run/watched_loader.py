@@ -1,4 +1,4 @@
-"""Loaders that note which examples they draw."""
+"""Loaders that record which examples they draw."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from leaveout.run import kept_batches
 from leaveout.task import batches
 
 INNER = "base_dataloader"
-"""Where accelerate's loaders hold the loader that they draw from."""
+"""The attribute in which accelerate's loaders hold the loader that they draw from."""
 
 
 class Watched:
-    """A loader whose batches are recorded: every iteration over it is an epoch, and the rest is the loader's own."""
+    """A loader whose batches are recorded: each iteration over it is an epoch; other attributes are the loader's."""
 
     def __init__(self, indexed: IndexedLoader, epoch: Callable[[IndexedLoader], Iterator[Any]]) -> None:
         self._indexed, self._epoch = indexed, epoch
@@ -39,15 +39,15 @@ class Watched:
 
 
 def unwatched(loader: Any) -> Any:
-    """The loader itself, also where it is watched already."""
+    """Return the original loader, even if it is already being watched."""
     return loader._indexed.loader if isinstance(loader, Watched) else loader
 
 
 class IndexedLoader:
-    """A loader with the numbers of the examples in each of its batches; kept, so that its workers may persist.
+    """A loader with the ids of the examples in each of its batches; kept between epochs so that workers may persist.
 
-    The batches come from a twin that draws by a noting sampler. An adapter, such as accelerate's, draws from a loader
-    inside it: that one has the twin, which takes its place while the adapter is iterated over.
+    The batches come from a copy of the loader whose sampler records what it draws. An adapter, such as accelerate's,
+    draws from an inner loader: then that one is copied, and the copy replaces it while the adapter is iterated over.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -65,12 +65,12 @@ class IndexedLoader:
         self._twin.__dict__["_iterator"] = None
 
     def gives_something_else(self, ids: Tensor, batch: Any) -> bool:
-        """Say whether its data set gives another batch for the same numbers."""
+        """Say whether its data set gives a different batch for the same ids."""
         return kept_batches.gives_something_else(self.loader.dataset, ids, batch, self.loader.collate_fn)
 
     @property
     def length(self) -> int:
-        """How many batches there are; 0 where the loader does not know."""
+        """The number of batches; 0 if the loader does not know it."""
         try:
             return len(self.loader)
         except TypeError:
@@ -110,7 +110,7 @@ class IndexedLoaders:
         self.size: int | None = None
 
     def of(self, loader: DataLoader) -> IndexedLoader:
-        """Return the loader with its numbers."""
+        """Return the indexed version of a loader."""
         if id(loader) not in self._known:
             indexed = IndexedLoader(loader)
             if self.size not in (None, indexed.size):
@@ -123,14 +123,14 @@ class IndexedLoaders:
         return self._known[id(loader)]
 
     def release(self) -> None:
-        """Let go of the loaders: workers that stay between epochs end with them, and not some day with a cycle."""
+        """Drop the loaders: persistent workers then end now, not when a reference cycle is collected."""
         self._known.clear()
 
 
 class NotingSampler:
-    """A sampler that appends what it draws to a queue; loaders hand batches out in the order they were drawn.
+    """A sampler that appends what it draws to a queue; loaders yield batches in the order they were drawn.
 
-    Everything else that is asked of it, the sampler answers: accelerate sets the epoch through it.
+    All other attributes are those of the wrapped sampler: accelerate sets the epoch through it.
     """
 
     def __init__(self, sampler: Any, drawn: deque[list[int]]) -> None:
@@ -140,7 +140,7 @@ class NotingSampler:
     def __iter__(self) -> Iterator[Any]:
         for indices in self._indexed:
             if type(indices) is list and set(map(type, indices)) == {int} and min(indices) >= 0:
-                drawn = list(indices)  # as most samplers give them
+                drawn = list(indices)  # as most samplers yield them
             else:
                 single = not isinstance(indices, Sized) or getattr(indices, "shape", None) == ()
                 drawn = batches.numbers([indices] if single else indices).tolist()
@@ -157,7 +157,7 @@ class NotingSampler:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse a loader whose batches have no numbers, or come in another order."""
+    """Refuse a loader whose examples have no ids, or whose batches come out of order."""
     if not isinstance(loader, DataLoader):
         raise InputError(
             f"watch() takes a torch DataLoader, not {kind_of(loader)}: use recorder.step(ids) in other loops.",

@@ -5,9 +5,10 @@ With weights w, and p positions (pixels, time steps) per example and channel,
     n = p Σ w,   μ = Σ w x / n,   σ² = Σ w (x − μ)² / n,   y = (x − μ)/√(σ² + ε) · γ + β
     running mean ← (1 − m) · running mean + m μ,   running variance ← (1 − m) · running variance + m σ² n/(n − 1)
 
-With weights of 0 and 1 that is the batch from which the former were taken out; with weights of 1 it is what PyTorch
-does. Everything is written out, out of place, so that there are derivatives of every order in the inputs, parameters,
-weights and incoming running statistics (PyTorch's own kernel has none in the latter), under transforms and in traces.
+With weights of 0 and 1 this is the batch without the examples of weight 0; with all weights 1 it is what PyTorch
+computes. Everything is written out, out of place, so that there are derivatives of every order in the inputs,
+parameters, weights and incoming running statistics (PyTorch's own kernel has none in the latter), under transforms and
+in traces.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ COUNT = "num_batches_tracked"
 def weighted_batch_norm(
     weights: Float[Tensor, " batch"] | None, buffers: Mapping[str, Tensor]
 ) -> Iterator[dict[str, Tensor]]:
-    """Carries out BatchNorm and InstanceNorm within by their formulas, with these weights of the batch's examples.
+    """Compute BatchNorm and InstanceNorm by their formulas inside this context, with these weights of the examples.
 
         with weighted_batch_norm(weights, buffers) as new:
             outputs = functional_call(model, {**params, **buffers}, (x,))
 
-    Afterwards ``new`` has the new value of every buffer that the pass has changed, by its name; ``buffers`` are as they
-    were. Enter it inside the function that is transformed, and return ``new`` from there. In evaluation mode the
-    running statistics are used as they are, with derivatives in them.
+    Afterwards ``new`` has the new value of every buffer that the pass changed, by name; ``buffers`` stay as is. Enter
+    the context inside the function that is transformed, and return ``new`` from there. In evaluation mode the running
+    statistics are used as they are, with derivatives in them.
 
-    *When every example has left* (all weights 0) no batch was seen: the running statistics and their count stay as
-    they were, and outputs, finite, mean nothing. *When a single value is left* (n = 1) the unbiased variance is not
-    defined. PyTorch raises an error for such a batch. So does this, where the weights' values can be looked at; under
-    ``vmap`` and in a trace the new running variance is NaN. ``refuse_single_values`` looks beforehand.
+    *If all examples are left out* (all weights 0) no batch was seen: the running statistics and their count stay as
+    they were, and the outputs are finite but meaningless. *If a single value is left* (n = 1) the unbiased variance is
+    not defined. PyTorch raises an error for such a batch. So does this function, if it can read the weights' values;
+    under ``vmap`` and in a trace the new running variance is NaN. ``refuse_single_values`` checks beforehand.
 
     Args:
         weights: of the examples, one per row of what BatchNorm sees; None for weights of 1, which keeps left-out
             examples in the statistics.
-        buffers: those given to ``functional_call``, the very same tensors: that is how they are recognised.
+        buffers: the very tensors given to ``functional_call``: they are recognised by identity.
     """
     mode = _Weighted(weights, buffers)
     with mode:
@@ -56,11 +57,11 @@ def weighted_batch_norm(
 
 
 def refuse_single_values(weights: Float[Tensor, "*rows batch"], positions: int) -> None:
-    """Raises an ``InputError`` where weights leave one value per channel, of which there is no unbiased variance.
+    """Raise an ``InputError`` if the weights leave one value per channel, which has no unbiased variance.
 
     Args:
         weights: of a batch's examples, in one row or several.
-        positions: the least that any BatchNorm of the model sees per example: 1 for ``BatchNorm1d`` of vectors.
+        positions: the fewest that any BatchNorm of the model sees per example: 1 for ``BatchNorm1d`` of vectors.
     """
     left = weights.sum(-1) * positions
     if bool(((left > 0) & (left <= 1)).any()):
@@ -73,7 +74,7 @@ def refuse_single_values(weights: Float[Tensor, "*rows batch"], positions: int) 
 
 
 class _Call(NamedTuple):
-    """What ``torch.batch_norm`` and ``torch.instance_norm`` are called with."""
+    """The arguments of ``torch.batch_norm`` and ``torch.instance_norm``."""
 
     input: Tensor
     weight: Tensor | None
@@ -87,13 +88,13 @@ class _Call(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """The input; half precision as float32, as PyTorch computes statistics."""
+        """The input; half precision is converted to float32, as PyTorch does for statistics."""
         return self.input.float() if self.input.dtype in (torch.float16, torch.bfloat16) else self.input
 
     def normalised(self, mean: Tensor, var: Tensor) -> Tensor:
-        """(x − μ)/√(σ² + ε) · γ + β, for μ and σ² per channel, or per example and channel.
+        """Compute (x − μ)/√(σ² + ε) · γ + β, for μ and σ² per channel, or per example and channel.
 
-        As x times one number and plus another, which PyTorch does, too: x has many elements, channels are few.
+        This is computed as x times one number plus another, as in PyTorch: x has many elements, channels are few.
         """
         x = self.values
 
@@ -108,7 +109,7 @@ class _Call(NamedTuple):
 
 
 class _Weighted(FunctionMode):
-    """Stands in for the functions that compute and update statistics."""
+    """Replaces the functions that compute and update statistics."""
 
     def __init__(self, weights: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
         self.new: dict[str, Tensor] = {}
@@ -116,8 +117,8 @@ class _Weighted(FunctionMode):
         self._buffers = buffers
         self._names = {id(value): name for name, value in buffers.items()}
         handlers: dict[Any, Callable] = {torch.batch_norm: self._batch_norm, torch.instance_norm: self._instance_norm}
-        # Modules count their batches in place, and read the count as a number. The count is kept here instead, and a
-        # number that can be recognised stands for it.
+        # Modules count their batches in place, and read the count as a number. The count is kept here instead, and
+        # they read NaN, which can be recognised later.
         for advance in (Tensor.add_, Tensor.__iadd__):
             handlers[advance] = self._unless_count(advance, lambda count: count)
         for read in (Tensor.__float__, Tensor.item):
@@ -142,7 +143,7 @@ class _Weighted(FunctionMode):
         return call.normalised(mean, var)
 
     def _instance_norm(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Each example by its own statistics; the running ones follow their weighted mean over the batch."""
+        """Normalise each example by its own statistics; the running ones follow their weighted mean over the batch."""
         call = _Call(*args, **kwargs)
         if call.running_mean is None:
             return torch.instance_norm(*call)
@@ -173,7 +174,7 @@ class _Weighted(FunctionMode):
         return self._weights.to(x.dtype)
 
     def _update(self, call: _Call, n: Tensor, mean: Tensor, var: Tensor, *, counted: bool) -> None:
-        """Moves the running statistics towards these, unless nothing was seen."""
+        """Move the running statistics towards these, unless no example is left."""
         names = [self._names.get(id(each)) for each in (call.running_mean, call.running_var)]
         if None in names:
             raise InputError(
@@ -193,15 +194,15 @@ class _Weighted(FunctionMode):
             self.new[str(name)] = torch.where(n > 0, moved, old)
 
     def _current(self, running: Any) -> Tensor:
-        """A running statistic, as an earlier layer of this pass that shares it has left it."""
+        """Return a running statistic, including updates by earlier layers of this pass that share it."""
         return self.new.get(self._names.get(id(running), ""), running)
 
 
 def _moments(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """n, μ and σ² per channel; the weights meet each example's sums, not its positions, which are many.
+    """Return n, μ and σ² per channel; the weights are applied to each example's sums, not to its many positions.
 
-    With any number c per channel, σ² = Σ w (x − c)² / n − (μ − c)². For c = μ held constant nothing cancels, and c has
-    no derivative, which saves the passes over x that the derivative of x − μ would take.
+    With any number c per channel, σ² = Σ w (x − c)² / n − (μ − c)². With c = μ held constant there is no cancellation,
+    and c has no derivative, which saves the passes over x that the derivative of x − μ would take.
     """
     positions = math.prod(x.shape[2:])
     n, sums = weights.sum() * positions, _positions_summed(x)
@@ -217,7 +218,7 @@ def _positions_summed(x: Tensor) -> Float[Tensor, "batch channels"]:
 
 
 def _above_zero(n: Tensor) -> Tensor:
-    """A denominator: n, or 1 where nothing is left and sums are 0."""
+    """Return a safe denominator: n, or 1 if no example is left and the sums are 0."""
     return torch.where(n > 0, n, torch.ones_like(n))
 
 
@@ -225,5 +226,5 @@ def _check_single(n: Tensor) -> None:
     try:
         refuse_single_values(n.detach().unsqueeze(-1), 1)
     except RuntimeError:
-        # Under vmap or in a trace there is no value to look at.
+        # Under vmap or in a trace the value is not available.
         return

@@ -1,4 +1,4 @@
-"""Batches by example number: reading them from a data set, and telling whether they are the ones trained on."""
+"""Batches by example id: reading them from a data set, and checking that they are the ones trained on."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Each: TypeAlias = Float[Tensor, " batch"]
 Collate: TypeAlias = Callable[[list], Batch]
 
 SMALL = 1 << 13
-"""Up to how many bytes a tensor is copied whose fingerprint is taken later."""
+"""Tensors of at most this many bytes are copied, and fingerprinted later."""
 
 PLAIN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8}
-"""Types that numpy has as well."""
+"""Dtypes that numpy has too."""
 
 
 def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -> Batch:
-    """The examples with these numbers as one batch, as a ``DataLoader`` would build it.
+    """Read the examples with these ids as one batch, as a ``DataLoader`` would build it.
 
     >>> read(TensorDataset(torch.arange(4.0)), [2, 0])
     [tensor([2., 0.])]
     """
-    # A data set of tensors is indexed at once, unless its class has its own way to read an example.
+    # A data set of tensors is indexed in one call, unless its class overrides how an example is read.
     if (
         collate is None
         and isinstance(dataset, TensorDataset)
@@ -63,7 +63,7 @@ def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -
 
 
 def numbers(ids: Any) -> Tensor:
-    """The numbers of a batch's examples, as a tensor of their own.
+    """Return the ids of a batch's examples as a new tensor.
 
     >>> numbers(range(3))
     tensor([0, 1, 2])
@@ -94,7 +94,7 @@ def numbers(ids: Any) -> Tensor:
 
 
 def size(dataset: Dataset) -> int:
-    """How many examples a data set holds; what only looks like one is refused."""
+    """Return the number of examples in a data set; refuse anything that is not a data set."""
     if remedy := _not_a_dataset(dataset):
         raise InputError(f"A data set is needed, not {kind_of(dataset)}: give {remedy}.", code="dataset-expected")
     if isinstance(dataset, IterableDataset):
@@ -112,7 +112,7 @@ def size(dataset: Dataset) -> int:
 
 
 def _not_a_dataset(given: Any) -> str | None:
-    """Say what to give in place of a loader, or of tensors that stand for a data set."""
+    """Say what to give instead of a loader, or of tensors used as a data set."""
     if isinstance(given, DataLoader):
         return "the loader's own, loader.dataset"
     if isinstance(given, Tensor):
@@ -132,13 +132,13 @@ def pick(batch: Batch, i: int) -> Batch:
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
-    """The same nest with the function applied to everything that is not a tuple, list or mapping.
+    """Return the same nested structure with the function applied to all that is not a tuple, list or mapping.
 
     >>> from collections import UserDict
     >>> map_leaves(lambda leaf: leaf + 1, UserDict(x=(1, [2])))
     {'x': (2, [3])}
     """
-    if isinstance(batch, Mapping):  # as dictionaries, and what collators give in their stead
+    if isinstance(batch, Mapping):  # dictionaries, and what collators return instead of them
         return {key: map_leaves(function, value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
         values = [map_leaves(function, value) for value in batch]
@@ -147,14 +147,14 @@ def map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
 
 
 def leaves(batch: Batch) -> list[Any]:
-    """Everything in the nest that is not a tuple, list or dict, in order."""
+    """Return everything in the nested structure that is not a tuple, list or dict, in order."""
     flat: list[Any] = []
     map_leaves(flat.append, batch)
     return flat
 
 
 def broken(batch: Batch) -> list[int]:
-    """The positions of a batch's examples that hold NaN or infinite values.
+    """Return the positions of a batch's examples that hold NaN or infinite values.
 
     >>> broken([torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 1])])
     [1]
@@ -167,12 +167,12 @@ def broken(batch: Batch) -> list[int]:
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device."""
+    """Move the batch to a device."""
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def fingerprint(batch: Batch) -> list[tuple[int, int]]:
-    """For each tensor a checksum of its rows in order, and one that does not see their order.
+    """Return, for each tensor, a checksum of its rows in order, and one that does not depend on their order.
 
     >>> a, b = torch.eye(2), torch.eye(2).flip(0)
     >>> (ordered, unordered), (other, same) = fingerprint(a)[0], fingerprint(b)[0]
@@ -183,16 +183,17 @@ def fingerprint(batch: Batch) -> list[tuple[int, int]]:
 
 
 class Summed(NamedTuple):
-    """The sums of a tensor's rows, and a hash of its type and shape: what its fingerprint is made of."""
+    """The sums of a tensor's rows, and a hash of its dtype and shape: the ingredients of its fingerprint."""
 
     sums: np.ndarray
     kind: np.uint64
 
 
 def noted(batch: Batch) -> list[Any]:
-    """Return the leaves of a batch whose fingerprint is taken later, whatever becomes of its tensors until then.
+    """Return the leaves of a batch to be fingerprinted later, independent of what happens to its tensors until then.
 
-    Of a small tensor that is a copy, of a large one the sums of its rows: many batches together go quicker.
+    A small tensor is copied; of a large one only the sums of its rows are kept. Fingerprinting many batches together
+    is faster.
 
     >>> x = torch.eye(2)
     >>> later = noted(x)
@@ -210,7 +211,7 @@ def _kept(tensor: Tensor) -> Tensor | Summed:
 
 
 def fingerprints(noted: Sequence[Sequence[Any]]) -> list[list[tuple[int, int]]]:
-    """Take the fingerprints of many batches by their leaves: those of one type and shape at once, as calls cost."""
+    """Fingerprint many batches, given their leaves: those of one dtype and shape together, which saves calls."""
     alike: dict[tuple, list[tuple[int, int]]] = {}
     marks: list[list[tuple[int, int]]] = [[(0, 0)] * len(parts) for parts in noted]
     for number, parts in enumerate(noted):
@@ -231,33 +232,33 @@ def fingerprints(noted: Sequence[Sequence[Any]]) -> list[list[tuple[int, int]]]:
     both = [
         rows.reshape(one.shape) @ _places(one.shape[1]) + kind for rows, (one, kind) in zip(hashes, sums, strict=True)
     ]
-    found = (mixed(np.concatenate(both)) >> np.uint64(1)).tolist()  # signed integers on disk
+    found = (mixed(np.concatenate(both)) >> np.uint64(1)).tolist()  # integers are signed on disk
     for (number, place), mark in zip(chain.from_iterable(alike.values()), found, strict=True):
         marks[number][place] = tuple(mark)
     return marks
 
 
 def _joined_sums(parts: Sequence[Any]) -> tuple[np.ndarray, np.uint64]:
-    """Return the sums of the rows of tensors of one type and shape, a row for each, and the hash of these."""
+    """Return the row sums of tensors of one dtype and shape, one row per tensor, and the hash of dtype and shape."""
     first = parts[0]
     if isinstance(first, Summed):
         return np.stack([one.sums for one in parts]), first.kind
     kind = _kind(first.dtype, first.shape)
     if not first.numel():
         return np.zeros((len(parts), 0), np.uint64), kind
-    # Joined by numpy: of the thread that writes, PyTorch's kernels would start further ones.
+    # Joined by numpy: called from the writer thread, PyTorch's kernels would start more threads.
     rows = _row_bytes(first) if len(parts) == 1 else np.concatenate([_row_bytes(tensor) for tensor in parts])
     return row_sums(rows).reshape(len(parts), -1), kind
 
 
 def _row_sums(tensor: Tensor) -> np.ndarray:
-    """Return Σ_j w_j x_j of each row, which is not mixed yet."""
+    """Return Σ_j w_j x_j of each row, before mixing."""
     return row_sums(_row_bytes(tensor)) if tensor.numel() else np.zeros(0, np.uint64)
 
 
 def _row_bytes(tensor: Tensor) -> np.ndarray:
     if tensor.dtype in PLAIN and tensor.device.type == "cpu" and tensor.ndim and tensor.is_contiguous():
-        return tensor.detach().numpy().reshape(len(tensor), -1).view(np.uint8)  # in few calls, as most batches are
+        return tensor.detach().numpy().reshape(len(tensor), -1).view(np.uint8)  # the usual case, in few calls
     data = tensor.detach().cpu()
     data = (data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1)).contiguous()
     if data.stride(-1) != 1:  # a single value of a larger tensor counts as contiguous
@@ -267,18 +268,18 @@ def _row_bytes(tensor: Tensor) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _kind(dtype: torch.dtype, shape: torch.Size) -> np.uint64:
-    """Hash a tensor's type and shape."""
+    """Hash a tensor's dtype and shape."""
     return np.uint64(zlib.crc32(f"{dtype} {tuple(shape)}".encode()))
 
 
 @lru_cache(maxsize=64)
 def _places(count: int) -> np.ndarray:
-    """Weights that tell the places of rows apart, and some that do not."""
+    """Return two columns of weights: one that depends on a row's position, and one that does not."""
     return np.stack([weights(count), np.ones(count, np.uint64)], axis=1)
 
 
 def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[], Batch]) -> str | None:
-    """What differs between a recorded batch and the one read now, in words; None where nothing does."""
+    """Describe in words how a recorded batch differs from the one read now; None if they are the same."""
     now = fingerprint(batch)
     if now == recorded:
         return None

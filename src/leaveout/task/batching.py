@@ -1,4 +1,4 @@
-"""One function for many examples or models: by ``vmap``, or by a loop where that has no rule."""
+"""One function applied to many examples or models: by ``vmap``, or by a loop if an operation has no batching rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leaveout.task.rewriting import WrittenOut, quiet_loops
 
 
 def side_by_side(function: Callable, in_dims: Any = 0) -> Callable:
-    """``vmap``, with operations written out that it has no rule for."""
+    """Apply ``vmap``, with operations written out for which it has no batching rule."""
 
     def call(*args: Any) -> Any:
         with WrittenOut(), quiet_loops():
@@ -23,7 +23,7 @@ def side_by_side(function: Callable, in_dims: Any = 0) -> Callable:
 
 
 def looped(function: Callable, in_dims: Any = 0) -> Callable:
-    """``vmap`` by a Python loop: slower, the same values, for operations without a batching rule."""
+    """Do what ``vmap`` does by a Python loop: slower, same values, for operations without a batching rule."""
 
     def call(*args: Any) -> Any:
         dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)

@@ -1,4 +1,4 @@
-"""How derivatives are computed: traced where they recur, in chunks that fit, with operations written out."""
+"""How derivatives are computed: traced if they recur, in chunks that fit into memory, with operations written out."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def form_of(task: Task, form: Form | None) -> Form:
-    """The form, or the refusal of a method for which there is none."""
+    """Return the form, or refuse a method for which there is none."""
     if form is None:
         raise no_form(task.abilities.reason)
     return form
 
 
 def no_form(reason: str) -> UnsupportedError:
-    """The refusal of a method that needs a second derivative which no form gives."""
+    """Return the error for a method that needs a second derivative which no form can compute."""
     if reason == COUPLED:
         return UnsupportedError(
             f"{COUPLED}, so that there is no gradient of one of them alone, which this method needs: use SGDIE(), "
@@ -41,9 +41,9 @@ def no_form(reason: str) -> UnsupportedError:
 
 
 def run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False, warm_up: int = WARM_UP) -> Any:
-    """Call a function of nested tensors, by its trace where there is one; ``exact`` keeps every bit."""
+    """Call a function of nested tensors, by its trace if there is one; ``exact`` keeps every bit."""
     given = function if exact else _written_out(function)
-    # A loop over examples would be traced turn by turn, and slowly.
+    # Tracing a loop over examples would unroll it, which is slow.
     name = f"{name} kinks" if task.kinks else name
     if not task.abilities.vmap:
         return given(*args)
@@ -51,7 +51,7 @@ def run(task: Task, name: str, function: Callable, *args: Any, exact: bool = Fal
 
 
 def _written_out(function: Callable) -> Callable:
-    """The function with operations written out; not around its trace, which would be slowed down."""
+    """Wrap a function so that operations are written out; not used around a trace, which it would slow down."""
 
     def call(*args: Any) -> Any:
         with WrittenOut():
@@ -63,7 +63,7 @@ def _written_out(function: Callable) -> Callable:
 def by_chunks(
     task: Task, name: str, function: Callable, shared: tuple, stacked: tuple, chunk: int | None
 ) -> tuple[Any, Any]:
-    """``function(*shared, *stacked)`` for runs of the stacked arguments; it gives a shared result and a stacked one."""
+    """Call ``function(*shared, *stacked)`` on chunks of the stacked arguments; return a shared and a stacked result."""
     count = len(leaves(stacked)[0])
     if chunk is None or chunk >= count:
         return run(task, name, function, *shared, *stacked)
@@ -71,7 +71,7 @@ def by_chunks(
     for start in range(0, count, chunk):
         common, result = run(task, name, function, *shared, *_slice(stacked, start, start + chunk))
         pieces = leaves(result)
-        # Small results kept one by one would lie between the large blocks that are freed, and hold the heap in pieces.
+        # Small results kept one by one would sit between the large blocks that are freed, and fragment the heap.
         joined = joined or [piece.new_empty((count, *piece.shape[1:])) for piece in pieces]
         for whole, piece in zip(joined, pieces, strict=True):
             whole[start : start + chunk] = piece
@@ -84,5 +84,5 @@ def _slice(nest: Any, start: int, stop: int) -> Any:
 
 
 def ones(params: Params, batch: Batch) -> Tensor:
-    """A weight of one for every example."""
+    """Return a weight of one for every example."""
     return next(iter(params.values())).new_ones(size_of(batch))

@@ -1,4 +1,4 @@
-"""What cannot be handled exactly is found before anything runs, all of it at once, each with its remedy."""
+"""Finds what cannot be handled exactly, before anything runs: all problems at once, each with its remedy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from leaveout.task.task import Task
 
 MODAL = ("batchnorm", "dropout", "instancenorm", "rnn", "activation", "transformer")
-"""Modules of ``torch.nn`` in which there are some that compute something else in training mode."""
+"""Files of ``torch.nn.modules`` with modules that compute something else in training mode."""
 
 
 def module_problems(model: nn.Module) -> list[str]:
-    """Modules that no record of the training could follow, those of one kind in one line.
+    """List the modules that cannot be recorded exactly, with those of one kind on one line.
 
     >>> module_problems(nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2)))[0][:60]
     "'0' is BatchNorm1d(track_running_stats=False), which mixes t"
@@ -87,14 +87,14 @@ def _module_problem(module: nn.Module) -> str | None:
 
 
 def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities]:
-    """Problems that show on the first examples, and what the model's operations support."""
+    """Return the problems that occur on the first examples, and what the model's operations support."""
     none = Abilities()
     ids = trial_ids(task)
     try:
         batch, again = task.read(ids), task.read(ids)
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is passed on in words
+    except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is reported
         return [f"the first training examples cannot be read: {_line(error)}"], none
     task.random_data = batches.fingerprint(batch) != batches.fingerprint(again)
     if problem := _structure_problem(batch, len(ids)):
@@ -107,11 +107,11 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
     try:
         with torch.no_grad():
             outputs, targets = task.outputs(task.parameters(), batch)
-            losses = task.parts.losses(outputs, targets)  # its shape is looked at below
+            losses = task.parts.losses(outputs, targets)  # its shape is checked below
             task.counted = task.parts.counts is not None and task.parts.counts(outputs, targets) is not None
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is passed on in words
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is reported as a problem
         return [f"the model or the loss fails on the first training examples: {_line(error)}"], none
     problems = _side_effects(task.model, buffers, rng)
     if problems:
@@ -173,13 +173,13 @@ def _shape_problem(losses: Tensor, count: int) -> str | None:
 
 
 def is_coupled(called: Called, training: frozenset[str], buffers: tuple[str, ...]) -> bool:
-    """Say whether a training batch's examples depend on each other, or training moves buffers: BatchNorm."""
+    """Say whether a training batch's examples depend on each other, or training changes buffers: BatchNorm."""
     trained = (module for name, module in called.named if name in training)
     return bool(buffers) or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained)
 
 
 def check_options(model: Any, loss: Any, train_set: Any, l2: Any, statistics: str, accumulation: str | int) -> None:
-    """Refuse arguments of a task that mean nothing."""
+    """Refuse invalid arguments of a task."""
     if not isinstance(model, nn.Module) or isinstance(model, nn.modules.loss._Loss):
         raise InputError(
             f"A model is needed first, not {kind_of(model)}: give lo.Task(model, loss, train_set).",
@@ -224,7 +224,7 @@ def refuse(problems: list[str]) -> None:
 
 
 def mode_matters(module: nn.Module) -> bool:
-    """Say whether a module may compute something else in training mode: any but PyTorch's own that do not.
+    """Say whether a module may compute something else in training mode: all but those of PyTorch that do not.
 
     >>> mode_matters(nn.Linear(1, 1)), mode_matters(nn.Dropout())
     (False, True)

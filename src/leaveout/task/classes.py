@@ -1,4 +1,4 @@
-"""Outputs read as scores of classes, and targets as labels, where the loss says that they are."""
+"""Outputs read as class scores, and targets as labels, if the loss shows that they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from leaveout.errors import InputError
 
 TINY = 1e-12
-"""Probabilities are kept this far from 0 and 1 before their logarithm is taken."""
+"""Probabilities are clamped this far from 0 and 1 before their logarithm is taken."""
 
 
 class Reading(Enum):
@@ -25,7 +25,7 @@ class Reading(Enum):
 
 
 def readings(outputs: Tensor, targets: Any, losses: Float[Tensor, " n"]) -> set[Reading]:
-    """Tell how these outputs can be read; the empty set where they are not scores of classes.
+    """Return how these outputs can be read; the empty set if they are not class scores.
 
     Whole targets from 0 on and a row of outputs per example are classes. One output per example and targets 0 and 1
     are two classes if the loss is −log of what the sigmoid of the output, or the output itself, gives the target.
@@ -54,7 +54,7 @@ def readings(outputs: Tensor, targets: Any, losses: Float[Tensor, " n"]) -> set[
 
 
 def class_logits(reading: Reading, outputs: Tensor) -> Float[Tensor, "n classes"]:
-    """Give the outputs as logits whose softmax is the model's distribution over the classes, in float64.
+    """Return the outputs as logits whose softmax is the model's distribution over the classes, in float64.
 
     >>> class_logits(Reading.PROBABILITY, torch.tensor([0.75])).softmax(1)
     tensor([[0.2500, 0.7500]], dtype=torch.float64)
@@ -68,12 +68,12 @@ def class_logits(reading: Reading, outputs: Tensor) -> Float[Tensor, "n classes"
 
 
 def own_probability(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Give the probability of each example's own label."""
+    """Return the probability of each example's own label."""
     return logits.softmax(1).gather(1, labels[:, None])[:, 0]
 
 
 def margins(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Subtract the best logit of another class from that of each example's own label: negative is misclassified.
+    """Subtract the highest logit of another class from that of each example's label: negative means misclassified.
 
     >>> margins(torch.tensor([[1.0, 4.0, 2.0], [3.0, 0.0, 2.5]]), torch.tensor([1, 2]))
     tensor([ 2.0000, -0.5000])
@@ -84,12 +84,12 @@ def margins(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Fl
 
 
 def label_numbers(targets: Tensor) -> Int[Tensor, " n"]:
-    """Give the targets of a classifier as class numbers."""
+    """Return the targets of a classifier as class numbers."""
     return targets.flatten().long()
 
 
 def class_names(numbers: Int[Tensor, " n"], classes: Sequence[str]) -> list[str]:
-    """Give the classes' names, or their numbers where they have no names.
+    """Return the classes' names, or their numbers if they have no names.
 
     >>> class_names(torch.tensor([1, 0]), ("cat", "dog")), class_names(torch.tensor([1]), ())
     (['dog', 'cat'], ['1'])

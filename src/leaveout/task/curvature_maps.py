@@ -1,7 +1,8 @@
-"""The linear maps v ↦ C·v at one state: the Hessian, and the Gauss-Newton and Fisher matrices that may stand for it.
+"""The linear maps v ↦ C·v at one state: the Hessian, and the Gauss-Newton and Fisher matrices that may replace it.
 
-Each has the batch's product, that with weights of its own for every row, and the product of one example; all come
-with the gradient, whose value the same pass gives. ``leaveout.task.derivatives`` takes them of many vectors at once.
+Each has the product of a batch, the product with separate example weights for every row, and the product of one
+example; all return the gradient too, which the same pass computes. ``leaveout.task.derivatives`` applies them to many
+vectors at once.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class CurvatureMap(ABC):
-    """What stands for the derivative J of the batch gradient ḡ, applied to vectors."""
+    """The derivative J of the batch gradient ḡ, or a substitute for it, applied to vectors."""
 
     @abstractmethod
     def name(self, form: Form | None) -> str:
-        """Name the map, with the form where it has one: traces are kept by this name."""
+        """Name the map, with its form if it has one: traces are stored under this name."""
 
     @abstractmethod
     def products(self, task: Task, params: Params, batch: Batch, vectors: Params) -> tuple[Params, Any]:
@@ -51,7 +52,7 @@ class CurvatureMap(ABC):
 
 
 class Hessian(CurvatureMap):
-    """J = ∂ḡ/∂θ itself, by whichever form is right for the task; H(Z) where nothing stops gradients."""
+    """J = ∂ḡ/∂θ itself, by whichever form is correct for the task; H(Z) if nothing stops gradients."""
 
     def name(self, form: Form | None) -> str:
         """Name it with its form."""
@@ -60,7 +61,7 @@ class Hessian(CurvatureMap):
     def products(self, task: Task, params: Params, batch: Batch, vectors: Params) -> tuple[Params, Any]:
         """Compute ḡ, and Jᵀ·u and ⟨u, g(z)⟩/|Z| for every vector u."""
         form = form_of(task, task.abilities.vectors)
-        if form is Form.REVERSE_REVERSE:  # both are parts of one pull-back
+        if form is Form.REVERSE_REVERSE:  # one VJP gives both
             value, pull = pullback(
                 lambda q, w: task.gradient({**params, **q}, w, batch), task.own(params), ones(params, batch)
             )
@@ -107,7 +108,7 @@ class Hessian(CurvatureMap):
 
 @dataclass(frozen=True)
 class Outer(CurvatureMap):
-    """C = (1/|Z|) Σ Jᵀ A J. The L2 term's curvature is known, and added as it is.
+    """C = (1/|Z|) Σ Jᵀ A J. The L2 term's curvature is known, and added directly.
 
     Gauss-Newton: J the Jacobian of z's outputs, A the Hessian of the loss in them. Fisher: J the gradient of z's loss,
     A = 1.
@@ -137,10 +138,10 @@ class Outer(CurvatureMap):
         return value, one(vector)[0]
 
     def _at(self, task: Task, params: Params, batch: Batch) -> tuple[Params, Callable[..., tuple[Params, Tensor]]]:
-        """ḡ, and the function v ↦ (C·v, ⟨v, g(z)⟩/|Z|).
+        """Return ḡ, and the function v ↦ (C·v, ⟨v, g(z)⟩/|Z|).
 
-        Given weights w and their change ẇ as well, that function gives C(Z; w)·v + (1/|Z|) Σ ẇ_z g(z) for C·v. Outputs
-        may have any shape; only the losses are known to have one for each example.
+        Given weights w and their change ẇ too, that function returns C(Z; w)·v + (1/|Z|) Σ ẇ_z g(z) in place of C·v.
+        Outputs may have any shape; only the losses are known to have one value per example.
         """
         if not task.abilities.outer:
             raise no_form(task.abilities.reason)
@@ -179,7 +180,7 @@ FISHER = Outer(fisher=True)
 
 
 def pushed(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Params, Tensor]:
-    """ḡ, its derivative along v, and that of each example's loss, divided by |Z|."""
+    """Compute ḡ, its derivative along v, and that of each example's loss, divided by |Z|."""
     size = size_of(batch)
 
     def mean(q: Params) -> tuple[Tensor, Tensor]:
@@ -192,7 +193,7 @@ def pushed(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Pa
 
 
 def transposed(task: Task, params: Params, batch: Batch) -> Callable[[Params], Params]:
-    """U ↦ Jᵀ·u, as the transpose of v ↦ J·v with gradients stopped once."""
+    """Return u ↦ Jᵀ·u, as the transpose of v ↦ J·v with gradients stopped once."""
     units = ones(params, batch)
 
     def push(vector: Params) -> Params:
@@ -204,7 +205,7 @@ def transposed(task: Task, params: Params, batch: Batch) -> Callable[[Params], P
 
 
 def _along(task: Task, function: Callable, at: Any, vector: Any) -> Any:
-    """The derivative of a function along a vector; by two pull-backs where there is no forward mode."""
+    """Compute the JVP of a function; by two VJPs if there is no forward mode."""
     if task.abilities.forward:
         return jvp(function, (at,), (vector,))[1]
     value, pull = pullback(function, at)

@@ -1,7 +1,7 @@
-"""Functions that PyTorch computes and draws for in one go, written as functions of their draws.
+"""Functions that draw random numbers inside PyTorch's own code, written as functions of their draws.
 
-Each does what PyTorch's own does on a CPU, operation by operation, so that values and gradients are equal to the last
-bit. The first argument is ``take(kinds, shape)``, which gives the next draw; the others are named as PyTorch's.
+Each does what PyTorch's version does on a CPU, operation by operation, so that values and gradients are equal to the
+last bit. The first argument is ``take(kinds, shape)``, which returns the next draw; the others are named as in PyTorch.
 """
 # ruff: noqa: A001, A002
 
@@ -19,7 +19,7 @@ from torch import Tensor
 Take: TypeAlias = Callable[[Sequence[str], Sequence[int]], Tensor]
 
 MASKS = ("bernoulli_", "native_dropout")
-"""Operations that draw a mask of what is kept; the latter on a GPU."""
+"""Operations that draw a mask of the units to keep; the latter on a GPU."""
 
 SELU = 1.7580993408473766
 """The negative of the value that alpha dropout sets units to."""
@@ -35,7 +35,7 @@ def dropout(
     alpha: bool = False,
     inplace: bool = False,
 ) -> Tensor:
-    """Drops units: x · m/(1 − p) with a mask m; of whole channels with ``features``, keeping moments with ``alpha``."""
+    """Drop units: x · m/(1 − p) with a mask m; whole channels with ``features``, keeping moments with ``alpha``."""
     if p == 0 or not train or input.numel() == 0:
         return input
     multiply = input.mul_ if inplace else input.mul
@@ -51,7 +51,7 @@ def dropout(
 
 
 def native_dropout(take: Take, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Drops units and returns the mask as well."""
+    """Drop units, and return the mask as well."""
     if train is False:
         return torch.native_dropout(input, p, train)
     mask = take(MASKS, input.shape)
@@ -67,7 +67,7 @@ def rrelu(
     *,
     inplace: bool = False,
 ) -> Tensor:
-    """Multiplies x by a random slope where x ≤ 0."""
+    """Multiply x by a random slope where x ≤ 0."""
     if not training:
         return (torch.rrelu_ if inplace else torch.rrelu)(input, lower, upper, training)
     slope = take(("rrelu_with_noise", "rrelu_with_noise_"), input.shape)
@@ -87,9 +87,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Computes dropout(softmax(QKᵀ·scale + mask)) V from PyTorch's own weights, with the draw as the mask.
+    """Compute dropout(softmax(QKᵀ·scale + mask)) V from PyTorch's attention weights, with the draw as dropout mask.
 
-    Numbers of 16 bits are converted to 32 in between, as PyTorch does.
+    16-bit floats are converted to 32 bits in between, as in PyTorch.
     """
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
@@ -117,10 +117,10 @@ def attention(
 
 
 def recurrent(take: Take, function: Callable, *args: Any) -> tuple[Tensor, ...]:
-    """Computes the layers of an RNN, LSTM or GRU one after the other, with dropout between them.
+    """Compute the layers of an RNN, LSTM or GRU one after the other, with dropout between them.
 
-    Arguments are those of ``torch.lstm``: of a padded batch (input, state, weights, ...), or of a packed one (data,
-    batch sizes, state, weights, ...).
+    The arguments are those of ``torch.lstm``: for a padded batch (input, state, weights, ...), or for a packed one
+    (data, batch sizes, state, weights, ...).
     """
     packed = isinstance(args[3], Sequence)
     (input, *sizes), (state, weights, biases, layers, p, train, both, *rest) = (
@@ -163,4 +163,4 @@ LAYERS: dict[Any, Callable] = {
     F.scaled_dot_product_attention: attention,
     **{each: _recurrent(each) for each in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
-"""What stands in for which function."""
+"""The replacement of each function."""

@@ -1,9 +1,9 @@
-"""Random draws of a forward pass: noted once, in eager mode, and handed out again under any transform.
+"""Random draws of a forward pass: noted once in eager mode, and replayed under any transform.
 
 A forward pass is a function of parameters, inputs and draws ξ. From the generator's state before the pass (recorded;
-5,056 bytes on a CPU) one eager pass takes the same ξ as training did, bit for bit. ``torch.func`` does not: from the
-same state it draws other masks for permuted tensors, without a word. So ξ is noted in eager mode, and inside a
-transform it is an *input* like the batch:
+5,056 bytes on a CPU) one eager pass draws the same ξ as training did, bit for bit. ``torch.func`` does not: from the
+same state it silently draws other masks for permuted tensors. So ξ is noted in eager mode, and inside a transform it is
+an *input* like the batch:
 
     draws = note(lambda: model(x), state)
 
@@ -11,7 +11,7 @@ transform it is an *input* like the batch:
         with replay(draws):
             return criterion(functional_call(model, params, (x,)), y)
 
-``grad``, ``vjp``, ``jvp`` and traces take it as it is; ``vmap`` over models shares it (``in_dims=None``); ``vmap`` over
+``grad``, ``vjp``, ``jvp`` and traces use it directly; ``vmap`` over models shares it (``in_dims=None``); ``vmap`` over
 examples gives each example its part (``in_dims=0``, after ``example_draws.by_example``).
 """
 
@@ -31,7 +31,7 @@ from leaveout.task.drawn_layers import LAYERS
 from leaveout.task.function_mode import FunctionMode
 
 Draws: TypeAlias = dict[str, Tensor]
-"""Drawn values in order; each name is the draw's number and the operation that took it, such as ``"0 bernoulli_"``."""
+"""Drawn values in order; each name is the draw's number and the operation that drew it, such as ``"0 bernoulli_"``."""
 
 RandomState: TypeAlias = dict[str, Tensor]
 """The states of random generators by device, such as ``"cpu"`` and ``"cuda:0"``."""
@@ -45,7 +45,7 @@ NEW = ("bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "ran
 
 
 def random_state(*devices: str | torch.device) -> RandomState:
-    """Returns the states of the CPU's random generator and of those of these devices."""
+    """Return the states of the CPU's random generator and of those of these devices."""
     states = {"cpu": torch.get_rng_state()}
     for name in devices:
         device = torch.empty(0, device=name).device  # "cuda" is "cuda:0"
@@ -55,7 +55,7 @@ def random_state(*devices: str | torch.device) -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Sets the random generators to these states."""
+    """Set the random generators to these states."""
     for name, value in state.items():
         device = torch.device(name)
         if device.type == "cpu":
@@ -65,12 +65,12 @@ def set_random_state(state: RandomState) -> None:
 
 
 def _index(device: torch.device) -> tuple:
-    """The device as an argument; Apple's has one generator and takes none."""
+    """Return the device as an argument; Apple's (MPS) has one generator and takes no argument."""
     return () if device.type == "mps" else (device,)
 
 
 def has_randomness(function: Callable[[], Any], *devices: str | torch.device) -> bool:
-    """Says whether a call draws random numbers; the generators are left as they were."""
+    """Say whether a call draws random numbers; the generators are left as they were."""
     before = random_state(*devices)
     try:
         function()
@@ -80,10 +80,10 @@ def has_randomness(function: Callable[[], Any], *devices: str | torch.device) ->
 
 
 def note(function: Callable[[], Any], state: RandomState | None = None) -> Draws:
-    """Calls ``function()``, an eager forward pass, from this state of the generators, and returns what it drew.
+    """Call ``function()``, an eager forward pass, from this state of the generators, and return what it drew.
 
-    Without a state it starts from the CPU's as it is. The generators are left as they were. Bernoulli draws are kept as
-    booleans. What leaves no trace in PyTorch's own generators (``random``, numpy) is not noticed.
+    Without a state it starts from the CPU generator's current one. The generators are left as they were. Bernoulli
+    draws are kept as booleans. Draws from other generators than PyTorch's (``random``, numpy) are not noticed.
 
     >>> state = {"cpu": torch.Generator().manual_seed(0).get_state()}
     >>> note(lambda: torch.nn.functional.dropout(torch.ones(4), 0.5), state)
@@ -103,9 +103,9 @@ def note(function: Callable[[], Any], state: RandomState | None = None) -> Draws
 
 @contextmanager
 def replay(draws: Draws) -> Iterator[None]:
-    """Hands out these draws, in order, to the forward pass that is carried out within, under any transform.
+    """Replay these draws, in order, in the forward pass inside this context, under any transform.
 
-    Raises a ``MismatchError`` if the pass asks for other draws than were noted, for more or fewer, or draws by itself.
+    Raises a ``MismatchError`` if the pass asks for different, more or fewer draws than were noted, or draws itself.
     """
     mode = _Handing(draws)
     devices = {str(value.device) for value in draws.values()}
@@ -168,7 +168,7 @@ class _Noting(TorchDispatchMode):
 
 
 def _values(name: str, result: Any, args: tuple) -> Tensor | None:
-    """What an operation drew; None for one that drew nothing, or of which it is not known."""
+    """Return what an operation drew; None if it drew nothing, or if what it drew is not known."""
     if name.startswith("bernoulli"):
         return result.detach().bool()
     if name in IN_PLACE or name in NEW:
@@ -176,8 +176,8 @@ def _values(name: str, result: Any, args: tuple) -> Tensor | None:
     if name == "native_dropout" and args[2] is not False:
         return result[1].detach().bool()
     if name.startswith("rrelu_with_noise") and len(args) > 4 and args[4]:
-        # A slope was drawn where the input was not positive. Elsewhere, should a left-out example make it negative
-        # there, its slope will be that of evaluation mode.
+        # A slope was drawn where the input was not positive. If leaving an example out makes another input negative,
+        # its slope is that of evaluation mode.
         noise, lower, upper = args[1], args[2], args[3]
         return torch.where(noise == 1, (lower + upper) / 2, noise)
     return None
@@ -202,7 +202,7 @@ def _unknown(name: str) -> str:
 
 
 class _Handing(FunctionMode):
-    """Answers every function that draws with what was noted."""
+    """Makes every function that draws return the noted draws."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
@@ -227,7 +227,7 @@ class _Handing(FunctionMode):
             )
 
     def _take(self, kinds: Sequence[str], shape: Sequence[int]) -> Tensor:
-        """The next draw, if it is of one of these kinds and of this shape."""
+        """Return the next draw, if it is of one of these kinds and of this shape."""
         wanted = f"{kinds[0]} of shape {list(shape)}"
         if self._taken == len(self._names):
             raise MismatchError(
@@ -266,7 +266,7 @@ class _Handing(FunctionMode):
         return value.to(args[0].dtype, copy=True) if name == "bernoulli" else value.clone()
 
     def _empty(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``torch.empty``, with room for every example's draw where draws differ by example."""
+        """Do what ``torch.empty`` does, with room for every example's draw if draws differ by example."""
         if not kwargs.keys() <= {"size", "dtype", "device"}:
             return torch.empty(*args, **kwargs)
         size = _size("rand", args, kwargs)
@@ -276,7 +276,7 @@ class _Handing(FunctionMode):
 
 
 def _size(name: str, args: tuple, kwargs: dict[str, Any]) -> Sequence[int]:
-    """The shape of what a function that draws a new tensor returns."""
+    """Return the shape of the result of a function that draws a new tensor."""
     if "size" in kwargs:
         return kwargs["size"]
     if name in ("rand", "randn"):
@@ -303,6 +303,6 @@ def _same(a: RandomState, b: RandomState) -> bool:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """Steps out of the transform or trace that the caller is in: a generator's state is not part of that."""
+    """Step out of the caller's transform or trace: a generator's state is not part of it."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield

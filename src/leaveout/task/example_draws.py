@@ -1,4 +1,4 @@
-"""Which part of a batch's random draws is whose: draws cut by example, for ``vmap`` over examples."""
+"""Which part of a batch's random draws belongs to which example: draws split by example, for ``vmap``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from leaveout.task.draws import Draws, note, replay
 
 
 class Axis(NamedTuple):
-    """Where a draw counts the batch's examples.
+    """The dimension of a draw that indexes the batch's examples.
 
     Attributes:
         dim: the dimension.
-        inner: whether examples are its inner part where other things are merged into it, as in (time · examples);
-            otherwise the outer, as in attention's (examples · heads).
+        inner: whether examples are its inner part if it is merged with another dimension, as in (time · examples);
+            otherwise they are its outer part, as in attention's (examples · heads).
     """
 
     dim: int
@@ -27,13 +27,13 @@ class Axis(NamedTuple):
 
 
 Axes: TypeAlias = dict[str, Axis | None]
-"""For every draw its axis of examples, None for one that all examples share, such as a mask of weights."""
+"""For every draw its example axis; None for a draw that all examples share, such as a mask of weights."""
 
 
 def by_example(draws: Draws, axes: Axes, count: int) -> Draws:
-    """Puts the batch's ``count`` examples in front of each draw: entry i is what belongs to example i.
+    """Move the batch's ``count`` examples to the first dimension of each draw: entry i belongs to example i.
 
-    ``vmap`` over the first dimension hands each example its own; a loop takes ``{name: value[i] ...}``.
+    ``vmap`` over the first dimension gives each example its part; a loop takes ``{name: value[i] ...}``.
     """
     if list(draws) != list(axes):
         raise MismatchError(
@@ -45,7 +45,7 @@ def by_example(draws: Draws, axes: Axes, count: int) -> Draws:
 
 
 def together(cut: Draws, axes: Axes) -> Draws:
-    """Puts draws that were cut by example together again: what ``by_example`` was given."""
+    """Join draws that were split by example: the inverse of ``by_example``."""
     return {name: _joined(value, axes[name]) for name, value in cut.items()}
 
 
@@ -56,18 +56,18 @@ def _joined(value: Tensor, axis: Axis | None) -> Tensor:
 
 
 def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) -> Axes:
-    """Finds where the draws of ``rows(batch)`` count the examples.
+    """Find the example axes of the draws of ``rows(batch)``.
 
-    They are found by comparing with what a batch of one draws, and confirmed: examples alone, with their part of the
-    draws, must give what they give in the batch.
+    They are found by comparison with the draws of a batch of one, and then confirmed: single examples, with their part
+    of the draws, must give the same result as in the batch.
 
     Args:
         rows: a forward pass that returns one row per example, such as its losses.
-        batch: the examples; of a single one nothing can be told, and all is shared.
-        draws: what ``note`` noted of ``rows(batch)``.
+        batch: the examples; with a single one there is nothing to compare, and all draws count as shared.
+        draws: the draws that ``note`` returned for ``rows(batch)``.
 
     Raises:
-        UnsupportedError: where the draws cannot be told apart by example; take the batch as a whole then.
+        UnsupportedError: if the draws cannot be split by example; use the batch as a whole then.
     """
     count = len(leaves(batch)[0])
     if count == 1:
@@ -119,7 +119,7 @@ def _axis(name: str, value: Tensor, alone: Tensor, count: int) -> Axis | None:
 
 
 def _confirmed(rows: Callable[[Batch], Tensor], batch: Batch, cut: Draws, together: Tensor) -> bool:
-    """Whether some examples alone give what they give together."""
+    """Say whether some examples give the same result alone as in the batch."""
     count = len(together)
     for i in {1, count // 2, count - 1}:
         with replay({name: value[i] for name, value in cut.items()}):

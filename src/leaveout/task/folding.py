@@ -14,7 +14,7 @@ class Folded(TorchFunctionMode):
     """Computes x·Wᵀ as (W·xᵀ)ᵀ.
 
     With weights stacked over models and inputs shared, ``vmap`` turns W·xᵀ into one product of all models' rows with
-    xᵀ, and its gradient into another; x·Wᵀ would become a batch of thin products, several times slower.
+    xᵀ, and its gradient into another; x·Wᵀ would become a batch of thin products, which is several times slower.
     """
 
     def __torch_function__(
@@ -26,7 +26,7 @@ class Folded(TorchFunctionMode):
         return function(*args, **named)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - as F.linear has it
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - as in F.linear
     out = (weight @ input.flatten(0, -2).mT).mT
     out = out if bias is None else out + bias
     return out.unflatten(0, input.shape[:-1])

@@ -1,4 +1,4 @@
-"""What a forward pass keeps in memory for its backward pass."""
+"""How much memory a forward pass keeps for its backward pass."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def footprint(task: Task, params: Params, batch: Batch) -> int:
-    """Bytes that one forward pass keeps for its backward pass, beside parameters and inputs."""
+    """Count the bytes that one forward pass keeps for its backward pass, besides parameters and inputs."""
     held: dict[int, Tensor] = {}
     shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}
 
-    def note(tensor: Tensor) -> None:  # handed back, a result would be part of its own history, and never freed
+    def note(tensor: Tensor) -> None:  # if returned, a result would be part of its own history and never freed
         if tensor.data_ptr() not in shared:
             held[tensor.data_ptr()] = tensor.detach()
 

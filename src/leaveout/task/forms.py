@@ -1,10 +1,10 @@
-"""The ways in which PyTorch can take a second derivative, and which of them are right for a task.
+"""The ways in which PyTorch can take a second derivative, and which of them are correct for a task.
 
-The wanted product is that of J = ∂ḡ/∂θ, the derivative of the gradient *as training computes it*. Without
+The product wanted is the one with J = ∂ḡ/∂θ, the derivative of the gradient *as training computes it*. Without
 stop-gradients J is the Hessian, and symmetric. Each way differentiates twice, in forward mode (a derivative along a
-vector) or in reverse (a gradient), and each relies on other formulas of PyTorch, some of which are wrong: the reverse
-derivative of the forward formula of ``layer_norm`` is one. So no form is used that has not been compared with
-differences of the gradient itself (``leaveout.task.guard``).
+vector) or in reverse (a gradient), and each relies on different formulas in PyTorch, some of which are wrong: the
+reverse derivative of the forward formula of ``layer_norm`` is one. So no form is used unless it has been compared with
+finite differences of the gradient itself (``leaveout.task.guard``).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ COUPLED = "BatchNorm in training mode ties the examples of a batch together"
 
 
 class Abilities(NamedTuple):
-    """What can be done with a task's operations, and by which form; None where no form is right.
+    """What can be computed with a task's operations, and by which form; None if no form is correct.
 
     Args:
         vmap: many examples at once; otherwise one after the other.
         stacks: many models at once.
         forward: derivatives of the outputs along a vector.
         outer: products with the Gauss-Newton and Fisher matrices.
-        reads: gradients' inner products as the derivative in the examples' weights.
-        slopes: the same as the derivatives of the examples' losses along a vector, without any gradient.
+        reads: inner products with per-example gradients, as derivatives in the examples' weights.
+        slopes: the same, as derivatives of the examples' losses along a vector, without any gradient.
         vector: Jᵀ·u of a batch for one vector.
         vectors: Jᵀ·u of a batch for a stack of vectors.
         changes: J(w)·v of a batch, each row with its own weights.
         example: J·v of every example.
         together: Jᵀ·u of a batch for one vector with every example's gradient, in one pass.
-        symmetric: whether J is its own transpose; stop-gradients make it another.
-        stops: whether stop-gradients must be passed over to have the derivative of the loss itself.
-        slope: whether that derivative is right.
+        symmetric: whether J is its own transpose; with stop-gradients it is not.
+        stops: whether stop-gradients must be ignored to get the derivative of the loss itself.
+        slope: whether that derivative is correct.
         reason: why a form is missing.
     """
 
@@ -66,7 +66,7 @@ class Abilities(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Say whether everything can be done, by whichever form."""
+        """Say whether everything can be computed, by whichever form."""
         return bool(self.vector and self.vectors and self.changes and self.example and self.outer and self.slope)
 
 
@@ -74,4 +74,4 @@ VECTOR = (Form.REVERSE_FORWARD, Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form
 VECTORS = (Form.REVERSE_REVERSE, Form.FORWARD_REVERSE, Form.TRANSPOSED)
 CHANGES = (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.THROUGH)
 EXAMPLE = (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.THROUGH)
-"""The forms that each kind of product can take, the quickest first."""
+"""The forms that each kind of product can take, the fastest first."""

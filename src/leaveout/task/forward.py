@@ -1,4 +1,4 @@
-"""The model called as a pure function of its parameters, under any rule and with any modules in training mode."""
+"""The model called as a pure function of its parameters, with any forward rule and any modules in training mode."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 ORIGINAL = "_original_forward"
-"""Where accelerate puts a model's own ``forward``, in whose place it puts one within ``torch.autocast``."""
+"""The attribute where accelerate stores a model's ``forward`` when it replaces it by one in ``torch.autocast``."""
 
 
 def casts_itself(model: nn.Module) -> bool:
-    """Say whether the model's ``forward`` was put into ``torch.autocast`` by accelerate."""
+    """Say whether accelerate has wrapped the model's ``forward`` in ``torch.autocast``."""
     return ORIGINAL in vars(model) and "forward" in vars(model)
 
 
 def uncast(model: nn.Module) -> nn.Module:
-    """Return a model that shares everything with this one but casts that accelerate has built into its ``forward``.
+    """Return a model that shares everything with this one but the autocasting that accelerate added to ``forward``.
 
-    A run says itself which casts it was trained with, and derivatives are taken without. Outputs are float32, as there.
+    The run records the autocasting it was trained with, and derivatives are taken without it. Outputs are float32, as
+    they are with accelerate.
     """
     if not casts_itself(model):
         return model
@@ -63,7 +64,7 @@ def uncast(model: nn.Module) -> nn.Module:
 
 
 class _WideOutputs:
-    """A ``forward`` whose outputs of 16 bits are converted to 32."""
+    """A ``forward`` whose 16-bit outputs are converted to 32 bits."""
 
     def __init__(self, forward: Callable) -> None:
         self._forward = forward
@@ -78,7 +79,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 class Called(nn.Module):
-    """A model with its forward rule, so that ``functional_call`` swaps parameters under any user's rule."""
+    """A model with its forward rule, so that ``functional_call`` can swap parameters under any user-defined rule."""
 
     def __init__(self, model: nn.Module, rule: Forward) -> None:
         super().__init__()
@@ -90,20 +91,21 @@ class Called(nn.Module):
         self.packs = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, Any]:
-        """Outputs and targets, with the model as it is."""
+        """Return outputs and targets, with the model as it is."""
         return self.rule(self.model, batch)
 
     def pure(
         self, params: Params, batch: Batch, training: frozenset[str], within: AbstractContextManager | None = None
     ) -> tuple[tuple[Tensor, Any], Params]:
-        """Outputs and targets with these modules in training mode, and what became of the parameters and buffers given.
+        """Return outputs and targets with these modules in training mode, and the parameters and buffers afterwards.
 
-        A model that writes into a buffer writes into the one given. ``within`` sees the model's operations first.
+        A model that writes to a buffer writes to the one given. ``within`` is a context that sees the model's
+        operations first.
         """
         swapped = {f"model.{name}": value for name, value in params.items()}
         batched = Batched()
-        # Fused attention kernels have neither forward-mode nor second derivatives. Under casts none are taken, and the
-        # kernel that training had rounds as training did.
+        # Fused attention kernels have neither forward-mode nor second derivatives. Under autocast no derivatives are
+        # taken, and the kernel that training used rounds as training did.
         with (
             sdpa_kernel(SDPBackend.MATH) if not _casting(swapped) else nullcontext(),
             plain_attention(),
@@ -118,7 +120,7 @@ class Called(nn.Module):
 
     @contextmanager
     def _modes(self, training: frozenset[str]) -> Iterator[None]:
-        """Put these modules into training mode and the others into evaluation mode, for now."""
+        """Put these modules into training mode and the others into evaluation mode, inside this context."""
         other = [module for name, module in self.named if module.training != (name in training)]
         for module in other:
             module.training = not module.training
@@ -142,14 +144,14 @@ def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]
 
 
 def default_targets(batch: Batch) -> Any:
-    """The targets of a batch that ``default_forward`` understands."""
+    """Return the targets of a batch that ``default_forward`` understands."""
     if isinstance(batch, Mapping):
         return next(batch[key] for key in TARGET_KEYS if key in batch)
     return batch[-1]
 
 
 def default_forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-    """``(inputs..., targets)``, or a dict with one target key and the model's keyword arguments."""
+    """Call the model on ``(inputs..., targets)``, or on a dict of its keyword arguments and one target key."""
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         *inputs, targets = batch
         return model(*inputs), targets

@@ -1,4 +1,4 @@
-"""Calls of PyTorch functions seen from above ``torch.func``, wherever in a forward pass they are made."""
+"""Intercepts calls of PyTorch functions above ``torch.func``, wherever in a forward pass they are made."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 GUARDS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-"""What PyTorch's Python functions ask before they hand a call to a mode."""
+"""What PyTorch's Python functions check before they pass a call to a mode."""
 
 OPENED = ("torch.nn.functional", "torch.nn.init")
 """Modules whose functions call others that a mode may want to see."""
 
 
 class FunctionMode(TorchFunctionMode):
-    """Answers some functions by handlers of its own and leaves the others as they are.
+    """Replaces some functions by its handlers and leaves the others as they are.
 
-    A mode is off while it answers, so what ``F.multi_head_attention_forward`` calls would escape an ordinary one. Here
-    the functions of ``torch.nn.functional`` are carried out with the mode on, and those written in C++ are leaves.
-    Tensors are seen as the model sees them, whatever transforms surround it: of one example under ``vmap``.
+    A mode is off while it handles a call, so an ordinary one would miss what ``F.multi_head_attention_forward`` calls.
+    Here the functions of ``torch.nn.functional`` run with the mode on, and those written in C++ are leaves. Tensors are
+    seen as the model sees them, whatever transforms surround it: under ``vmap``, those of one example.
     """
 
     def __init__(self, handlers: dict[Any, Callable]) -> None:
@@ -42,7 +42,7 @@ class FunctionMode(TorchFunctionMode):
 
 @cache
 def _opened(function: Any) -> Callable | None:
-    """The function without its guards, so that it runs instead of coming back to the mode; None if it has none."""
+    """Return the function without its guards, so that it runs instead of calling the mode; None if it has none."""
     if not isinstance(function, types.FunctionType):
         return None
     cells = [cell.cell_contents for cell in function.__closure__ or ()]

@@ -1,4 +1,4 @@
-"""A loss as one number per example, and what the training loop divided their sum by.
+"""A loss as one number per example, and the denominator by which the training loop divided their sum.
 
 The loss of a batch is ``Σ_k s_k / D``: s_k the sum over example k's elements (tokens, pixels), D the *denominator*. The
 loss of an example is its own mean ``ℓ_k = s_k / c_k`` with its count c_k (elements, unmasked tokens, class weights), so
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from leaveout.errors import InputError
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
-"""``(outputs, targets)`` to one loss per example, or to sums and counts, one of each per example."""
+"""Maps ``(outputs, targets)`` to one loss per example, or to sums and counts, one of each per example."""
 
 
 class LossParts(NamedTuple):
-    """A loss taken apart.
+    """The parts of a loss.
 
     Attributes:
-        losses: ``(outputs, targets)`` to ℓ_k of each example.
-        counts: the same to c_k; None where every c_k is 1 and D the number of examples.
+        losses: maps ``(outputs, targets)`` to ℓ_k of each example.
+        counts: maps them to c_k; None if every c_k is 1 and D is the number of examples.
         summed: whether D is 1.
-        by_targets: whether the counts can be had without outputs.
+        by_targets: whether the counts can be computed without outputs.
     """
 
     losses: Callable[[Any, Any], Tensor]
@@ -70,11 +70,11 @@ def taken_apart(loss: nn.Module | Loss) -> LossParts:
 
 
 def _class_loss(loss: Any) -> LossParts:
-    """Cross-entropy and the like: a mean over class weights, without what ``ignore_index`` masks."""
+    """Return the parts of cross-entropy and the like: a mean over class weights, without ``ignore_index`` targets."""
     single = _reduced(loss, "none")
 
     def counts(outputs: Any, targets: Any) -> Tensor:
-        if targets.is_floating_point():  # probabilities of classes, in the second dimension
+        if targets.is_floating_point():  # class probabilities, in the second dimension
             return targets.new_full((len(targets),), targets[0].numel() / targets.shape[1])
         kept = targets != loss.ignore_index
         weight = kept.to(torch.get_default_dtype() if outputs is None else outputs.dtype)
@@ -86,7 +86,7 @@ def _class_loss(loss: Any) -> LossParts:
         outputs, targets = _classes_second(outputs, targets)
         values = single(outputs, targets)
         sums = values.reshape(len(values), -1).sum(1)
-        if values.ndim == 1 and loss.weight is None:  # one element, with the loss 0 where it is masked
+        if values.ndim == 1 and loss.weight is None:  # one element, whose loss is 0 if it is masked
             return values
         number = counts(outputs, targets).detach()
         return sums / torch.where(number > 0, number, 1)
@@ -95,7 +95,7 @@ def _class_loss(loss: Any) -> LossParts:
 
 
 def _classes_second(outputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Put classes where PyTorch wants them, in outputs of shape (examples, tokens, classes) as language models give."""
+    """Move classes to dimension 1, as PyTorch wants, in (examples, tokens, classes) outputs of language models."""
     tokens = isinstance(outputs, Tensor) and outputs.ndim == 3 and targets.ndim == 2
     if tokens and outputs.shape[1] == targets.shape[1] and outputs.shape[2] != targets.shape[1]:
         return outputs.transpose(1, 2), targets

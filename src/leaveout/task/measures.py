@@ -1,7 +1,7 @@
-"""What a query asks, if not the training loss: a number per query example, from outputs and targets.
+"""What is measured of a query, if not the training loss: a number per query example, from outputs and targets.
 
-Scores are positive where an example helped. For the loss, and for a function of your own, that is by how much it rises
-without the example; for measures of which more is better, by how much they fall.
+Scores are positive if an example helped. For the loss, and for a user-defined function, the score is how much it rises
+without the example; for measures where higher is better, how much they fall.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Measure: TypeAlias = str | Callable[[Any, Any], Tensor]
 
 
 def margin(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The target's logit minus the largest other one; of one logit for class 1, its value towards the target.
+    """Compute the target's logit minus the largest other one; for a single logit of class 1, its signed value.
 
     >>> margin(torch.tensor([[2.0, 5.0, 1.0]]), torch.tensor([0]))
     tensor([-3.])
@@ -34,7 +34,7 @@ def margin(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def log_prob(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The logarithm of the probability that the outputs, as logits, give the target; over tokens, the mean."""
+    """Compute the log-probability of the target, with the outputs as logits; the mean over tokens."""
     if outputs.ndim == targets.ndim:
         values = -F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
     else:
@@ -43,7 +43,7 @@ def log_prob(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """1 where the prediction is the target, else 0. It has no derivative: only replays can measure it."""
+    """Return 1 where the prediction is the target, else 0. It has no derivative: only replays can measure it."""
     return (margin(outputs, targets) > 0).to(outputs.dtype)
 
 
@@ -58,7 +58,7 @@ FLAT = ("correct",)
 
 
 def unit_of(measure: Measure) -> str | None:
-    """Return what scores of a measure are counted in; None for the loss."""
+    """Return the unit of a measure's scores; None for the loss."""
     if measure == "loss":
         return None
     return UNITS[measure] if isinstance(measure, str) else OWN
@@ -69,7 +69,7 @@ def _negated(function: Callable[[Any, Any], Tensor], outputs: Any, targets: Any)
 
 
 def measure_of(given: Measure) -> Callable[[Any, Any], Tensor] | None:
-    """Return the function that rises where a query does worse; None for the loss."""
+    """Return the function that rises when a query does worse; None for the loss."""
     if given == "loss":
         return None
     if isinstance(given, str):
@@ -89,7 +89,7 @@ def measure_of(given: Measure) -> Callable[[Any, Any], Tensor] | None:
 
 
 def _each(function: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:
-    """What a user's measure gives; one number for all queries is a mistake that is easily made."""
+    """Call a user's measure and check its shape; returning one number for all queries is an easy mistake."""
     values = function(outputs, targets)
     if not isinstance(values, Tensor) or values.ndim != 1:
         shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__

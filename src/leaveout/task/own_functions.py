@@ -1,12 +1,12 @@
-"""Lets ``torch.func`` transform a model's own ``autograd.Function``: of the old style, or one that writes into inputs.
+"""Lets ``torch.func`` transform a custom ``autograd.Function``: of the old style, or one that writes to its inputs.
 
-PyTorch refuses functions of the old style, ``forward(ctx, ...)``, under its transforms. Their forward pass is the same
-with a stand-in for ``ctx`` that notes what is saved; what is neither an input nor an output becomes a further output,
-without derivative, as plain autograd treats it. Backward is the function's own. Forward-mode derivatives do not exist:
-products take two reverse passes, which is slower.
+PyTorch refuses functions of the old style, ``forward(ctx, ...)``, under its transforms. Here their forward pass runs
+with a substitute for ``ctx`` that notes what is saved; a saved tensor that is neither an input nor an output becomes an
+extra output without derivative, as plain autograd treats it. Backward is the function's own. There are no forward-mode
+derivatives: products take two reverse passes, which is slower.
 
-A function that writes into an input (``mark_dirty``) is given a copy of it, and what it wrote is copied back: without
-the writing it is a function like any other. Checkpointed layers are called without being checkpointed.
+A function that writes to an input (``mark_dirty``) is given a copy of it, and what it wrote is copied back: without the
+in-place write it is a function like any other. Checkpointed layers are called without checkpointing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.autograd import Function
 from torch.utils import checkpoint
 
 Place: TypeAlias = tuple[str, Any]
-"""Where a saved value is found: ("input", i), ("output", i), or ("value", it) for what is not a tensor."""
+"""Where a saved value is found: ("input", i), ("output", i), or ("value", it) for a value that is not a tensor."""
 
 
 class Context:
-    """What a function of the old style takes for its ``ctx``; attributes that it sets stay with it."""
+    """The substitute for ``ctx`` that a function of the old style gets; it keeps the attributes that are set on it."""
 
     def __init__(self, needs: Sequence[bool], saved: Sequence[Any] = ()) -> None:
         self.needs_input_grad, self.saved_tensors = tuple(needs), tuple(saved)
@@ -44,13 +44,13 @@ class Context:
         self.plain = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Gradients are always materialised here."""
+        """Do nothing: gradients are always materialised here."""
 
     def save_for_forward(self, *_tensors: Any) -> None:
-        """Forward-mode derivatives do not exist here."""
+        """Do nothing: there are no forward-mode derivatives here."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        """Note inputs that were written into."""
+        """Note inputs that were written to."""
         self.written = tensors
 
 
@@ -65,7 +65,7 @@ class Note:
         self.saved: list[Place] = []
         self.attributes: dict[str, Place] = {}
         self.plain: list[int] = []
-        self.written: dict[int, int] = {}  # the input behind an output
+        self.written: dict[int, int] = {}  # the input that an output overwrites
 
 
 APPLY, RECOMPUTED = Function.__dict__["apply"], checkpoint._checkpoint_without_reentrant_generator
@@ -74,9 +74,9 @@ _LOCK, _within = Lock(), 0
 
 @contextmanager
 def transformable() -> Iterator[None]:
-    """Within it, functions of the old style, functions that write into inputs, and checkpoints can be transformed.
+    """Make functions of the old style, functions that write to inputs, and checkpoints transformable in this context.
 
-    Several threads may be within it at once: the last one out puts PyTorch's own back.
+    Several threads may be inside at once: the last one to leave restores PyTorch's own functions.
     """
     _enter(1)
     try:
@@ -94,7 +94,7 @@ def _enter(change: int) -> None:
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    if cls is checkpoint.CheckpointFunction:  # which has no torch.autograd.grad either
+    if cls is checkpoint.CheckpointFunction:  # it does not support torch.autograd.grad either
         function, _, *inputs = args
         return function(*inputs)
     if kwargs or not torch._C._are_functorch_transforms_active() or not (_is_old(cls) or _writes(cls)):
@@ -107,7 +107,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 
 def _once(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Go around a checkpointed layer, of which nothing is computed again under a transform."""
+    """Wrap a checkpointed layer; under a transform nothing is recomputed."""
     if torch._C._are_functorch_transforms_active():
         yield
     else:
@@ -120,7 +120,7 @@ def _is_old(function: type[Function]) -> bool:
 
 @lru_cache(maxsize=256)
 def _writes(function: type[Function]) -> bool:
-    """Say whether a function speaks of writing into its inputs."""
+    """Say whether a function's code mentions ``mark_dirty``."""
     parts = [inspect.unwrap(part) for part in (function.forward, function.setup_context)]
     return any("mark_dirty" in part.__code__.co_names for part in parts if hasattr(part, "__code__"))
 
@@ -136,7 +136,7 @@ def _forward(function: type[Function], context: Context, args: Sequence[Any]) ->
 
 @lru_cache(maxsize=256)
 def _converted(old: type[Function]) -> type[Function]:
-    """The same function with a ``setup_context`` that writes into nothing."""
+    """Return the same function with a ``setup_context`` and without in-place writes."""
 
     class Converted(Function):
         generate_vmap_rule = True

@@ -1,8 +1,8 @@
-"""Packed sequences from operations that have derivatives under every transform.
+"""Packed sequences built from operations that have derivatives under every transform.
 
-A packed batch holds position 0 of all its sequences, then position 1 of those that go on, and so forth: b_t rows for
-position t, the longest sequences first. PyTorch's own packing reads b_t out of memory in its backward pass, where a
-transform has none. Here the rows are looked up by their numbers.
+A packed batch holds position 0 of all its sequences, then position 1 of those that are longer, and so on: b_t rows for
+position t, the longest sequences first. PyTorch's own packing reads the values of b_t in its backward pass, where a
+transform has none. Here the rows are looked up by index.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 
 def numbers(values: Tensor) -> Tensor:
-    """Return the same whole numbers outside of any transform; ``vmap`` over them and traces raise a RuntimeError.
+    """Return the same integers outside of any transform; ``vmap`` over them and traces raise a RuntimeError.
 
-    Read one by one: reading them at once would pass a trace by, and the next batch would have these lengths.
+    They are read one by one: reading them all at once would go unnoticed by a trace, which would then use these lengths
+    for the next batch.
     """
     return torch.tensor([int(value) for value in values], dtype=torch.int64)
 
@@ -49,7 +50,7 @@ def unpacked(
     starts, count = [0, *accumulate(own)], own[0]
     longest = max(len(own), total_length)
     lengths = torch.tensor([sum(size > place for size in own) for place in range(count)])
-    rows = torch.full((longest, count), len(data))  # of the padding
+    rows = torch.full((longest, count), len(data))  # the row of the padding
     for position, size in enumerate(own):
         rows[position, :size] = torch.arange(starts[position], starts[position] + size)
     padding = torch.full_like(data[:1], padding_value)

@@ -1,4 +1,4 @@
-"""Batches made ready as training saw them: random draws noted in an eager pass, denominators counted."""
+"""Prepares batches as training saw them: random draws noted in an eager pass, denominators counted."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from leaveout.task.task import Task
 
 TRIAL = 3
-"""How many examples a trial takes; of a large model, one less."""
+"""How many examples a trial uses; one less for a large model."""
 
 LARGE = 1 << 24
-"""From how many parameters on, frozen ones too, a model is large: a pass in float64 takes half a second or more."""
+"""A model with this many parameters, including frozen ones, is large: a float64 pass takes half a second or more."""
 
 
 class MicroBatch(NamedTuple):
-    """What is recorded of one micro-batch of a step.
+    """The record of one micro-batch of a step.
 
     Attributes:
         batch: what the loader yielded.
-        random: the states of the random generators before its forward pass; None where that drew nothing.
-        denominator: what its loss was divided by, where that is not to be found out.
+        random: the states of the random generators before its forward pass; None if it drew no random numbers.
+        denominator: what its loss was divided by, if it is known and need not be computed.
     """
 
     batch: Batch
@@ -60,7 +60,7 @@ def prepared(task: Task, parts: Sequence[MicroBatch], params: Params) -> Trainin
 
 
 def _factors(accumulation: str | int, own: list[float]) -> list[float]:
-    """Return how many times its own denominator each micro-batch's loss was divided by.
+    """Return, for each micro-batch, what its loss was divided by, as a multiple of its own denominator.
 
     >>> _factors("mean", [4.0, 2.0]), _factors("window", [4.0, 2.0]), _factors(3, [4.0, 2.0])
     ([2.0, 2.0], [1.5, 3.0], [3.0, 3.0])
@@ -72,7 +72,7 @@ def _factors(accumulation: str | int, own: list[float]) -> list[float]:
 
 
 def is_large(task: Task) -> bool:
-    """Say whether passes of a task's model take so long that as few as can be are made to compare derivatives."""
+    """Say whether the model's passes are so slow that derivatives are compared with as few passes as possible."""
     return sum(param.numel() for param in task.model.parameters()) >= LARGE
 
 
@@ -92,7 +92,7 @@ def trial_batch(task: Task, params: Params) -> TrainingBatch:
 
 
 def _noted(task: Task, part: MicroBatch, params: Params) -> tuple[Draws, Tensor | None]:
-    """What the forward pass drew, and what each example counts in the denominator; None where each counts one."""
+    """Return what the forward pass drew, and each example's count in the denominator; None if every count is one."""
     counts: list[Tensor | None] = [None]
     needed = task.counted and task.parts.counts is not None
     if part.random is None:
@@ -109,7 +109,7 @@ def _noted(task: Task, part: MicroBatch, params: Params) -> tuple[Draws, Tensor 
 
 
 def _counts(task: Task, batch: Batch, params: Params) -> Tensor | None:
-    assert task.parts.counts is not None  # noqa: S101 - asked before
+    assert task.parts.counts is not None  # noqa: S101 - checked before
     if task.parts.by_targets and task.called.rule is default_forward:
         return task.parts.counts(None, default_targets(batch))
     return task.parts.counts(*_eager(task, batch, params))
@@ -117,20 +117,20 @@ def _counts(task: Task, batch: Batch, params: Params) -> Tensor | None:
 
 @torch.no_grad()
 def _eager(task: Task, batch: Batch, params: Params) -> tuple[Tensor, Any]:
-    """A forward pass in the modes of training, which leaves the model's buffers as they are."""
+    """Do a forward pass in the modes of training that leaves the model's buffers unchanged."""
     held = {name: params.get(name, buffer).clone() for name, buffer in task.model.named_buffers()}
     return task.called.pure({**params, **held}, batch, task.training)[0]
 
 
 def _with_draws(task: Task, batch: Batch, draws: Draws, params: Params) -> TrainingBatch:
-    """The batch with its draws cut by example, or whole where they cannot be."""
+    """Return the batch with its draws split by example, or whole if they cannot be split."""
     if not draws:
         return TrainingBatch(batch)
     names, count = tuple(draws), len(batches.leaves(batch)[0])
     if names not in task.axes and count > 1:
         try:
             rows = _rows(task, params)
-            # Whose draw is where in a packed batch depends on its lengths.
+            # In a packed batch, which draw belongs to which example depends on the lengths.
             whole = task.coupled or task.called.packs
             task.axes[names] = None if whole else example_axes(rows, batch, draws)
         except UnsupportedError:
@@ -146,7 +146,7 @@ def _rows(task: Task, params: Params) -> Any:
 
 
 def _scale(batch: Batch, counts: Tensor | None, factor: float, params: Params) -> Any:
-    """|Z| c/D of each example; nothing where it is 1 for all."""
+    """Return |Z| c/D of each example; an empty tuple if it is 1 for all."""
     like = next(iter(params.values()))
     scale = like.new_full((len(batches.leaves(batch)[0]),), factor) if counts is None else counts.to(like) * factor
     return () if torch.allclose(scale, torch.ones_like(scale), rtol=1e-12, atol=0) else scale

@@ -1,4 +1,4 @@
-"""PyTorch operations computed in another way, where their own has no derivative or batching rule that is right."""
+"""PyTorch operations computed in another way, because their own derivative or batching rule is missing or wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKING: dict[Any, Callable] = {torch._pack_padded_sequence: packed, torch._pad_
 
 
 class WrittenOut(TorchFunctionMode):
-    """Computes operations from their parts whose second derivative is wrong (``weight_norm``) or missing."""
+    """Composes operations from simpler ones if their own second derivative is wrong (``weight_norm``) or missing."""
 
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -32,7 +32,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=True))
 
 
-def _hardsigmoid(value: Tensor, inplace: bool = False) -> Tensor:  # noqa: ARG001, FBT - called as PyTorch's own
+def _hardsigmoid(value: Tensor, inplace: bool = False) -> Tensor:  # noqa: ARG001, FBT - has PyTorch's signature
     return (value / 6 + 0.5).clamp(0, 1)
 
 
@@ -70,13 +70,13 @@ PARTS: dict[Callable, Callable] = {
 
 
 class Batched(TorchFunctionMode):
-    """Starts recurrent layers from a state that varies with whatever the inputs and weights vary with.
+    """Starts recurrent layers from a state that is batched in the same way as the inputs and weights.
 
-    They write into it in place, which ``vmap`` refuses for a state that all examples or models share. And they are
-    taken apart into the operations that they are made of, as ``vmap`` has no rule for the whole. The parts have no
+    The layers write to it in place, which ``vmap`` refuses for a state that all examples or models share. They are
+    also decomposed into their operations, because ``vmap`` has no rule for the whole layer. The decomposition has no
     dropout between layers, so outside of transforms, where draws are noted, the layers are left whole.
 
-    ``packs`` says whether sequences were packed within.
+    ``packs`` says whether sequences were packed inside this context.
     """
 
     packs = False
@@ -95,21 +95,21 @@ class Batched(TorchFunctionMode):
             sizes = map(numbers, args[1:at])
             args = (args[0], *sizes, _varied(args[at], [args[0], *args[at + 1]]), *args[at + 1 :])
             packet = getattr(torch.ops.aten, function.__name__)
-            with _no_fused_kernels():  # they cannot be taken apart
+            with _no_fused_kernels():  # they cannot be decomposed
                 return (packet.data if is_packed else packet.input).decompose(*args, **(kwargs or {}))
         if inside and is_packed:
-            with _no_fused_kernels():  # draws of one shape, also where all lengths are equal
+            with _no_fused_kernels():  # so that draws have the same shape even if all lengths are equal
                 return function(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
 def _is_wrapped(leaf: Any) -> bool:
-    """Whether a transform carries this tensor."""
+    """Say whether a transform wraps this tensor."""
     return isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf)
 
 
 def _is_batched(leaf: Any) -> bool:
-    """Whether ``vmap`` carries many tensors as this one."""
+    """Say whether this tensor is batched by ``vmap``."""
     functorch = torch._C._functorch
     while isinstance(leaf, Tensor) and functorch.is_functorch_wrapped_tensor(leaf):
         if functorch.is_batchedtensor(leaf):
@@ -124,8 +124,8 @@ def _varied(state: Any, sources: list[Tensor]) -> Any:
 
 
 class Passing(WrittenOut):
-    """Makes what stops a gradient stop it once: ``detach``, ``.data``, ``no_grad`` and an embedding's ``padding_idx``
-    hide a value from the gradient that training takes, but not from that gradient's own derivative in forward mode.
+    """Makes stop-gradients stop a gradient only once: ``detach``, ``.data``, ``no_grad`` and ``padding_idx`` of an
+    embedding hide a value from the gradient that training takes, but not from that gradient's forward-mode derivative.
     """
 
     def __torch_function__(
@@ -142,7 +142,7 @@ class Passing(WrittenOut):
 
 
 class Unstopped(TorchFunctionMode):
-    """Takes ``detach``, ``.data``, ``no_grad`` and ``padding_idx`` for nothing: derivatives are those of the values."""
+    """Ignores ``detach``, ``.data``, ``no_grad`` and ``padding_idx``: derivatives are those of the values."""
 
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -160,18 +160,18 @@ def padding_of(_indices: Tensor, weight: Tensor, padding_idx: int | None = None,
 
 
 def whole_embedding(indices: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    """An embedding each of whose rows has its gradient."""
+    """Look up an embedding in which every row has a gradient."""
     return F.embedding(indices, weight)
 
 
 def stopped_embedding(indices: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """An embedding with a stop-gradient in the place of ``padding_idx``."""
+    """Look up an embedding with a stop-gradient in place of ``padding_idx``."""
     value, row = F.embedding(indices, weight), padding_of(indices, weight, *args, **kwargs)
     return value if row is None else torch.where((indices == row).unsqueeze(-1), _Stop.apply(value), value)
 
 
 def _innermost(embedding: Callable) -> Callable:
-    """The same with the arguments of ``torch.embedding``, which ``F.embedding`` calls."""
+    """Return the same function with the arguments of ``torch.embedding``, which ``F.embedding`` calls."""
 
     def called(weight: Tensor, indices: Tensor, padding_idx: int = -1, *_: Any, **__: Any) -> Tensor:
         return embedding(indices, weight, None if padding_idx < 0 else padding_idx)
@@ -184,18 +184,18 @@ STOPPED = {F.embedding: stopped_embedding, torch.embedding: _innermost(stopped_e
 
 
 def stops(function: Callable) -> bool:
-    """Say whether it gives its tensor without its history."""
+    """Say whether a function returns its tensor without its autograd history."""
     return function in (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 def is_hidden(function: Callable) -> bool:
-    """Say whether a call is made where no gradients are taken; not the calls that begin and end such a place."""
+    """Say whether a call is made with gradients disabled; the calls that enable or disable them do not count."""
     name = getattr(function, "__name__", "")
     return not torch.is_grad_enabled() and bool(name) and not name.startswith(("_", "set_", "is_"))
 
 
 class _Stop(torch.autograd.Function):
-    """The identity, with no gradient and the derivative of the identity."""
+    """The identity, with a zero gradient in reverse mode and the identity's derivative in forward mode."""
 
     generate_vmap_rule = True
 
@@ -218,7 +218,7 @@ class _Stop(torch.autograd.Function):
 
 @contextmanager
 def _no_fused_kernels() -> Iterator[None]:
-    """Switches oneDNN off; PyTorch's own way of doing so sets TF32 as well, and warns of that on a CPU."""
+    """Switch oneDNN off; PyTorch's own context manager for it also sets TF32, and warns about that on a CPU."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -229,7 +229,7 @@ def _no_fused_kernels() -> Iterator[None]:
 
 @contextmanager
 def quiet_loops() -> Iterator[None]:
-    """Keeps ``vmap`` from warning of operations that it does one by one: they are right, and no user can change it."""
+    """Keep ``vmap`` from warning about operations done one by one: they are correct, and users cannot change it."""
     torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
     try:
         yield
@@ -239,7 +239,7 @@ def quiet_loops() -> Iterator[None]:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Switches off the fused transformer layers of evaluation mode, which have no derivatives."""
+    """Switch off the fused transformer layers of evaluation mode, which have no derivatives."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

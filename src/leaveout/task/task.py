@@ -43,14 +43,14 @@ class Task:
     """What was trained: a model, a per-example loss and the training set.
 
     The batch loss is ``(1/|Z|) Σ_{z∈Z} w_z ℓ(z, θ)`` with ``ℓ(z, θ) = loss(model(x), y) + (l2/2)‖θ‖²``: the L2 term
-    belongs to each example and leaves with it. (The loss of a query has no L2 term.) Queries are evaluated in
+    belongs to each example and is left out with it. (The loss of a query has no L2 term.) Queries are evaluated in
     evaluation mode; training batches in the modes, and with the random draws, that the run recorded.
 
     Args:
         model: any ``nn.Module``; its frozen parameters are constants.
-        loss: an ``nn`` loss module, or a callable ``(outputs, targets) -> one loss per example``; where the training
-            loss is not their mean (a mean over unmasked tokens, say), ``(sums, counts)``, one of each per example:
-            the training loss is then Σ sums / Σ counts, and the denominator stays when an example leaves.
+        loss: an ``nn`` loss module, or a callable ``(outputs, targets) -> one loss per example``; if the training loss
+            is not their mean (a mean over unmasked tokens, say), ``(sums, counts)``, one of each per example: the
+            training loss is then Σ sums / Σ counts, and the denominator stays when an example is left out.
         train_set: a map-style data set; its positions are the examples' ids.
         l2: strength of the per-example L2 term over all trained parameters.
         forward: ``(model, batch) -> (outputs, targets)`` for batches that are neither ``(inputs..., targets)`` nor a
@@ -59,17 +59,18 @@ class Task:
         clip_norm: the largest norm of the gradient, if it was clipped (``clip_grad_norm_``); ``(norm, p)`` for another
             norm than the Euclidean.
         clip_value: the largest absolute value of its entries, if it was clipped (``clip_grad_value_``).
-        statistics: of BatchNorm in training mode: an example that is left out leaves the batch's statistics too
-            (``"leave"``), as if it had not been in the batch, or stays in them and only its loss goes (``"stay"``).
-        accumulation: of a step on several micro-batches: their losses were averaged, ``"mean"``, as by
-            ``(loss / k).backward()``; added, ``"sum"``; divided by the whole window's denominator, ``"window"``; or
-            divided by a number k, that number, however many there were.
-        measure: what is computed of each query, if not its loss: ``"margin"``, ``"log_prob"``, ``"correct"``, or a
+        statistics: for BatchNorm in training mode: a left-out example also leaves the batch's statistics
+            (``"leave"``), as if it had not been in the batch, or stays in them and only its loss is dropped
+            (``"stay"``).
+        accumulation: for a step on several micro-batches: ``"mean"`` if their losses were averaged, as by
+            ``(loss / k).backward()``; ``"sum"`` if they were added; ``"window"`` if they were divided by the whole
+            window's denominator; or a number k if they were divided by k, however many there were.
+        measure: what is computed for each query, if not its loss: ``"margin"``, ``"log_prob"``, ``"correct"``, or a
             function ``(outputs, targets) -> one number per example``; ``task.measuring(...)`` changes it later.
-        trace: repeat recurring computations from a trace of their operations, which is quicker. What cannot be traced
-            is logged (``logging.getLogger("leaveout")``, level INFO) and computed as it is.
-        check: compare second derivatives, on the first examples, with differences of the gradient, now and at the
-            state that is scored; a form that is wrong is not used. Under a second for a small model.
+        trace: repeat recurring computations from a trace of their operations, which is faster. Operations that cannot
+            be traced are logged (``logging.getLogger("leaveout")``, level INFO) and computed without a trace.
+        check: compare second derivatives, on the first examples, with finite differences of the gradient, now and at
+            the scored state; a form that is wrong is not used. Takes less than a second for a small model.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Task:
         self.statistics, self.accumulation = statistics, accumulation
         self.model = model = uncast(bare(model))
         self.train_set, self.l2, self.collate = train_set, l2, collate
-        self._first = next(model.parameters(), None)  # asked for at every turn, and modules are slow to search
+        self._first = next(model.parameters(), None)  # needed often, and searching modules is slow
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.chosen = self.names
         self.check = check
@@ -114,7 +115,7 @@ class Task:
         self.coupled = is_coupled(self.called, self.training, ())
         problems = module_problems(model)
         if not problems:
-            # What the modules' types do not show, a trial on the first examples does.
+            # A trial on the first examples finds what the modules' types do not show.
             problems, self.abilities = trial_problems(self, check)
         refuse(problems)
 
@@ -123,16 +124,16 @@ class Task:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are."""
+        """The device of the model's parameters."""
         return torch.device("cpu") if self._first is None else self._first.device
 
     @property
     def size(self) -> int:
-        """How many training examples there are."""
+        """The number of training examples."""
         return batches.size(self.train_set)
 
     def parameters(self) -> Params:
-        """The model's current trained parameters."""
+        """Return the model's current trained parameters."""
         return {name: param for name, param in self.model.named_parameters() if name in self.names}
 
     def training_of(self, names: Collection[str]) -> Task:
@@ -146,7 +147,7 @@ class Task:
         return self._views[own]
 
     def restricted(self, layers: str | Sequence[str] | None) -> Task:
-        """The same task with derivatives for chosen parameters only: names or patterns such as ``"head.*"``."""
+        """Return the same task with derivatives for chosen parameters only: names or patterns such as ``"head.*"``."""
         if layers is None:
             return self
         patterns = [layers] if isinstance(layers, str) else list(layers)
@@ -162,19 +163,19 @@ class Task:
         return task
 
     def untraced(self) -> Task:
-        """The same task, of which nothing has been traced or compared yet."""
+        """Return the same task with nothing traced or compared yet."""
         task = copy.copy(self)
         task.tracer, task._at, task._views, task.kink_sizes = self.tracer.fresh(), {}, {}, {}
         return task
 
     def quiet(self) -> Task:
-        """The same task, of which nothing is ever traced."""
+        """Return the same task without tracing."""
         task = copy.copy(self)
         task.tracer = Tracer(never=True)
         return task
 
     def widened(self) -> Task:
-        """The same task in float64, as ``doubled``, of which nothing is ever traced; itself if it is in float64."""
+        """Return the same task in float64, as ``doubled``, but without tracing; not converted if it is in float64."""
         return self.quiet() if self.is_wide else self._double(self.quiet())
 
     @property
@@ -183,7 +184,7 @@ class Task:
         return self._first is not None and self._first.dtype == torch.float64
 
     def compared_at(self, key: int, params: Params) -> Task:
-        """The same task, with the forms of derivatives that are right at another state too; ``key`` names it."""
+        """Return the same task with the forms of derivatives that are also correct at another state, named ``key``."""
         if not self.check:
             return self
         if key not in self._at:
@@ -195,7 +196,7 @@ class Task:
         return task
 
     def doubled(self) -> Task:
-        """The same task computed in float64; the data set stays as it is, and is converted batch by batch."""
+        """Return the same task computed in float64; the data set stays as it is, and batches are converted."""
         return self._double(self.untraced())
 
     def _double(self, task: Task) -> Task:
@@ -220,7 +221,7 @@ class Task:
         if key not in self._views:
             task = self.untraced()
             task.training, task.buffers, task.autocast, task.loss_scale = key
-            # Whose draw is where does not depend on the scale.
+            # Which draw belongs to which example does not depend on the scale.
             task.axes = next((view.axes for known, view in self._views.items() if known[:-1] == key[:-1]), {})
             task.coupled = is_coupled(self.called, *key[:2])
             if task.coupled:
@@ -229,7 +230,7 @@ class Task:
         return self._views[key]
 
     def uncast(self) -> Task:
-        """Return the same task without ``torch.autocast``, as derivatives are taken."""
+        """Return the same task without ``torch.autocast``, which is how derivatives are taken."""
         if self.autocast is None:
             return self
         if "uncast" not in self._views:
@@ -239,23 +240,23 @@ class Task:
         return self._views["uncast"]
 
     def kinked(self) -> Task:
-        """The same task, in whose second derivatives kinks have their curvature."""
+        """Return the same task, with the curvature of kinks included in its second derivatives."""
         (task := copy.copy(self)).kinks = True
         return task
 
     def own(self, params: Params) -> Params:
-        """Those parameters that derivatives are taken for, and the buffers that training moves."""
+        """Return the parameters for which derivatives are taken, and the buffers that training changes."""
         return {name: params[name] for name in (*self.chosen, *self.buffers)}
 
     def read(self, ids: Sequence[int], dataset: Dataset | None = None) -> Batch:
-        """The examples with these numbers, of the training set or another, as one batch on the model's device."""
+        """Read the examples with these ids, of the training set or another, as one batch on the model's device."""
         return batches.to(batches.read(dataset or self.train_set, ids, self.collate), self.device)
 
     def outputs(self, params: Params, batch: Batch) -> tuple[Tensor, Any]:
-        """The model's outputs and the targets they are compared with."""
+        """Return the model's outputs and the targets they are compared with."""
         if isinstance(batch, TrainingBatch):
             return self._trained(params, batch)[0]
-        # A running statistic has a derivative only where BatchNorm is written out.
+        # A running statistic has a derivative only if BatchNorm is written out.
         held = {name: value for name, value in params.items() if name in self.called.buffer_names}
         with weighted_batch_norm(None, held) if held else nullcontext():
             return self._pure(params, batch, frozenset())[0]
@@ -266,9 +267,9 @@ class Task:
     def _trained(
         self, params: Params, batch: TrainingBatch, weights: Tensor | None = None
     ) -> tuple[tuple[Tensor, Any], Params]:
-        """Outputs and targets of a batch as training saw it, and the buffers after it."""
+        """Return outputs and targets of a batch as training saw it, and the buffers after it."""
         draws = batch.whole or (together(batch.draws, self.axes[tuple(batch.draws)] or {}) if batch.draws else {})
-        # Cloned, for models that write into them.
+        # Cloned, for models that write to them.
         held = {name: params[name].clone() for name in self.buffers}
         leaving = weights if self.statistics == "leave" else None
         nothing: AbstractContextManager[Params] = nullcontext({})
@@ -279,13 +280,13 @@ class Task:
         return both, {name: new.get(name, after[name]) for name in self.buffers}
 
     def casting(self) -> AbstractContextManager:
-        """Within it, operations are cast as they were in training; for values, not for derivatives of higher order."""
+        """Return a context that autocasts operations as in training; for values, not for higher-order derivatives."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
 
     def live_losses(self, batch: Batch) -> Each:
-        """Losses of a batch under the model as it is, in its modes, whose mean is the training loss."""
+        """Return losses of a batch under the current model, in its modes, whose mean is the training loss."""
         training = frozenset(name for name, module in self.called.named if module.training)
         (outputs, targets), _ = self.called.pure({}, batch, training)
         losses = self.parts.losses(outputs, targets)
@@ -301,23 +302,23 @@ class Task:
         return task
 
     def output_losses(self, outputs: Tensor, targets: Any) -> Each:
-        """Losses per example of given outputs, without the L2 term."""
+        """Return per-example losses of given outputs, without the L2 term."""
         return self.parts.losses(outputs, targets)
 
     def query_losses(self, params: Params, batch: Batch) -> Each:
-        """Losses per example, without the L2 term."""
+        """Return per-example losses, without the L2 term."""
         return self.parts.losses(*self.outputs(params, batch))
 
     def output_measures(self, outputs: Tensor, targets: Any) -> Each:
-        """The measure per example of given outputs; by default the loss."""
+        """Return the per-example measure of given outputs; by default the loss."""
         return (self._measured or self.parts.losses)(outputs, targets)
 
     def measures(self, params: Params, batch: Batch) -> Each:
-        """The measure per example; by default the loss."""
+        """Return the per-example measure; by default the loss."""
         return self.output_measures(*self.outputs(params, batch))
 
     def losses(self, params: Params, batch: Batch) -> Each:
-        """ℓ(z, θ) for each example z of the batch; of a training batch, times its scale."""
+        """Compute ℓ(z, θ) for each example z of the batch; for a training batch, times its scale."""
         parts, at = [], params
         for part in parts_of(batch):
             losses, moved = self._part_losses(at, part)
@@ -327,7 +328,7 @@ class Task:
         return losses + self._decay(params) if self.l2 else losses
 
     def _part_losses(self, params: Params, part: Batch, weights: Tensor | None = None) -> tuple[Tensor, Params]:
-        """Scaled losses of one micro-batch without the L2 term, and the buffers after it."""
+        """Return scaled losses of one micro-batch without the L2 term, and the buffers after it."""
         if not isinstance(part, TrainingBatch):
             return self.query_losses(params, part), {name: params[name] for name in self.buffers}
         both, moved = self._trained(params, part, weights)
@@ -339,7 +340,7 @@ class Task:
         return 0.5 * self.l2 * sum_of(params[name].square().sum() for name in self.names)
 
     def objective(self, params: Params, weights: Each, batch: Batch, *, alone: bool = False) -> tuple[Tensor, Params]:
-        """(1/|Z|) Σ w_z ℓ(z, θ), and the buffers after the step's forward passes.
+        """Compute (1/|Z|) Σ w_z ℓ(z, θ), and the buffers after the step's forward passes.
 
         Leaving an example out sets its weight to zero; the denominator stays. One model ``alone``, without a stack of
         others or of vectors, computes its linear layers as training does.
@@ -348,7 +349,7 @@ class Task:
         moved: Params = {}
         for part in parts_of(batch):
             own = weights[start : start + size_of(part)] if isinstance(batch, Window) else weights
-            with nullcontext() if alone or self.autocast else Folded():  # that rounds otherwise than the cast product
+            with nullcontext() if alone or self.autocast else Folded():  # a rearranged product rounds differently
                 losses, moved = self._part_losses({**params, **moved}, part, own)
                 losses = losses + self._decay(params) if self.l2 else losses
             term = (own * losses).sum()
@@ -357,7 +358,7 @@ class Task:
         return total / len(weights), moved
 
     def gradient(self, params: Params, weights: Each, batch: Batch, *, alone: bool = False) -> Params:
-        """ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, in its place, the value that it moves to."""
+        """Compute ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, its new value instead."""
         own = {name: params[name] for name in self.chosen}
 
         def scaled(chosen: Params) -> tuple[Tensor, Params]:
@@ -368,15 +369,15 @@ class Task:
         return {**(value if self.loss_scale == 1 else {n: t / self.loss_scale for n, t in value.items()}), **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
-        """ℓ(z, θ) of one example, without a batch dimension."""
+        """Compute ℓ(z, θ) of one example, without a batch dimension."""
         return self.losses(params, batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))[0]
 
     def footprint(self, params: Params, batch: Batch) -> int:
-        """Bytes that one forward pass keeps for its backward pass, beside parameters and inputs."""
+        """Count the bytes that one forward pass keeps for its backward pass, besides parameters and inputs."""
         return footprint(self, params, batch)
 
     def unstopped(self) -> AbstractContextManager:
-        """Within it, derivatives are those of the values: stop-gradients, which training keeps to, stop nothing."""
+        """Return a context in which derivatives ignore stop-gradients, unlike in training."""
         if self.measure in FLAT:
             raise UnsupportedError(
                 f"measure={self.measure!r} has no derivative, which scores are made of: use Replay(), or another "
@@ -392,9 +393,9 @@ class Task:
         return Unstopped() if self.abilities.stops else nullcontext()
 
     def over(self, function: Callable, in_dims: Any = 0) -> Callable:
-        """``vmap``, or a plain loop where the model has an operation that ``vmap`` cannot batch."""
+        """Apply ``vmap``, or a plain loop if the model has an operation that ``vmap`` cannot batch."""
         return side_by_side(function, in_dims) if self.abilities.vmap else looped(function, in_dims)
 
     def over_models(self, function: Callable, in_dims: Any = 0) -> Callable:
-        """The same for many models instead of many examples."""
+        """Do the same for many models instead of many examples."""
         return side_by_side(function, in_dims) if self.abilities.stacks else looped(function, in_dims)

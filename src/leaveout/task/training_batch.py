@@ -21,13 +21,13 @@ from leaveout.task.draws import Draws
 
 
 class TrainingBatch(NamedTuple):
-    """One micro-batch: plain batches are looked at in evaluation mode, these as they were trained on.
+    """One micro-batch: plain batches are evaluated in evaluation mode, these as they were trained on.
 
     Attributes:
         batch: what the loader yielded.
-        draws: random draws with the examples in front, as ``example_draws.by_example`` gives them.
-        whole: random draws that cannot be told apart by example; then there is no such thing as an example alone.
-        scale: |Z|/D of each example, or nothing where that is 1.
+        draws: random draws with examples as first dimension, as ``example_draws.by_example`` returns them.
+        whole: random draws that cannot be split by example; then single examples cannot be computed alone.
+        scale: |Z|/D of each example, or empty if that is 1.
     """
 
     batch: Batch
@@ -64,7 +64,7 @@ def size_of(batch: Batch) -> int:
 
 
 def has_shared_draws(batch: Batch) -> bool:
-    """Say whether there are random draws that cannot be told apart by example."""
+    """Say whether there are random draws that cannot be split by example."""
     return any(isinstance(part, TrainingBatch) and bool(part.whole) for part in parts_of(batch))
 
 
@@ -115,7 +115,7 @@ def _rows(index: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _with_scale(part: TrainingBatch) -> TrainingBatch:
-    """The part with its scale written out, so that all parts of a window are built alike."""
+    """Return the part with an explicit scale, so that all parts of a window have the same structure."""
     if isinstance(part.scale, Tensor):
         return part
     first = leaves(part)[0]

@@ -1,4 +1,4 @@
-"""Data by name, split and scaled as the experiments need it, with row numbers that stay put.
+"""Data by name, split and scaled as the experiments need it, with stable row numbers.
 
 >>> data = load("digits")
 >>> len(data.train), len(data.val), len(data.test)
@@ -22,8 +22,8 @@ class _Source(NamedTuple):
     table: Callable[[], Table]
     n_train: int
     n_val: int
-    folder: str | None = None  # below the data directory; None for what scikit-learn ships
-    file: str = "*"  # which must be there
+    folder: str | None = None  # below the data directory; None for data that scikit-learn ships
+    file: str = "*"  # that must exist
 
 
 _SOURCES = {
@@ -49,7 +49,7 @@ def names() -> tuple[str, ...]:
 
 
 def sizes(name: str) -> tuple[int, int]:
-    """Return how many training and validation examples `load` draws if not told.
+    """Return how many training and validation examples `load` draws by default.
 
     >>> sizes("digits")
     (1000, 400)
@@ -59,7 +59,7 @@ def sizes(name: str) -> tuple[int, int]:
 
 
 def is_here(name: str) -> bool:
-    """Say whether files of a data set are on this machine; `load` checks that they are all there and the originals.
+    """Say whether files of a data set are on this machine; `load` checks that they are complete and unchanged.
 
     >>> is_here("digits")
     True
@@ -80,9 +80,9 @@ def _known(name: str) -> _Source:
 def load(name: str, n_train: int | None = None, n_val: int | None = None, seed: int = 0) -> Data:
     """Load a data set: `n_train` and `n_val` rows drawn by seed (the experiments' numbers by default), and a test part.
 
-    The test part is the official one for mnist, mnist-1v7 and cifar10, and all rows left over for the others. The
-    training labels of cifar10n were given by people and are wrong in places: `train.true` has the original ones, as
-    validation and test examples do.
+    The test part is the official one for mnist, mnist-1v7 and cifar10, and all remaining rows for the others. The
+    training labels of cifar10n were given by people and some are wrong: `train.true` has the original ones, which
+    validation and test examples use.
     """
     source = _known(name)
     n_train = source.n_train if n_train is None else n_train

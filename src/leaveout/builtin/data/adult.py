@@ -25,7 +25,7 @@ _COLUMNS = [
 _NUMERIC = ["age", "fnlwgt", "education-num", "capital-gain", "capital-loss", "hours-per-week"]
 _CATEGORICAL = [column for column in _COLUMNS[:-1] if column not in _NUMERIC]
 
-# The regions are those of the experiments this library repeats; they follow income more than the map.
+# The regions are those of the experiments that this library reproduces; they follow income more than geography.
 _REGIONS = {
     "us": "? Cuba United-States",
     "west": "Canada England France Germany Greece Italy Philippines",
@@ -34,7 +34,7 @@ _REGIONS = {
     "east": "Cambodia China Hong India Iran Japan Taiwan Yugoslavia",
     "other": "Ecuador Hungary Ireland Poland Scotland South Thailand",
 }
-# Rare values join a neighbour, so that 400 training rows do not leave most columns constant.
+# Rare values are merged with a similar one, so that 400 training rows do not leave most columns constant.
 _MERGED = {
     "workclass": {"Without-pay": "Never-worked"},
     "education": dict.fromkeys(["1st-4th", "5th-6th", "7th-8th", "9th", "10th", "11th", "12th"], "1st-12th"),
@@ -58,7 +58,7 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def _rows(name: str) -> pd.DataFrame:
-    """Read one of the two files; `?` stays a value of its own."""
+    """Read one of the two files; `?` stays a separate value."""
     content = original(Remote("adult", name, _ARCHIVE + name, f"sha256:{_FILES[name]}"), _FILES[name])
     return pd.read_csv(
         io.BytesIO(content),

@@ -1,6 +1,6 @@
-"""CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 pixels, official binary version. Test ids go on from 50,000.
+"""CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 pixels, official binary version. Test ids start at 50,000.
 
-CIFAR-10N has labels that people gave to the training images (Wei et al., Learning with Noisy Labels Revisited, ICLR
+CIFAR-10N has human labels of the training images (Wei et al., Learning with Noisy Labels Revisited, ICLR
 2022; CC BY-NC 4.0: not for commercial use). They are read from ``cifar10/cifar-10n.npz`` and never downloaded.
 """
 
@@ -38,7 +38,7 @@ _CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hor
 
 
 def _unpacked() -> list[bytes] | None:
-    """Read the six batches, if all of them lie there as single files."""
+    """Read the six batches, if all of them exist as single files."""
     paths = {name: find("cifar10", *variants(name)) for name in _BATCHES}
     files = {name: path for name, path in paths.items() if path is not None}
     if len(files) < len(_BATCHES):
@@ -47,7 +47,7 @@ def _unpacked() -> list[bytes] | None:
 
 
 def _archived(path: Path) -> list[bytes]:
-    """Read the six batches out of the archive."""
+    """Read the six batches from the archive."""
     contents = {name.name: content for name, content in members(path) if name.name in _BATCHES}
     missing = sorted(_BATCHES.keys() - contents.keys())
     if missing:
@@ -91,7 +91,7 @@ def _labelled(kind: str) -> Table:
 
 
 def _human(kind: str) -> np.ndarray:
-    """Read the labels that people gave, checked."""
+    """Read the human labels, and check them."""
     path = find("cifar10", "cifar-10n.npz")
     if path is None:
         raise InputError(

@@ -22,7 +22,7 @@ def table() -> Table:
 
 
 def one_against_seven() -> Table:
-    """Return digit 1 (class 0) against 7 (class 1), standardised: a small stand-in for the larger two-class sets."""
+    """Return digit 1 (class 0) against 7 (class 1), standardised: a small substitute for the larger two-class sets."""
     whole = table()
     rows = np.flatnonzero((whole.y == 1) | (whole.y == 7))
     return Table(

@@ -1,4 +1,4 @@
-"""What a data set is once it is loaded: three parts, each example with the row number it has in the original files."""
+"""A loaded data set: three parts, with each example's row number in the original files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from leaveout.errors import InputError, check_seed, is_whole
 class Examples(TensorDataset):
     """Pairs (x, y) for any `DataLoader`, with `ids`: row numbers in the original files, the same for every split.
 
-    `y` is float 0/1 where a model gives one logit, and an int64 class otherwise. `raw` has each example as the original
-    files have it, where a person could not read it from `x`: a text, or a row of names and values. `true` has the right
-    labels, where `y` is known to be wrong in places.
+    `y` is float 0/1 for a model with one logit, and an int64 class otherwise. `raw` has each example as in the original
+    files, if a person could not read it from `x`: a text, or a row of names and values. `true` has the correct labels,
+    if some of `y` are known to be wrong.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Data:
 class Table:
     """A data set as it was read, before any split: row i of the first `n_pool` may be used for training.
 
-    The rows after `n_pool` are the official test part; without any, the rows that a split leaves over are the test.
-    With `true`, `y` is wrong in places: training examples keep it, validation and test examples get the right labels.
+    The rows after `n_pool` are the official test part; if there are none, the rows left over by a split are. With
+    `true`, some of `y` are wrong: training examples keep them, validation and test examples get the correct labels.
     """
 
     x: Shaped[np.ndarray, "n ..."]
@@ -76,7 +76,7 @@ class Table:
 
 
 class Picked(Sequence[Any]):
-    """Some rows of a longer sequence, in an order of their own.
+    """Some rows of a longer sequence, in a given order.
 
     >>> list(Picked("abcd", [3, 0]))
     ['d', 'a']
@@ -107,7 +107,7 @@ def split(
             "rows there are.",
             code="split-too-large",
         )
-    from sklearn.model_selection import train_test_split  # takes a second, which commands without data need not spend
+    from sklearn.model_selection import train_test_split  # takes a second, which commands without data can save
 
     state = check_seed(seed, 0, 2**32 - 1)
     train, val = train_test_split(np.arange(n), train_size=n_train, test_size=n_val, random_state=state)
@@ -115,7 +115,7 @@ def split(
 
 
 def prepare(name: str, table: Table, n_train: int, n_val: int, seed: int) -> Data:
-    """Split a table and scale all its parts by what the training rows say, never by what the others do."""
+    """Split a table and scale all its parts by statistics of the training rows only."""
     from sklearn.preprocessing import StandardScaler
 
     train, val, rest = split(table.n_pool, n_train, n_val, seed)

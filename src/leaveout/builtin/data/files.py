@@ -1,4 +1,4 @@
-"""Where raw files are found: the directory that LEAVEOUT_DATA names, then leaveout's cache, then a download.
+"""Where raw files come from: the directory named by LEAVEOUT_DATA, then leaveout's cache, then a download.
 
 Contents are compared with the original's checksum after decompression, so a file may be kept plain, as .gz or as .xz.
 Archives are read in memory, member by member, and never unpacked to disk: no name in them can reach a path.
@@ -23,7 +23,7 @@ _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 
 @dataclass(frozen=True)
 class Remote:
-    """A public file: `folder` is its place below the data directory, `known` the checksum of the download."""
+    """A public file: `folder` is its place below the data directory, `checksum` that of the download."""
 
     folder: str
     name: str
@@ -32,7 +32,7 @@ class Remote:
 
 
 def roots() -> list[Path]:
-    """Return the directories that are searched, first one first."""
+    """Return the directories that are searched, in order."""
     directory = os.environ.get("LEAVEOUT_DATA")
     if directory and not Path(directory).is_dir():
         raise InputError(
@@ -54,15 +54,15 @@ def variants(name: str) -> tuple[str, ...]:
 
 
 def download(remote: Remote) -> Path:
-    """Fetch a file into the cache; say what to put where if that cannot be done."""
+    """Fetch a file into the cache; if that fails, say which file to put where."""
     cache = cache_directory() / remote.folder
-    import pooch  # only where something is fetched
+    import pooch  # needed only if something is fetched
 
     try:
         return Path(pooch.retrieve(remote.url, remote.checksum, fname=remote.name, path=cache))
     except OSError as error:  # every failure of the network or of the disk
         reason = f"could not be fetched from {remote.url} ({type(error).__name__})"
-    except ValueError:  # pooch's word for a wrong checksum
+    except ValueError:  # what pooch raises for a wrong checksum
         reason = f"has a wrong checksum as {remote.url} serves it"
     raise InputError(
         f"{remote.name} was not found and {reason}: put it into {roots()[0] / remote.folder}, "
@@ -72,7 +72,7 @@ def download(remote: Remote) -> Path:
 
 
 def read(path: Path) -> bytes:
-    """Read a file, decompressed as its suffix says."""
+    """Read a file, decompressed according to its suffix."""
     try:
         return _DECOMPRESS.get(path.suffix, bytes)(path.read_bytes())
     except _DAMAGED as error:
@@ -82,7 +82,7 @@ def read(path: Path) -> bytes:
 
 
 def members(path: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Read the regular files in a tar archive; links and devices are passed over."""
+    """Read the regular files in a tar archive; links and devices are skipped."""
     try:
         with tarfile.open(path) as archive:
             for member in archive:

@@ -1,4 +1,4 @@
-"""MNIST: 60,000 + 10,000 images of 28 x 28 pixels, all ten digits or 1 against 7. Test ids go on from 60,000."""
+"""MNIST: 60,000 + 10,000 images of 28 x 28 pixels, all ten digits or 1 against 7. Test ids start at 60,000."""
 
 import numpy as np
 from jaxtyping import Int64, UInt8
@@ -30,7 +30,7 @@ _N_TRAIN = 60_000
 
 
 def _bytes(name: str, header: int) -> UInt8[np.ndarray, " size"]:
-    """Read an idx file after its header, whose sizes the checksum has already settled."""
+    """Read an idx file after its header, whose sizes are known to be right from the checksum."""
     archive_sha256, sha256 = _FILES[name]
     remote = Remote("mnist", f"{name}.gz", f"{_MIRROR}{name}.gz", f"sha256:{archive_sha256}")
     return np.frombuffer(original(remote, sha256), np.uint8, offset=header)

@@ -19,7 +19,7 @@ _ARCHIVE = Remote(
 )
 _PARTS = ("20news-bydate-train", "20news-bydate-test")
 _GROUPS = ("comp.sys.ibm.pc.hardware", "comp.sys.mac.hardware")
-# Of the two groups' messages one after the other: archives that hold fewer of the other groups serve as well.
+# Of the two groups' messages, concatenated: archives with fewer of the other groups work as well.
 _SHA256 = "1b425d0cedc89771e13d331af9e3dc9481d99db3d5e1ea89c55cb2d1aa2f67cc"
 
 
@@ -50,12 +50,12 @@ def _body(message: bytes) -> str:
 
 
 def texts() -> tuple[str, ...]:
-    """The words that the authors wrote, a text per row."""
+    """Return the words that the authors wrote, one text per row."""
     return tuple(_body(message) for message in _messages().values())
 
 
 def table() -> Table:
-    """Return Tf-idf weights, fitted on the by-date training part; class 1 is the Macintosh group."""
+    """Return tf-idf weights, fitted on the by-date training part; class 1 is the Macintosh group."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     messages = _messages()

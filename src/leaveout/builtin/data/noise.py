@@ -1,6 +1,6 @@
-"""Seeded damage to training examples, and which of them it touched.
+"""Seeded corruption of training examples, with a record of which ones changed.
 
-Every function returns new examples with the same ids; the ones it was given stay as they are.
+Every function returns new examples with the same ids; the given ones stay unchanged.
 """
 
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ def ones(examples: Examples, fraction: float, seed: int = 0) -> Noisy:
     """Set a fraction of each row's entries to 1: words that the message does not contain."""
     flat = examples.x.flatten(1)
     count = _count(fraction, flat.shape[1])
-    # The places of the `count` largest of independent uniforms are a sample without replacement, row by row.
+    # The positions of the `count` largest of independent uniforms are a sample without replacement, row by row.
     places = torch.rand(flat.shape, generator=_generator(seed)).topk(count, dim=1).indices
     return _with_x(examples, flat.scatter(1, places, 1.0).reshape(examples.x.shape))
 
 
 def flip(examples: Examples, fraction: float, seed: int = 0) -> Noisy:
-    """Give a fraction of the examples another label, drawn evenly from the other classes that occur."""
+    """Give a fraction of the examples another label, drawn uniformly from the other classes that occur."""
     y, generator = examples.y, _generator(seed)
     classes, codes = y.unique(return_inverse=True)
     if len(classes) < 2:

@@ -1,4 +1,4 @@
-"""How scores are measured: agreement with exact ones, and the protocols by which the field compares methods.
+"""How scores are measured: agreement with exact ones, and the field's protocols for comparing methods.
 
 >>> sorted(set(__all__) & {"auc", "kendall", "lds", "tsloo"})
 ['auc', 'kendall', 'lds', 'tsloo']

@@ -1,7 +1,7 @@
 """How well estimated scores agree with exact ones: RMSE, Kendall's τ, Spearman's ρ, Jaccard overlap, with intervals.
 
-Every metric takes two one-dimensional sequences over the same examples in the same order and returns a float. What
-cannot be compared (different lengths, fewer than two examples, NaN or infinity) raises `InputError`.
+Every metric takes two one-dimensional sequences over the same examples in the same order and returns a float. Input
+that cannot be compared (different lengths, fewer than two examples, NaN or infinity) raises `InputError`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Percents: TypeAlias = Sequence[int | float]
 Metric: TypeAlias = Callable[..., float]
 Rows: TypeAlias = Callable[..., np.ndarray]
 
-_DENSE = 2048  # up to here τ of all resamples is a few products with n x n matrices, exact in float32 (n² < 2²⁴)
+_DENSE = 2048  # up to this n, τ of all resamples is a few products with n x n matrices, exact in float32 (n² < 2²⁴)
 _CHUNK = 2**22  # numbers in one block of resamples
 
 
@@ -40,7 +40,7 @@ def rmse(estimate: Values, truth: Values) -> float:
 def kendall(estimate: Values, truth: Values) -> float:
     """Compute τ_b = (concordant - discordant) / sqrt(pairs untied in estimate · pairs untied in truth).
 
-    NaN where one side is constant: it has no untied pair, so no order to agree with.
+    NaN if one side is constant: it has no untied pair, so no order to agree with.
 
     >>> round(kendall([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]), 4)  # (2 - 1) / 3
     0.3333
@@ -50,7 +50,7 @@ def kendall(estimate: Values, truth: Values) -> float:
 
 
 def spearman(estimate: Values, truth: Values) -> float:
-    """Compute ρ = corr(rank(estimate), rank(truth)), ties sharing their mean rank; NaN where one side is constant.
+    """Compute ρ = corr(rank(estimate), rank(truth)), ties sharing their mean rank; NaN if one side is constant.
 
     >>> spearman([1.0, 2.0, 3.0], [1.0, 3.0, 2.0])  # 1 - 6 (0 + 1 + 1) / (3 (9 - 1))
     0.5
@@ -61,9 +61,9 @@ def spearman(estimate: Values, truth: Values) -> float:
 def jaccard(estimate: Values, truth: Values, percent: int | float) -> float:
     """Compute |A ∩ B| / |A ∪ B|, A and B the `percent` % most influential by either list, half from each tail.
 
-    From each tail of the signed scores come k = max(1, round(n · percent / 200)) examples (a half goes to the even
-    number, as in Python); both tails form one set, so an example found at the wrong end still counts. Of equal scores
-    the earlier one is the lower, in both lists alike.
+    From each tail of the signed scores come k = max(1, round(n · percent / 200)) examples (a half is rounded to the
+    even number, as in Python); both tails form one set, so an example found at the wrong end still counts. Of equal
+    scores the earlier one counts as lower, in both lists.
 
     >>> jaccard([-3.0, 0.0, 1.0, 2.0], [-3.0, 0.0, 2.0, 1.0], percent=50)  # {0, 3} and {0, 2}
     0.3333333333333333
@@ -100,7 +100,7 @@ class Interval:
         return f"{self.value:{style}} ({self.low:{style}} to {self.high:{style}})"
 
     def lowered(self, by: float) -> Interval:
-        """Give the same interval of a correlation, lower by so much, but not below -1.
+        """Return the interval of a correlation lowered by this much, but not below -1.
 
         >>> print(Interval(0.5, -0.95, 0.75).lowered(0.1))
         0.40 (-1.00 to 0.65)
@@ -115,10 +115,10 @@ def bootstrap(
     """Compute [q_{(1-level)/2}, q_{(1+level)/2}] of metric(estimate[s], truth[s]), s drawn with replacement.
 
     `metric` is any function of two arrays. This module's own, and `functools.partial(jaccard, percent=...)`, are
-    computed for all resamples at once and give what a loop over the resamples would. The same seed draws the same
+    computed for all resamples at once, with the same result as a loop over the resamples. The same seed draws the same
     resamples for every metric.
 
-    An example drawn twice is tied with itself in both lists. τ_b leaves such pairs out above and below the line, so
+    An example drawn twice is tied with itself in both lists. τ_b leaves such pairs out of numerator and denominator, so
     they neither raise nor lower it; Spearman gives the copies their mean rank; Jaccard counts each copy as an element.
     Resamples in which the metric is NaN (all draws equal) are left out; if all are, the bounds are NaN.
     A percentile interval need not be centred on the value, and for a biased metric need not contain it.
@@ -156,7 +156,7 @@ class Agreement:
     count: int
 
     def lowered(self, by: float) -> Agreement:
-        """Give the same agreement with both rank correlations lower by so much."""
+        """Return the same agreement with both rank correlations lowered by this much."""
         return replace(self, kendall=self.kendall.lowered(by), spearman=self.spearman.lowered(by))
 
     def to_frame(self) -> pd.DataFrame:
@@ -182,7 +182,7 @@ def compare(
 
 
 def repeatability(repeats: Sequence[Values], *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Interval:
-    """Mean τ_b over all pairs of repeats of one measurement, with its bootstrap interval over the examples.
+    """Compute the mean τ_b over all pairs of repeats of one measurement, with its bootstrap interval over the examples.
 
     >>> round(repeatability([[1.0, 2.0, 3.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0]]).value, 6)  # (1/3 + 1 + 1/3) / 3
     0.555556
@@ -255,7 +255,7 @@ _ROWS |= {jaccard: _jaccard_rows, jaccard_magnitude: _magnitude_rows}
 
 
 def _rows(metric: Metric) -> Rows:
-    """Return the form of a metric that takes all resamples at once; a loop for a function from elsewhere."""
+    """Return the version of a metric for all resamples at once; a loop for a function from elsewhere."""
     function, options = (
         (metric.func, metric.keywords) if isinstance(metric, partial) and not metric.args else (metric, {})
     )
@@ -289,7 +289,7 @@ def _pair(estimate: Values, truth: Values) -> tuple[np.ndarray, np.ndarray]:
 
 
 def vector(name: str, values: Values) -> np.ndarray:
-    """Give one finite number per example as an array, or refuse what is not that."""
+    """Return one finite number per example as an array, or refuse the values."""
     try:
         values = values.detach().cpu().double().numpy() if isinstance(values, torch.Tensor) else values
         array = np.asarray(values, dtype=float)

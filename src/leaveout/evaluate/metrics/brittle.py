@@ -1,4 +1,4 @@
-"""Brittleness: how many of the most helpful examples must go until a prediction flips, by replay and bisection."""
+"""Brittleness: how many of the most helpful examples to leave out until a prediction flips, by replay and bisection."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from leaveout.trajectory.trajectory import Trajectory
 
 @dataclass(frozen=True, eq=False)
 class Brittleness:
-    """For each query, the predicted class, how many examples had to go, and what was predicted then.
+    """For each query, the predicted class, how many examples had to be left out, and what was predicted then.
 
-    ``table`` has a row per query: ``before``, ``removed`` (missing where ``most`` examples were not enough) and
+    ``table`` has a row per query: ``before``, ``removed`` (missing if ``most`` examples were not enough) and
     ``after``.
     """
 
@@ -38,7 +38,7 @@ class Brittleness:
 
     @property
     def median(self) -> float:
-        """The median number over all queries; infinite where less than half of them flip."""
+        """The median number over all queries; infinite if less than half of them flip."""
         return float(self.table["removed"].astype(float).fillna(float("inf")).median())
 
     def __str__(self) -> str:
@@ -56,18 +56,18 @@ def brittleness(
     most: int | None = None,
     resources: Resources | None = None,
 ) -> Brittleness:
-    """min{k : the run replayed without the k most helpful examples of a query predicts another class for it}.
+    """Find min{k : the run replayed without the k most helpful examples of a query predicts another class for it}.
 
-    Found by bisection between 0 and ``most``, all queries side by side: about log2(most) + 1 replays per query. Without
-    the k that is returned the prediction flips, without k − 1 it does not; should it flip and flip back below, that is
-    not seen.
+    Found by bisection between 0 and ``most``, all queries side by side: about log2(most) + 1 replays per query. The
+    prediction flips without the k examples returned, and does not without k − 1; a flip and flip back at smaller
+    numbers is not noticed.
 
     Args:
-        scores: of single examples with ``queries="each"``; only those with a score above zero are taken away.
+        scores: of single examples with ``queries="each"``; only those with a score above zero are left out.
         run: the run that was scored.
         task: what was trained, a classifier.
         query: the query set that was scored.
-        most: how many may go; half of the scored examples by default.
+        most: how many may be left out; half of the scored examples by default.
         resources: memory budget and progress.
     """
     scores.check_same_run(run)
@@ -106,7 +106,7 @@ def brittleness(
 
 
 def _helpful(scores: Scores, column: int) -> list[int]:
-    """The examples that helped a query, the most helpful first."""
+    """Return the examples that helped a query, the most helpful first."""
     values = scores.values[:, column]
     order = torch.argsort(values, descending=True, stable=True)[: int((values > 0).sum())]
     return [int(scores.train_ids[row]) for row in order.tolist()]
@@ -120,12 +120,12 @@ class _Predictions:
         self._reading: Reading | None = None
 
     def recorded(self, count: int) -> list[int]:
-        """The classes that the recorded run predicts for the first ``count`` queries."""
+        """Return the classes that the recorded run predicts for the first ``count`` queries."""
         params = self.trajectory.scored(self.trajectory.final_whole())
         return [self._of(params, q) for q in range(count)]
 
     def without(self, groups: dict[int, list[int]]) -> Iterable[tuple[int, int]]:
-        """Each query with the class that is predicted for it by the run replayed without its group."""
+        """Return each query with the class that the run replayed without its group predicts for it."""
         with self.cost.metered():
             left_out = leave_out(self.trajectory.task.size, groups=groups)
             size = self.resources.chunk(2 * budget.replay_bytes(self.trajectory), len(left_out))

@@ -1,4 +1,4 @@
-"""How well a score tells examples of a kind (wrong labels, say) from the others: area under the ROC, precision."""
+"""How well a score separates examples of a kind (wrong labels, say) from the others: area under the ROC, precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from leaveout.evaluate.metrics.agreement import Values, vector
 
 
 def auc(suspicion: Values, wanted: Values) -> float:
-    """P(suspicion of a wanted example > suspicion of another one), ties counting half: the area under the ROC curve.
+    """Compute the area under the ROC curve: P(suspicion of a wanted example > suspicion of another one), ties half.
 
     Args:
         suspicion: a number per example, larger for those that should be found; for harmful examples ``-scores.mean()``.
@@ -26,7 +26,7 @@ def auc(suspicion: Values, wanted: Values) -> float:
 
 
 def average_precision(suspicion: Values, wanted: Values) -> float:
-    """Σ_t (R_t − R_{t−1}) P_t over the thresholds t: precision, averaged over the wanted examples as they are found.
+    """Compute Σ_t (R_t − R_{t−1}) P_t over the thresholds t: precision averaged over the wanted examples as found.
 
     Examples of equal suspicion are found together.
 

@@ -21,7 +21,7 @@ from leaveout.task.task import Task
 
 
 def random_subsets(size: int, count: int = 100, share: float = 0.01, seed: int = 0) -> dict[str, list[int]]:
-    """Draw ``count`` subsets, each of a ``share`` of ``size`` examples (at least one), by seed.
+    """Draw ``count`` random subsets, each with a ``share`` of ``size`` examples (at least one).
 
     >>> [len(ids) for ids in random_subsets(200, count=3, share=0.05).values()]
     [10, 10, 10]
@@ -48,11 +48,11 @@ def lds(
     seed: int = 0,
     resources: Resources | None = None,
 ) -> PerQuery:
-    """mean_q ρ_S(Σ_{k∈S} scores[k, q], L_q(θ^{−S}_N) − L_q(θ_N)): the single-run LDS.
+    """Compute mean_q ρ_S(Σ_{k∈S} scores[k, q], L_q(θ^{−S}_N) − L_q(θ_N)): the single-run LDS.
 
-    θ^{−S}_N ends the same trajectory (start, batches, order) with the weights of all of S zero, by exact replay. There
-    is no noise in that, and the ceiling is 1. Scores of groups are compared as they are, each with its own replay, and
-    ``subsets``, ``share`` and ``seed`` do not count.
+    θ^{−S}_N is the end of the same trajectory (start, batches, order) with the weights of all of S zero, by exact
+    replay. This truth has no noise, so the ceiling is 1. Scores of groups are compared as they are, each with its own
+    replay, and ``subsets``, ``share`` and ``seed`` are not used.
 
     Args:
         scores: scores of single examples, best with ``queries="each"``; subsets are drawn from those scored.
@@ -78,11 +78,11 @@ def lds(
 
 
 def algorithm_lds(scores: Scores, kept: Sequence[Sequence[int]], losses: np.ndarray | Tensor) -> PerQuery:
-    """mean_q ρ_S(Σ_{k∉S} scores[k, q], mean over seeds of L_q(a model freshly trained on S)): the algorithm's LDS.
+    """Compute mean_q ρ_S(Σ_{k∉S} scores[k, q], mean over seeds of L_q(a model freshly trained on S)): algorithm LDS.
 
     Fresh trainings differ by their seed, so the truth is noisy. With m seeds whose losses agree at a mean Spearman r
     per pair, their mean has reliability m·r/(1 + (m − 1)·r) (Spearman-Brown), and a perfect prediction of the expected
-    loss reaches about the square root of that: the ``ceiling``, without which the figure means nothing.
+    loss reaches about the square root of that: the ``ceiling``, without which the value cannot be interpreted.
 
     Args:
         scores: of every training example; ``queries="each"``, or the mean loss as one query.
@@ -114,9 +114,10 @@ def algorithm_lds(scores: Scores, kept: Sequence[Sequence[int]], losses: np.ndar
 
 
 def noise_ceiling(repeats: np.ndarray) -> float:
-    """√(m·r/(1 + (m − 1)·r)): what the mean of m noisy repeats (repeats x rows x queries) lets a perfect one reach.
+    """Compute √(m·r/(1 + (m − 1)·r)): the most that a perfect prediction can reach given m noisy repeats.
 
-    r is the Spearman between two repeats, averaged over pairs and queries; NaN for a single repeat, 0 where r < 0.
+    ``repeats`` has shape (repeats, rows, queries). r is the Spearman correlation between two repeats, averaged over
+    pairs and queries; the result is NaN for a single repeat, and 0 if r < 0.
     """
     count = len(repeats)
     if count < 2:

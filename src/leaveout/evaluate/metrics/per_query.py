@@ -18,8 +18,8 @@ class PerQuery(Comparable):
 
     ``per_query`` is NaN for a query whose predicted or true changes are all equal; the mean leaves those out.
     ``count`` is how many rows (left-out examples or subsets) were compared, ``ceiling`` the most that a perfect
-    prediction of the expected loss could reach where the truth is noisy (None: the truth is exact, the ceiling is 1;
-    NaN: it was not measured), ``cost`` what the replays took.
+    prediction of the expected loss could reach if the truth is noisy (None: the truth is exact, the ceiling is 1;
+    NaN: it was not measured), ``cost`` the cost of the replays.
 
     >>> print(PerQuery("LDS", np.array([0.5, 0.7, np.nan]), 100))
     LDS 0.60 (mean Spearman over 2 queries, 100 rows each)
@@ -48,7 +48,7 @@ class PerQuery(Comparable):
 
 
 def spearman_columns(estimate: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """ρ of each column of two matrices, tied values sharing their mean rank; NaN where one side is constant.
+    """Compute ρ of each column of two matrices, tied values sharing their mean rank; NaN if one side is constant.
 
     >>> spearman_columns(np.array([[1.0], [2.0], [3.0]]), np.array([[1.0], [3.0], [2.0]]))
     array([0.5])

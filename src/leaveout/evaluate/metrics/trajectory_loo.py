@@ -24,13 +24,13 @@ def tsloo(
     seed: int = 0,
     resources: Resources | None = None,
 ) -> PerQuery:
-    """mean_q ρ_k(scores[k, q], L_q(θ^{−k}_N) − L_q(θ_N)): Spearman over left-out examples, averaged over queries.
+    """Compute mean_q ρ_k(scores[k, q], L_q(θ^{−k}_N) − L_q(θ_N)): Spearman over left-out examples, mean over queries.
 
-    θ^{−k}_N ends the same trajectory (start, batches, order) with example k's weight zero. Give scores of
+    θ^{−k}_N is the end of the same trajectory (start, batches, order) with example k's weight zero. Give scores with
     ``queries="each"``; those of the mean loss have one column, and count as one query.
 
     Args:
-        scores: scores of single examples, or of groups, which are then left out together.
+        scores: scores of single examples, or of groups that are left out together.
         run: the run that was scored.
         task: what was trained.
         query: the query set that was scored.

@@ -1,4 +1,4 @@
-"""The published tables and curves as declarative specs, a file each, and one runner for all of them."""
+"""The published tables and curves as declarative specs, one file each, and one runner for all of them."""
 
 from leaveout.paper.reproduce.adam import ADAM
 from leaveout.paper.reproduce.bounds import BOUNDS

@@ -1,4 +1,4 @@
-"""Adam on digits: the jump beside SGD-IE, exact ACC and the jump without saturation."""
+"""Adam on digits: the jump compared with SGD-IE, exact ACC and the jump without saturation."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ QUICK: dict[str, Any] = {"n": 40, "queries": 20, "epochs": 2}
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """A run for each seed and case."""
+    """List a run for each seed and case."""
     small = QUICK if quick else {}
     return [{**case, **small, "case": name, "seed": seed} for seed in range(seeds) for name, case in CASES.items()]
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row per method: Kendall's tau with exact replays of all examples, and RMSE over the truth's deviation."""
+    """Compute a row per method: Kendall's tau with exact replays of all examples, and RMSE over the truth's spread."""
     with network(settings) as problem:
         asked = (problem.run, problem.task, problem.val)
         truth = Replay().score(*asked, resources=QUIET).values.double().numpy()
@@ -50,7 +50,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A row per case, a column per method."""
+    """Tabulate a row per case, a column per method."""
     methods = list(dict.fromkeys(frame["method"]))
     rows = []
     for case, own in frame.groupby("case", sort=False):

@@ -1,4 +1,4 @@
-"""Scores and truth along one run: after how many steps, how far from the truth."""
+"""Scores and truth along one run, after given numbers of steps."""
 
 from __future__ import annotations
 

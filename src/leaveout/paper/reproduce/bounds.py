@@ -1,4 +1,4 @@
-"""Measured errors of the displacements against the published bounds, and how they grow for networks.
+"""Measured errors of the displacements compared with the published bounds, and how they grow for networks.
 
 Both theorems bound ‖E‖, the distance between the true displacement δ_k after N steps and its estimate. For logistic
 regression with L2 every constant is known from the data, with x̃ = (x, 1) and B = max‖x̃‖:
@@ -37,7 +37,7 @@ GAMMA = 1.0
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """List logistic regression inside and outside the theorem's conditions, and networks with a run for each length."""
+    """List logistic regression inside and outside the theorem's conditions, and networks with one run per length."""
     n, last = (60, {"adult": 8, "mnist-1v7": 8}) if quick else (200, {"adult": 512, "mnist-1v7": 128})
     marks = [1, 2, 4, 8, 16, 32, 64, 128, 512]
     shared = {"n": n, "batch": n // 2}
@@ -181,7 +181,7 @@ def _spread(norms: dict[str, Tensor]) -> dict[str, float]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """Compare measured errors with the bound for logistic regression; growth for the networks."""
+    """Tabulate measured errors and bounds for logistic regression, and the growth for the networks."""
     convex, grown = frame[frame["kind"] == "convex"], frame[frame["kind"] == "nonconvex"]
     rows = []
     for (name, where, method, steps), part in convex.groupby(["data", "conditions", "method", "steps"], sort=False):

@@ -1,4 +1,4 @@
-"""When there is a truth to be true to: exact replays from moved starts compared with each other and with SGD-IE."""
+"""Whether there is a truth to predict: exact replays from moved starts compared with each other and with SGD-IE."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ COLUMNS = {
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """A run for each seed, activation, scale of the inputs and size of the moves."""
+    """List a run for each seed, activation, scale of the inputs and size of the moves."""
     return [{**BASE, **case, **(QUICK if quick else {}), "seed": seed} for seed in range(seeds) for case in CASES]
 
 
 def left_out(settings: Settings) -> list[int]:
-    """The examples that are left out, drawn by the seed."""
+    """Return the left-out examples, drawn by the seed."""
     order = torch.Generator().manual_seed(settings["seed"])
     return torch.randperm(settings["n"], generator=order)[: settings["replays"]].tolist()
 
 
 def compute(settings: Settings) -> list[Row]:
-    """Spearman between truths, and between SGD-IE and truths; at the usual jitter also what groups do."""
+    """Compute Spearman between truths, and between SGD-IE and truths; at the default jitter also for groups."""
     ids, jitter = left_out(settings), settings["jitter"]
     with network(settings) as problem:
         asked = (problem.run, problem.task, problem.val)
@@ -101,7 +101,7 @@ def _kinds(frame: pd.DataFrame) -> Iterator[tuple[str, float, pd.DataFrame]]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A row for each kind of run and size of the moves; what was not measured there is left out."""
+    """Tabulate a row for each kind of run and size of the moves; what was not measured is left out."""
     rows = []
     for name, jitter, own in _kinds(frame):
         figures = [spread(own[key]) if key in own and own[key].notna().any() else "-" for key in COLUMNS]
@@ -112,7 +112,7 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
-    """How well the truth repeats itself by the size of the move, and what SGD-IE reaches."""
+    """Plot how reproducible the truth is by the size of the move."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for name, jitter, own in _kinds(frame):
         lines.setdefault(name, []).append((jitter, float(own["between moves"].mean())))

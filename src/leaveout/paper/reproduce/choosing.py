@@ -1,4 +1,4 @@
-"""The method chosen by measurement, on the built-in data sets with the commands' defaults."""
+"""The method chosen by measurement, on the built-in data sets with the default options of the commands."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from leaveout.paper.reproduce.spec import Row, Settings, Spec
 
 SHOWN = {"digits": "digits", "adult": "Adult", "20news": "20News", "mnist-1v7": "MNIST 1 and 7"}
 BUDGETS = {"a minute": 60.0, "none": 0.0}
-"""Seconds by name: the default, with which these runs are replayed whole, and nothing but the smallest sample."""
+"""Seconds by name: the default, with which these runs are replayed completely, and 0 for the smallest sample."""
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """A run of ``leaveout train --data NAME`` for each data set and seed."""
+    """List a run of ``leaveout train --data NAME`` for each data set and seed."""
     return [
         {"data": name, "n": 100 if quick else None, "epochs": 3 if quick else TrainPart().epochs, "seed": seed}
         for seed in range(seeds)
@@ -31,7 +31,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """For each budget the method that was chosen, its tau over all examples, and that of every method in the list."""
+    """Compute for each budget the chosen method, its tau over all examples, and that of every method in the list."""
     seed = settings["seed"]
     given = Config(
         DataPart(settings["data"], settings["n"], seed=seed),
@@ -69,7 +69,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A row per data set and budget, and the methods that were compared."""
+    """Tabulate a row per data set and budget, and the methods that were compared."""
     rows = []
     for (data, budget), own in frame.groupby(["data", "budget"], sort=False):
         exact = f"{int(own['exact'].sum())} of {len(own)}"

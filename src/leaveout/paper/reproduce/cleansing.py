@@ -1,4 +1,4 @@
-"""Data cleansing: remove what scores call harmful, train again, look at the test error."""
+"""Data cleansing: remove what scores call harmful, retrain, and measure the test error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leaveout.paper.reproduce.spec import Row, Settings, Spec
 
 MODELS = {"mnist": "mnist-cnn", "cifar10": "cifar-cnn"}
 SHOWN = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
-# Sizes are whole batches: a short last batch takes a long noisy step, and the run ends right after it.
+# Sizes are multiples of the batch size: a short last batch takes a large noisy step, right before the run ends.
 SHARED = {"batch": 64, "lr": 0.05, "l2": 0.0}
 SMALL = {"n": 5120, "val": 2000, "test": 10_000, "epochs": 10, "remove": [10, 50, 100, 250, 500, 1000], "random": 3}
 COLOUR = 10_048
@@ -62,7 +62,7 @@ def full(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """Return a row for each training: what was removed by whom, and the test loss and error after it."""
+    """Return a row per training: what was removed by which method, and the test loss and error after it."""
     seed, name = settings["seed"], settings["data"]
     dataset = data.load(name, n_train=settings["n"], n_val=settings["val"], seed=seed)
     noisy = data.flip(dataset.train, settings["flipped"], seed)

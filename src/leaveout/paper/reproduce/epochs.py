@@ -1,4 +1,4 @@
-"""How the scores hold up as training goes on: RMSE and Jaccard@10 after 2, 6, ..., 38 epochs on 20News."""
+"""How the scores hold up over longer training: RMSE and Jaccard@10 after 2, 6, ..., 38 epochs on 20News."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 def gains(frame: pd.DataFrame) -> str:
-    """Compute by how much ACC's RMSE lies below SGD-IE's, at the first and the last epoch."""
+    """Compute by how much ACC's RMSE is below SGD-IE's, at the first and the last epoch."""
     rows = []
     for (model, batch, lr), part in frame.groupby(["model", "batch", "lr"]):
         means = part.groupby(["epoch", "method"])["rmse"].mean().unstack()

@@ -1,4 +1,4 @@
-"""The whole family of estimators on the same runs: the published two tables, and one table of everything."""
+"""The whole family of estimators on the same runs: the two published tables, and one table of everything."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ TASKS = (("adult", "logistic"), ("20news", "logistic"), ("mnist-1v7", "logistic"
 
 
 def compute(settings: Settings) -> list[Row]:
-    """Compute a row per method: agreement with exact replay, and time and products beside those of the replay."""
+    """Compute a row per method: agreement with exact replay, time relative to the replay, and products."""
     methods = EVERYTHING if settings["optimizer"] == "sgd" and settings["whole"] else FAMILY_METHODS
     methods = methods if settings["optimizer"] == "sgd" else ADAM_METHODS
     rows: list[Row] = []
@@ -78,8 +78,8 @@ def compute(settings: Settings) -> list[Row]:
         replaying = process_time() - start
         for method in methods:
             if isinstance(method, InfluenceFunction) and (settings["model"] == "mlp") != (method.damping > 0):
-                continue  # a network's Hessian is not positive definite, and logistic regression needs no help
-            start = process_time()  # which other work on the machine does not count in
+                continue  # a network's Hessian is not positive definite, and logistic regression needs no damping
+            start = process_time()  # does not count other work on the machine
             scores = method.score(*question, resources=QUIET)
             time = (process_time() - start) / replaying
             rows.append({"method": scores.method, **agreement(scores.mean(), truth.mean()), "time": time,
@@ -102,7 +102,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def every_cell(seeds: int, quick: bool) -> Sequence[Settings]:
-    """List four tasks by SGD, and the same by Adam."""
+    """List four tasks with SGD, and the same with Adam."""
     usual = QUICK if quick else SETTINGS
     return [
         {"data": data, "model": model, "noise": "clean", "level": 0.0, **usual, "optimizer": optimizer,
@@ -114,7 +114,7 @@ def every_cell(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """Tabulate both, ours and the published figures."""
+    """Tabulate our figures and the published ones."""
     rows = []
     keys = ["optimizer", "model", "lr", "epochs"]
     for (optimizer, model, lr, epochs), part in frame.groupby(keys, sort=False):

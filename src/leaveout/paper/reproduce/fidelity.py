@@ -22,7 +22,7 @@ PERCENTS = (70, 50, 30, 10)
 
 
 def compute(settings: Settings) -> list[Row]:
-    """Compute a row per method: how its scores of all examples agree with the truth; seed 0 keeps the scores too."""
+    """Compute a row per method: how its scores of all examples agree with the truth; seed 0 stores the scores too."""
     with binary(settings) as problem:
         truth = Replay().score(problem.run, problem.task, problem.val, resources=QUIET).mean()
         values = estimates(problem)
@@ -34,7 +34,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def estimates(problem: Problem) -> dict[str, Tensor]:
-    """Score by all methods in three sweeps: SGD-IE rides with ACC(free), both exact readings share displacements."""
+    """Score by all methods in three sweeps: SGD-IE shares ACC(free)'s, both exact readings share displacements."""
     run, task, val = problem.run, problem.task, problem.val
     plain, free = score([SGDIE(), ACC("free")], run, task, val, resources=QUIET)
     outputs = ACC("free", "outputs").score(run, task, val, resources=QUIET)

@@ -1,4 +1,4 @@
-"""Groups left out together: estimated against really retrained."""
+"""Groups left out together: estimates compared with real retraining."""
 
 from __future__ import annotations
 

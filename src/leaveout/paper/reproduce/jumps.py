@@ -1,4 +1,4 @@
-"""The jump in all its readings, of single examples and of groups, by one sweep: what experiments compare."""
+"""The jump in all its readings, of single examples and of groups, from one sweep, for comparison in experiments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN, JUMP, DERIVATIVE = "SGD-IE", "ACC(jump)", "ACC(jump, moments by derivativ
 
 
 class ByDerivative(ACC):
-    """The jump whose change of the moments is read by their derivative: without saturation."""
+    """The jump with the change of the moments read by their derivative, without saturation."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ def readings(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Read every set of rows, a column per query: SGD-IE, the jump, and the jump with its moments by derivative.
 
-    The examples of a row leave a batch in one jump. The query vectors all go at once.
+    The examples of a row leave a batch in one jump. All query vectors are swept at once.
     """
     question = Question(problem.run, problem.task, problem.val, "each", resources=resources)
     request = ACC("jump").request(question)
@@ -73,7 +73,7 @@ def readings(
 def compared(method: str, estimate: np.ndarray, truth: np.ndarray, *, points: bool) -> Row:
     """Compare scores with the truth, a row per left-out example or group and a column per query.
 
-    ``points`` adds the means over queries themselves, for a picture.
+    ``points`` adds the means over queries themselves, for a plot.
     """
     means = estimate.mean(1), truth.mean(1)
     row: Row = {

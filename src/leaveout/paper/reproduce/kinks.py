@@ -1,4 +1,4 @@
-"""What the curvature of kinks does to SGD-IE: ReLU networks, with and without it, compared with exact replays."""
+"""The effect of the curvature of kinks on SGD-IE: ReLU networks, with and without it, against exact replays."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ METHODS: dict[str, Estimator] = {
     "ACC(free, kinks)": ACC("free", kinks=True),
 }
 CHOSEN_ON = 2
-"""The first seeds, on which the largest size of kinks was chosen; the others test it."""
+"""The number of first seeds, on which the largest size of kinks was chosen; the others test it."""
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """A run for each seed and network."""
+    """List a run for each seed and network."""
     small = {"n": 60, "epochs": 2, "batch": 20} if quick else {}
     return [{**own, **small, "network": name, "seed": seed} for seed in range(seeds) for name, own in NETWORKS.items()]
 
 
 @contextmanager
 def convolutional(settings: Settings) -> Iterator[Trained]:
-    """A recorded run of two convolutions with average pooling on MNIST."""
+    """Record a run of two convolutions with average pooling on MNIST."""
     dtype = getattr(torch, settings["dtype"])
     loaded = data.load("mnist", settings["n"], settings["queries"], settings["seed"])
     train_set, val = (
@@ -85,7 +85,7 @@ def compute(settings: Settings) -> list[Row]:
         truth = Replay().score(*asked, ids=ids, resources=QUIET).mean()
         size = kink_size(Trajectory(problem.run, problem.task))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LeaveoutWarning)  # of vectors that grow, which the table shows
+            warnings.simplefilter("ignore", LeaveoutWarning)  # about growing vectors, which the table shows
             every = score(list(METHODS.values()), *asked, resources=QUIET)
         values = {name: one.mean()[: len(truth)] for name, one in zip(METHODS, every, strict=True)}
         spread = float(truth.double().std())
@@ -96,9 +96,9 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def gained(frame: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate tau without kinks, with them, and with them where they are mild, by network and seed.
+    """Tabulate tau without kinks, with them, and with them if they are mild, by network and seed.
 
-    Where the size of the kinks is not known, neither is what ``"auto"`` does.
+    If the size of the kinks is not known, neither is what ``"auto"`` does.
     """
     wide = frame.pivot_table(index=["network", "seed"], columns="method", values="kendall", sort=False)
     sizes = frame if "size" in frame else frame.assign(size=float("nan"))
@@ -112,7 +112,7 @@ def gained(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A row per network: tau without and with, what it gained, the errors and the size of the kinks."""
+    """Tabulate a row per network: tau without and with kinks, the gain, the errors and the size of the kinks."""
     wide = gained(frame)
     rows = []
     for name, own in wide.groupby("network", sort=False):
@@ -147,7 +147,7 @@ def _summary(wide: pd.DataFrame) -> str:
     )
     words = []
     for name, column, part in parts:
-        if part["network"].nunique() == wide["network"].nunique():  # a mean over some of them says little
+        if part["network"].nunique() == wide["network"].nunique():  # a mean over some networks says little
             gains = part.groupby("network", sort=False)[column].mean()
             least = f"{gains.min():+.3f} ({gains.idxmin()})"
             words.append(f"Mean gain over {len(gains)} networks {name} {gains.mean():+.3f}, least {least}.")
@@ -155,7 +155,7 @@ def _summary(wide: pd.DataFrame) -> str:
 
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
-    """Tau with kinks and without, a point per run."""
+    """Plot tau with kinks against tau without, a point per run."""
     clouds = [
         Series(str(name), own["SGD-IE"].tolist(), own["SGD-IE(kinks)"].tolist(), colour, points=True)
         for colour, (name, own) in enumerate(gained(frame).groupby("network", sort=False))

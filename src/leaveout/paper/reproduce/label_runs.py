@@ -1,4 +1,4 @@
-"""Recorded runs on wrong labels: flipped on purpose, or as people gave them."""
+"""Recorded runs on wrong labels: flipped on purpose, or given by people."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Mislabelled:
-    """A recorded run on labels of which some are wrong, and which; validation and test labels are right."""
+    """A recorded run on labels of which some are wrong, and which; validation and test labels are correct."""
 
     run: Run
     task: Task
@@ -51,7 +51,7 @@ class Mislabelled:
 
 @contextmanager
 def mislabelled(settings: Settings) -> Iterator[Mislabelled]:
-    """Train on wrong labels; the seed draws data, flips, initial weights and order. The run's files go at the end."""
+    """Train on wrong labels; the seed draws data, flips, initial weights and order. The run is deleted at the end."""
     name, seed = settings["data"], settings["seed"]
     dataset = data.load(name, n_train=settings["n"], n_val=settings["val"], seed=seed)
     if dataset.train.true is not None:
@@ -69,7 +69,7 @@ def mislabelled(settings: Settings) -> Iterator[Mislabelled]:
 
 
 class Cropped(Dataset):
-    """Gives each image randomly cropped by up to four pixels and flipped, otherwise each time it is read."""
+    """Returns each image randomly cropped by up to four pixels and flipped, differently each time it is read."""
 
     def __init__(self, examples: Examples) -> None:
         self.examples, self.padded = examples, pad(examples.x, (4,) * 4)
@@ -95,9 +95,9 @@ def small_network(channels: list[int]) -> nn.Module:
 
 @contextmanager
 def augmented(train_set: Examples, settings: Settings) -> Iterator[tuple[Run, Task]]:
-    """Train ``small_network`` with random crops and flips, momentum and a cosine schedule, as images are trained.
+    """Train ``small_network`` with random crops and flips, momentum and a cosine schedule, as is usual for images.
 
-    The batches are kept with the run; the task has the images as they are, so that labels are judged by those.
+    The batches are stored with the run; the task has the original images, so that labels are judged on those.
     """
     cropped = Cropped(train_set)
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(prefix="leaveout-reproduce-") as folder:

@@ -1,4 +1,4 @@
-"""Wrong labels: how many of those that were flipped on purpose are found, and by which signal."""
+"""Wrong labels: how many of the deliberately flipped ones are found, and by which signal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from leaveout.paper.reproduce.problems import QUIET
 from leaveout.paper.reproduce.spec import Row, Settings, Spec
 
 REPLAYS = {"digits": 32, "20news": 32, "adult": 32}
-"""Replays that influence is verified by. The other runs predict less than 95% of their labels, so that it has no weight
-there whatever a check would say, and none is made."""
+"""The number of replays that influence is verified with. The other runs predict less than 95% of their labels, so that
+influence has no weight there whatever a check would say, and no check is made."""
 OURS = "labels()"
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """List every data set for every seed, how the run treated the labels first, then influence."""
+    """List every data set for every seed, first for the training dynamics, then for influence."""
     small = {"n": 200, "val": 100, "epochs": 5, "replays": 8} if quick else {}
     return [
         {"data": name, "signals": signals, **RUNS[name], "replays": REPLAYS.get(name, 0), **small, "seed": seed}
@@ -43,7 +43,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 class Measured:
-    """The rows of a cell: how well each way to rank the labels, lowest first, finds those that are wrong."""
+    """The rows of a cell: how well each ranking of the labels, lowest first, finds the wrong ones."""
 
     def __init__(self, wrong: np.ndarray) -> None:
         self.wrong, self.rows = wrong, list[Row]()
@@ -71,7 +71,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def _dynamics(problem: Mislabelled, measured: Measured) -> None:
-    """Measure what the recorded states say, and what trainings say that did not see the example."""
+    """Measure what the recorded states say, and what trainings that did not see the example say."""
     run, task = problem.run, problem.task
     history = dynamics(run, task, resources=QUIET)
     again = dynamics(run, task, folds=FOLDS, resources=QUIET)
@@ -89,11 +89,11 @@ def _dynamics(problem: Mislabelled, measured: Measured) -> None:
 
 
 def _influence(problem: Mislabelled, measured: Measured, settings: Settings) -> None:
-    """Measure influence on queries with right labels, alone and as ``labels`` mixes it in."""
+    """Measure influence on queries with correct labels, alone and as ``labels`` includes it."""
     run, task = problem.run, problem.task
     own = TracIn("epochs")
     measured.add("self-influence (TracIn)", lambda: -own.self_influence(run, task, resources=QUIET).mean())
-    coupled = settings["data"] == "cifar10n"  # by BatchNorm: ACC would take a batch's gradient for each example
+    coupled = settings["data"] == "cifar10n"  # by BatchNorm: ACC would need a batch gradient per example
     methods: list[Estimator] = [SGDIE()] if coupled else [SGDIE(), ACC("free")]
     for scores in score(methods, run, task, problem.val, resources=QUIET):
         measured.add(scores.method, scores.mean)
@@ -106,7 +106,7 @@ def _influence(problem: Mislabelled, measured: Measured, settings: Settings) -> 
 
 
 def cleanlab_scores(again: Dynamics) -> Tensor:
-    """Give cleanlab's label quality, as it is by default, from the last state's out-of-sample probabilities."""
+    """Return cleanlab's default label quality, from the last state's out-of-sample probabilities."""
     rank = import_module("cleanlab.rank")
     return torch.from_numpy(rank.get_label_quality_scores(again.labels.numpy(), again.final.double().numpy()))
 
@@ -122,7 +122,7 @@ def ranked(values: np.ndarray, wrong: np.ndarray) -> Row:
 
 
 def counted(answer: pd.DataFrame, wrong: np.ndarray) -> Row:
-    """Compare the labels that count as issues with those that are wrong."""
+    """Compare the labels that count as issues with the wrong ones."""
     issue = answer["is_label_issue"].to_numpy()
     hits = int((issue & wrong).sum())
     return {"issues": int(issue.sum()), "hits": hits, "wrong": int(wrong.sum())}

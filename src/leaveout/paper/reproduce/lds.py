@@ -1,4 +1,4 @@
-"""The linear datamodeling score in both meanings: subsets of one trajectory, and fresh trainings on halves."""
+"""The linear datamodeling score in both senses: subsets of one trajectory, and fresh trainings on halves."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ QUICK: dict[str, Any] = {"n": 60, "queries": 4, "subsets": 6, "epochs": 1}
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """For each seed the single-run scores of a digits network and the GPT, and the algorithm's of the network."""
+    """List for each seed the single-run scores of a digits network and the GPT, and the algorithm's of the network."""
     small = QUICK if quick else {}
     return [{**case, **small, "seed": seed} for seed in range(seeds) for case in (SMALL_RUN, RUN, ALGORITHM)]
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row per method, and per share or number of runs that were averaged."""
+    """Compute a row per method, and per share or number of averaged runs."""
     return _of_the_run(settings) if settings["meaning"] == "run" else _of_the_algorithm(settings)
 
 
@@ -122,7 +122,7 @@ def _of_the_algorithm(settings: Settings) -> list[Row]:
 
 
 def _fresh(settings: Settings, train_set: Any, val: Any, ids: list[int], seed: int) -> np.ndarray:
-    """The query losses of a model trained on some examples, with a start and an order of its own."""
+    """Return the query losses of a model trained on some examples, with its own initial weights and order."""
     (x, y), loss = train_set.tensors, nn.CrossEntropyLoss()
     model = models.build(
         "mlp",
@@ -145,7 +145,7 @@ def _fresh(settings: Settings, train_set: Any, val: Any, ids: list[int], seed: i
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A table for each meaning and data set."""
+    """Write a table for each meaning and data set."""
     parts = [SETTING]
     for key, part in frame.groupby(["meaning", "data"], sort=False):
         meaning, data = map(str, key)

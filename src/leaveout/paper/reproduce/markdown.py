@@ -21,7 +21,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(values: pd.Series | Sequence[float], small: bool = False) -> str:
-    """Write mean (standard deviation); ``small`` for what is far below one.
+    """Write mean (standard deviation); ``small`` is for values far below one.
 
     >>> spread([0.5, 0.7]), spread([1e-4, 3e-4], small=True), spread([0.25])
     ('0.600 (0.141)', '2.00e-4 (1.41e-4)', '0.250 (-)')

@@ -1,7 +1,7 @@
 """Why the published taus fall under feature noise and ours do not: scores computed from another draw of the noise.
 
 The run is trained on one draw of the feature noise; SGD-IE is then computed along its states from the same examples
-under another draw, as happens where the noise is not seeded. The library refuses such data, so logistic regression's
+under another draw, as happens if the noise is not seeded. The library refuses such data, so logistic regression's
 recurrence is written out here.
 """
 
@@ -27,7 +27,7 @@ DRAWS = {"the noise that was trained on": 0, "another draw of the noise": 1}
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """List every feature noise of the tables but 20News', whose coordinates the tables change."""
+    """List every feature noise of the tables except 20News', where the tables use other coordinates."""
     return [
         {
             "data": name,
@@ -58,7 +58,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def recurrence(problem: Problem, inputs: Examples, l2: float) -> Tensor:
-    """Compute SGD-IE of logistic regression along a run's states, from other inputs than it was trained on.
+    """Compute SGD-IE of logistic regression along a run's states, from inputs other than those it was trained on.
 
     Backward: score_k += c⟨u, g_k⟩ for k in the batch, then u ← u − lr·H̄u, from u = ∇L(query).
     """
@@ -88,7 +88,7 @@ def _flat(problem: Problem, step: int) -> Tensor:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """Tabulate tau and RMSE with the right and with the wrong draw."""
+    """Tabulate tau and RMSE with the correct and with the wrong draw."""
     rows = []
     for (name, noise, level, draw), part in frame.groupby(["data", "noise", "level", "scored from"], sort=False):
         shown = [spread(part["kendall"]), spread(part["rmse"], small=True), str(part["seed"].nunique())]

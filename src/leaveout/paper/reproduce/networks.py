@@ -1,4 +1,4 @@
-"""Networks trained as the field trains them: optimizer, schedule and activation from settings, recorded as they go."""
+"""Networks trained in the usual way and recorded: optimizer, schedule and activation come from settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = ("betas", "eps", "weight_decay", "momentum")
 
 @dataclass(frozen=True)
 class Trained:
-    """A recorded run with what was trained and the queries that it is asked about."""
+    """A recorded run with its task and queries."""
 
     run: Run
     task: Task
@@ -37,11 +37,11 @@ class Trained:
 
 @contextmanager
 def network(settings: Settings) -> Iterator[Trained]:
-    """A recorded run of a fully connected network; the seed draws data, initial weights and order.
+    """Record a run of a fully connected network; the seed draws data, initial weights and order.
 
     Settings: ``data``, ``n``, ``queries``, ``hidden``, ``activation``, ``dtype``, ``scaled`` (True: inputs minus their
-    mean over the training set, divided by their standard deviation, as images usually are; ``"each"``: every feature
-    by its own, as tables usually are), and what ``trained`` needs.
+    mean over the training set, divided by their standard deviation, as is usual for images; ``"each"``: every feature
+    by its own mean and deviation, as is usual for tables), and what ``trained`` needs.
     """
     seed, dtype = settings["seed"], getattr(torch, settings["dtype"])
     loaded = data.load(settings["data"], settings["n"], settings["queries"], settings.get("data_seed", seed))
@@ -66,7 +66,7 @@ def network(settings: Settings) -> Iterator[Trained]:
 
 @contextmanager
 def trained(model: nn.Module, train_set: TensorDataset, val: TensorDataset, settings: Settings) -> Iterator[Trained]:
-    """A model trained with ``optimizer``, ``lr``, its options, ``schedule``, ``epochs``, ``batch``, ``seed``.
+    """Train a model with ``optimizer``, ``lr``, its options, ``schedule``, ``epochs``, ``batch``, ``seed``.
 
     ``schedule`` is ``"constant"``, or ``"linear"`` for a rate that falls to zero; ``clip_norm`` the largest norm of a
     gradient, if any.

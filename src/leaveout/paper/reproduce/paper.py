@@ -1,4 +1,4 @@
-"""The published figures, to stand beside ours.
+"""The published figures, for comparison with ours.
 
 ``paper.csv`` holds both big tables of "Accumulative SGD Influence Estimation" (its tables of the non-convex and of the
 strongly convex regime): mean and standard deviation over 20 runs, as printed there.

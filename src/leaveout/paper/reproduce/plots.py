@@ -1,4 +1,4 @@
-"""Pictures, described once and drawn twice: as PNG by matplotlib and interactively by plotly."""
+"""Plots, described once and drawn twice: as PNG by matplotlib and interactively by plotly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Numbers: TypeAlias = Sequence[float | int]
 
 @dataclass(frozen=True)
 class Series:
-    """A line with an interval around it, or with ``points`` a cloud; the same ``colour`` is the same method."""
+    """A line with an interval around it, or with ``points`` a scatter plot; the same ``colour`` is the same method."""
 
     name: str
     x: Numbers
@@ -49,12 +49,12 @@ class Plot:
 
     @property
     def rows(self) -> int:
-        """How many rows the panels fill."""
+        """The number of rows that the panels fill."""
         return -(-len(self.panels) // self.columns)
 
 
 def png(plot: Plot) -> bytes:
-    """Draw the picture as a PNG file."""
+    """Draw the plot as a PNG file."""
     from matplotlib.figure import Figure  # an extra: only the experiments draw PNGs
 
     columns = min(plot.columns, len(plot.panels))
@@ -93,7 +93,7 @@ def _draw(axis: Any, series: Series) -> Any:
 
 
 def interactive(plot: Plot) -> Any:
-    """Draw the picture for a page, a plotly figure."""
+    """Draw the plot for a page, as a plotly figure."""
     from plotly.subplots import make_subplots  # an extra, as above
 
     columns = min(plot.columns, len(plot.panels))

@@ -24,7 +24,7 @@ QUIET = Resources(progress=False, memory="3GB")
 
 @dataclass(frozen=True)
 class Problem:
-    """A recorded run with what it was trained on and the queries that it is asked about."""
+    """A recorded run with its task and queries."""
 
     run: Run
     task: Task
@@ -33,7 +33,7 @@ class Problem:
 
 @contextmanager
 def binary(settings: Settings) -> Iterator[Problem]:
-    """Train a two-class problem of the tables; the run's files go when the block ends.
+    """Train a two-class problem of the tables; the run's files are deleted when the block ends.
 
     The seed draws the split, the noise, the initial weights and the order of the batches.
     """
@@ -42,7 +42,7 @@ def binary(settings: Settings) -> Iterator[Problem]:
     noisy = corrupted(dataset.train, settings["data"], settings["noise"], settings["level"], seed)
     model = models.build(settings["model"], seed=seed, features=noisy.x.shape[1])
     x, val_x = noisy.x, dataset.val.x
-    if settings.get("optimizer") != "adam":  # whose steps depend on the coordinates
+    if settings.get("optimizer") != "adam":  # Adam's steps depend on the coordinates
         x, val_x, model = narrowed(x, val_x, model, settings["model"])
     model.to(dtype)
     train_set, val = (
@@ -72,7 +72,7 @@ def trained(
 def corrupted(examples: Examples, name: str, noise: str, level: float, seed: int) -> Examples:
     """Corrupt the training examples with ``"clean"``, ``"feature"`` or ``"label"`` noise of a level.
 
-    Feature noise on 20News sets entries to 1, as words that the message does not contain; elsewhere it is Gaussian.
+    Feature noise on 20News sets entries to 1, like words that the message does not contain; elsewhere it is Gaussian.
     """
     if noise == "clean":
         return examples
@@ -82,11 +82,11 @@ def corrupted(examples: Examples, name: str, noise: str, level: float, seed: int
 
 
 def narrowed(x: Tensor, val: Tensor, model: nn.Module, kind: str) -> tuple[Tensor, Tensor, nn.Module]:
-    """Write the same problem in fewer coordinates, where there are more features than examples.
+    """Write the same problem in fewer coordinates, if there are more features than examples.
 
     With Q an orthonormal basis of all rows, x = Q(Qᵀx): a first layer W sees x as WQ sees Qᵀx. The part of W outside
-    the span meets no example, training or query, and only shrinks by the L2 term; all losses, gradients and scores are
-    the same in the coordinates Qᵀx, at the price of their number.
+    the span affects no example, training or query, and only shrinks by the L2 term; all losses, gradients and scores
+    are the same in the coordinates Qᵀx, which are fewer and therefore cheaper.
     """
     rows = torch.cat([x, val]).double()
     if len(rows) >= rows.shape[1]:

@@ -1,7 +1,7 @@
 """Where the error of a score comes from: the displacement, or how it is read.
 
-The displacements of SGD-IE, of ACC and of real retraining are read linearly and exactly. What is left with the real
-displacement is the reading's own error, and no estimator can be blamed for it.
+The displacements of SGD-IE, of ACC and of real retraining are read linearly and exactly. The error that remains with
+the real displacement is that of the reading, not of an estimator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READINGS = ("linear", "exact")
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """List all three sets, clean and with the most label noise; networks for a quarter of the seeds."""
+    """List all three data sets, clean and with the most label noise; networks for a quarter of the seeds."""
     return [
         {"data": name, "model": model, "noise": noise, "level": level, **(QUICK if quick else SETTINGS), "seed": seed}
         for seed in range(seeds)

@@ -1,4 +1,4 @@
-"""Removal: test error after removing what looks wrong, what does harm, or both, against as many at random."""
+"""Removal: test error after removing what looks wrong, what does harm, or both, compared with as many at random."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """Return a row for each training: what was removed by whom, and the test error after it."""
+    """Return a row per training: what was removed by which method, and the test error after it."""
     with mislabelled(settings) as problem:
         run, task = problem.run, problem.task
         scored = score([SGDIE(), ACC("free")], run, task, problem.val, resources=QUIET)
@@ -56,7 +56,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def ranking(like: Scores, name: str, values: Tensor) -> Scores:
-    """Return scores that remove examples in the order of the values, lowest first, as many as are asked for."""
+    """Return scores that remove examples in the order of the values, lowest first, as many as requested."""
     ranks = values.argsort(stable=True).argsort(stable=True).to(like.values) - len(values)
     return replace(like, values=ranks[:, None], method=name)
 
@@ -81,7 +81,7 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 def _change(own: pd.DataFrame, base: pd.Series) -> str:
-    """Say the change in points: mean over seeds, least to largest; and how many of the removed labels were wrong."""
+    """Write the change in points: mean over seeds, smallest to largest; and how many removed labels were wrong."""
     if not len(own):
         return "-"
     change = 100 * (own.groupby("seed")["error"].mean() - base).dropna()

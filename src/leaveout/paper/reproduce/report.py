@@ -1,4 +1,4 @@
-"""From finished cells to files: one parquet, a Markdown table, PNGs; and one page with all pictures to play with."""
+"""From finished cells to files: one parquet file, a Markdown table, PNGs; and one page with all interactive plots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = """<!DOCTYPE html>
 
 
 def check_extras() -> None:
-    """Say what to install before hours of work, not after them."""
+    """Refuse missing packages before hours of work, not after them."""
     missing = [name for name in ("matplotlib", "plotly", "pyarrow") if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
@@ -56,7 +56,7 @@ def _draw(plot: Plot, aside: Path) -> None:
 
 
 def page(specs: Iterable[Spec], out: Path, seeds: int | None = None, *, quick: bool = False) -> Path:
-    """Write ``plots.html``: the pictures of every experiment that has results, in one file that needs nothing else."""
+    """Write ``plots.html``: the plots of every experiment that has results, in one self-contained file."""
     parts: list[str] = []
     for spec in specs:
         try:

@@ -1,4 +1,4 @@
-"""The one runner: computes cells that are not on disk yet, saves each at once, and shows what is there."""
+"""The runner of all experiments: computes missing cells, saves each at once, and reads the finished ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from leaveout.paper.reproduce.spec import Row, Settings, Spec
 
 
 def folder_of(spec: Spec, out: Path, *, quick: bool) -> Path:
-    """Return where an experiment's results go; quick ones have a place of their own."""
+    """Return the directory of an experiment's results; quick ones have a separate one."""
     return out / (f"{spec.name}-quick" if quick else spec.name)
 
 
@@ -31,7 +31,7 @@ def compute(
     part: tuple[int, int] = (1, 1),
     resources: Resources | None = None,
 ) -> int:
-    """Compute the cells that are missing and return how many these were.
+    """Compute the missing cells and return their number.
 
     Args:
         spec: the experiment.
@@ -39,7 +39,7 @@ def compute(
         seeds: how many seeds; the experiment's own number by default.
         quick: the small version.
         part: ``(1, 2)`` and ``(2, 2)`` share the cells between two processes.
-        resources: whether to show progress, and the engine that cells are computed by.
+        resources: whether to show progress, and the engine that computes the cells.
     """
     if seeds is not None and seeds < 1:
         raise InputError(f"seeds={seeds} leaves nothing to do: give at least 1.", code="seeds-not-a-count")
@@ -70,12 +70,12 @@ def _computed(spec: Spec, settings: Settings) -> Row:
 
 
 def finished(spec: Spec, out: Path, seeds: int | None = None, *, quick: bool = False) -> pd.DataFrame:
-    """Read the rows of all finished cells with their settings, at least of the experiment's own number of seeds."""
+    """Read the rows of all finished cells with their settings, for at least the experiment's own number of seeds."""
     folder = folder_of(spec, out, quick=quick) / "cells"
     rows: list[Row] = []
     for settings in spec.cells(max(seeds or 0, spec.seeds), quick):
         file = folder / spec.file(settings)
-        if os.path.exists(file):  # without an OSError where the name is too long
+        if os.path.exists(file):  # no OSError if the name is too long
             rows += [
                 {**settings, **row, "cell_seconds": result["seconds"]}
                 for result in [_read(file, settings)]

@@ -1,4 +1,4 @@
-"""What the settings that the publication leaves open do to the tables: L2, learning rate, batch size, precision."""
+"""The effect of settings that the publication does not specify: L2, learning rate, batch size, precision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
         for change in changes
         for data in ("adult", "mnist-1v7", "20news")
         for model in ("logistic", "mlp")
-        # The longest cells, on what they would show least: precision and small batches of the network.
+        # Without the longest and least informative cells: precision and small batches of the network.
         if not (model == "mlp" and data != "adult" and change.keys() & {"batch", "dtype"})
     ]
 

@@ -45,7 +45,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """A run for each seed, optimizer and change; eps is Adam's alone."""
+    """List a run for each seed, optimizer and change; only Adam has eps."""
     small = {"n": 100, "epochs": 4} if quick else {}
     return [
         {**BASE, **usual, **_applied(usual, change), **small, "training": training, "change": what, "seed": seed}
@@ -61,7 +61,7 @@ def _applied(usual: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """Metasmoothness and growth of the run, and how SGD-IE ranks examples of it."""
+    """Compute metasmoothness and growth of the run, and how SGD-IE ranks its examples."""
     with network(settings) as problem:
         asked = (problem.run, problem.task)
         measured = smoothness(*asked, resources=QUIET)
@@ -72,7 +72,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A row per optimizer and change, what helped most first."""
+    """Tabulate a row per optimizer and change, what helped most first."""
     rows = []
     for training, part in frame.groupby("training", sort=False):
         changes = sorted(part.groupby("change", sort=False), key=lambda own: -own[1]["agreement"].mean())

@@ -29,7 +29,7 @@ figures are in italics."""
 
 
 def cells(model: str, seeds: int, quick: bool) -> Sequence[Settings]:
-    """List every data set and noise; seeds are the outer loop, so that any part of the work is a fair table."""
+    """List every data set and noise; seeds are the outer loop, so that partial results make a fair table."""
     return [
         {"data": name, "model": model, "noise": noise, "level": level, **(QUICK if quick else SETTINGS), "seed": seed}
         for seed in range(seeds)
@@ -39,7 +39,7 @@ def cells(model: str, seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def spec(name: str, model: str, title: str) -> Spec:
-    """Make one of the tables."""
+    """Build one of the tables."""
     return Spec(
         name,
         title,
@@ -53,7 +53,7 @@ def spec(name: str, model: str, title: str) -> Spec:
 
 
 def tables(name: str, frame: pd.DataFrame) -> str:
-    """Put the table beside the published one, and say where the correction pays."""
+    """Write the table beside the published one, and say where the correction helps."""
     return f"{SETTING}\n\n{summary(frame)}\n\n{full(name, frame)}"
 
 

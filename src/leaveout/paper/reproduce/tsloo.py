@@ -1,4 +1,4 @@
-"""TSLOO as others measure it: Spearman with exact replays per query, averaged, for AdamW runs."""
+"""TSLOO as in other publications: Spearman with exact replays per query, averaged, for AdamW runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ QUICK: dict[str, Any] = {"n": 100, "queries": 5, "replays": 12}
 
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
-    """A run for each seed and case."""
+    """List a run for each seed and case."""
     return [
         {**case, **(QUICK if quick else {}), "case": name, "seed": seed}
         for seed in range(seeds)
@@ -62,7 +62,7 @@ def cells(seeds: int, quick: bool) -> Sequence[Settings]:
 
 
 def compute(settings: Settings) -> list[Row]:
-    """A row per method: mean Spearman per query, and Kendall's tau and RMSE of the mean loss."""
+    """Compute a row per method: mean Spearman per query, and Kendall's tau and RMSE of the mean loss."""
     order = torch.Generator().manual_seed(settings["seed"])
     ids = torch.randperm(settings["n"], generator=order)[: settings["replays"]].tolist()
     with (small_gpt if settings["data"] == "20news words" else network)(settings) as problem:
@@ -78,7 +78,7 @@ def compute(settings: Settings) -> list[Row]:
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """A row per case and method."""
+    """Tabulate a row per case and method."""
     rows = []
     for (case, method), own in frame.groupby(["case", "method"], sort=False):
         shown = [spread(own["per_query"]), spread(own["kendall"]), spread(own["off"])]

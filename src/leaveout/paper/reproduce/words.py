@@ -21,7 +21,7 @@ WORDS, LENGTH = 500, 32
 
 
 def sequences(words: int = WORDS, length: int = LENGTH) -> Int[Tensor, "texts positions"]:
-    """Number the first ``length`` + 1 words of every text that has as many: the most frequent is 1, rare ones are 0."""
+    """Encode the first ``length`` + 1 words of every text with as many: the most frequent is 1, rare ones are 0."""
     texts = [re.findall(r"[a-z']+", text.lower()) for text in news.texts()]
     counted = Counter(word for text in texts for word in text)
     number = {word: place for place, (word, _) in enumerate(counted.most_common(words - 1), start=1)}
@@ -31,7 +31,7 @@ def sequences(words: int = WORDS, length: int = LENGTH) -> Int[Tensor, "texts po
 
 @contextmanager
 def small_gpt(settings: Settings) -> Iterator[Trained]:
-    """A recorded run of the small GPT with ``n`` sequences and ``queries``; the seed draws split, weights and order."""
+    """Record a run of the small GPT with ``n`` sequences and ``queries``; the seed draws split, weights and order."""
     tokens = sequences()
     train, val, _ = data.split(len(tokens), settings["n"], settings["queries"], settings["seed"])
     parts = [TensorDataset(tokens[rows][:, :-1], tokens[rows][:, 1:]) for rows in (train, val)]

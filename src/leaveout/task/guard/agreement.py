@@ -1,6 +1,6 @@
-"""Each kind of derivative that the methods use, computed as they do and compared with plain autograd's answers.
+"""Each kind of derivative that the methods use, computed as they do and compared with plain autograd's results.
 
-Every function here computes one kind on a task whose abilities say by which form, and says whether it is right at a
+Every function here computes one kind, in the form given by the task's abilities, and says whether it is correct at a
 point; without a point, only that it can be computed.
 """
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 def examples(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """Per-example gradients, and the batch's."""
+    """Check per-example gradients, and the batch's."""
     gradients, whole = example_gradients(task, at, batch), gradient(task, at, batch)
     return point is None or (point.has_examples(gradients) and point.has_gradient(whole))
 
 
 def models(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """Gradients and losses of two models at once, the second without the first example."""
+    """Check gradients and losses of two models at once, the second without the first example."""
     size = len(batches.leaves(batch)[0])
     stack = each(lambda t: torch.stack([t, t]), at)
     weights = _like(at).new_ones((2, size))
@@ -56,7 +56,7 @@ def models(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def weights(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """Inner products with the examples' gradients, as the derivative in their weights."""
+    """Check inner products with per-example gradients, as the derivative in the examples' weights."""
     value, reads = weight_products(task, at, batch, _stack(_directions(at, point)))
     return point is None or (
         (value is None or point.has_gradient(value)) and point.has_reads(reads[0], 0) and point.has_reads(reads[1], 1)
@@ -64,7 +64,7 @@ def weights(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def vector(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """Jᵀ·u for one vector."""
+    """Check Jᵀ·u for one vector."""
     value, curved, reads = directional(task, at, batch, _directions(at, point)[0])
     if point is None:
         return True
@@ -73,7 +73,7 @@ def vector(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def together(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """Jᵀ·u for one vector with every example's gradient."""
+    """Check Jᵀ·u for one vector together with every example's gradient."""
     curved, reads, shares = directional_by_example(task, at, batch, _directions(at, point)[0])
     if point is None:
         return True
@@ -82,7 +82,7 @@ def together(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def vectors(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """Jᵀ·u for a stack of vectors."""
+    """Check Jᵀ·u for a stack of vectors."""
     value, curved, reads = batch_products(task, at, batch, _stack(_directions(at, point)))
     return point is None or (
         point.has_gradient(value)
@@ -91,9 +91,9 @@ def vectors(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def changes(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """J·v for a stack of vectors; for the last, the weight of the first example changes as well.
+    """Check J·v for a stack of vectors; for the last, the weight of the first example changes as well.
 
-    Of a large model only the last is looked at, which has both parts.
+    For a large model only the last is checked, which has both parts.
     """
     size, pair = len(batches.leaves(batch)[0]), _directions(at, point)
     given = _stack(pair[1:] if is_large(task) else pair)
@@ -113,7 +113,7 @@ def changes(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """J·v of every example, with one vector for all and with one each; of a large model, only the latter."""
+    """Check J·v of every example, with one vector for all and with one each; for a large model, only the latter."""
     size, u = len(batches.leaves(batch)[0]), _directions(at, point)[0]
     own = each(lambda t: t.expand(size, *t.shape), u)
     for given in (own,) if is_large(task) else (u, own):
@@ -125,7 +125,7 @@ def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def outer(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """Products with the Fisher and the Gauss-Newton matrix; of a large model with the latter, which has all parts."""
+    """Check products with the Fisher and Gauss-Newton matrices; for a large model the latter, which has all parts."""
     for kind in (GAUSS_NEWTON,) if is_large(task) else (FISHER, GAUSS_NEWTON):
         value, curved, reads = batch_products(task, at, batch, _stack(_directions(at, point)[:1]), kind=kind)
         if point is None:
@@ -142,10 +142,10 @@ def outer(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
 
 
 def slope(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
-    """The derivative of the query's loss, against differences of that loss itself.
+    """Check the derivative of the query's loss against finite differences of that loss itself.
 
-    A deep network of ReLUs has kinks within any step that is not tiny, so ever smaller ones are taken; a derivative
-    that is wrong agrees with none of them.
+    A deep network of ReLUs has kinks within any step that is not tiny, so smaller and smaller steps are tried; a wrong
+    derivative agrees with none of them.
     """
     steps, near, rounding = ((1e-6, 1e-7, 1e-8), 1e-5, 1e-9) if task.is_wide else ((1e-3,), 1e-2, 1e-3)
 
@@ -172,7 +172,7 @@ def _is_transposed(task: Task, point: Point, product: Params, which: int) -> boo
 
 
 def _fisher(task: Task, point: Point) -> Params:
-    """(1/|Z|) Σ g ⟨g, u⟩ of the losses without their L2 term, whose curvature is added."""
+    """Compute (1/|Z|) Σ g ⟨g, u⟩ of the losses without their L2 term, whose curvature is added."""
     u = point.difference.directions[0]
     bare = each(lambda e, p: e - task.l2 * p, point.examples, point.at)
     share = reads(bare, u)
@@ -180,9 +180,9 @@ def _fisher(task: Task, point: Point) -> Params:
 
 
 def _gauss_newton(task: Task, point: Point, batch: Any) -> Params | None:
-    """Jᵀ A J u by differences of the outputs and of the loss's slope in them, and a plain backward pass.
+    """Compute Jᵀ A J u by differences of the outputs and of the loss's gradient in them, and a plain backward pass.
 
-    None where the outputs have a kink.
+    None if the outputs have a kink.
     """
     u, step = point.difference.directions[0], 1e-5 if task.is_wide else 1e-2
     tracked = {name: tensor.detach().requires_grad_() for name, tensor in point.at.items()}

@@ -1,7 +1,7 @@
-"""Finds out which forms of second derivative are right for a task, on its first examples.
+"""Finds out which forms of second derivative are correct for a task, on its first examples.
 
-PyTorch's formulas are many, and a few are wrong or missing. Every form is tried and compared with differences of the
-gradient: near the state that a task is made with (where a gate that is zero is open), and at a run's last state.
+PyTorch has many formulas, and a few are wrong or missing. Every form is tried and compared with finite differences of
+the gradient: near the task's initial state (where gates that are zero are opened), and at a run's last state.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Check: TypeAlias = Callable[["Task", Params, Any, Point | None], bool]
 
 
 def compared(task: Task, params: Params, batch: Any, before: Abilities | None = None) -> tuple[str | None, Abilities]:
-    """A problem that no method can handle, or what can be done with the task at this state and near it.
+    """Return a problem that no method can handle, or the task's abilities at this state and near it.
 
-    With ``before``, only what could be done then is tried, at the state itself first.
+    With ``before``, only the abilities it had are tried, at the state itself first.
     """
     if isinstance(batch, TrainingBatch) and (task.coupled or batch.whole):
         return coupled_abilities(task, params, batch, before)
@@ -47,20 +47,20 @@ def compared(task: Task, params: Params, batch: Any, before: Abilities | None = 
 
 
 def tried(task: Task, params: Params, batch: Any) -> tuple[str | None, Abilities]:
-    """What can be done with the task, tried but not compared."""
+    """Return the task's abilities, tried but not compared."""
     if problem := _untransformed(task, params, batch):
         return problem, Abilities()
     return None, _Search(task, params, batch, Trial(task.quiet(), batch, params)).abilities(None)
 
 
 def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
-    """The problem of a model that ``torch.func`` cannot differentiate even once."""
+    """Return the problem with a model that ``torch.func`` cannot differentiate even once."""
     quiet = task.quiet()
     quiet.abilities = Abilities()
     try:
         gradient(quiet, params, batch)
         example_gradients(quiet, params, batch)
-    except Exception as error:  # noqa: BLE001 - PyTorch and the model may raise anything; it is passed on in words
+    except Exception as error:  # noqa: BLE001 - PyTorch and the model may raise anything; it is reported as a problem
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return (
             f"torch.func cannot take its gradient ({reason}); write the operation with PyTorch's own functions, or "
@@ -70,11 +70,11 @@ def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
 
 
 class _Search:
-    """The forms of each kind in their order of preference, tried until one is right."""
+    """The forms of each kind in order of preference, tried until one is correct."""
 
     def __init__(self, task: Task, params: Params, batch: Any, tested: Trial) -> None:
         self.task, self.batch, self.point = tested.task, tested.batch, tested.point
-        # What is right in float64 must also work in the task's own type; float32 has every kernel that float64 has.
+        # A form that is correct in float64 must also run in the task's own dtype; float32 has all of float64's kernels.
         first = next(iter(params.values()))
         covered = tested.task.is_wide and first.dtype in (torch.float32, torch.float64)
         self.own = None if self.point is not None and covered else task.quiet()
@@ -82,11 +82,11 @@ class _Search:
         self.abilities_now = Abilities(vmap=True, stacks=True, forward=True, outer=True)
 
     def abilities(self, before: Abilities | None) -> Abilities:
-        """What works, and is right.
+        """Return what works and is correct.
 
-        Of a large model, one vector's product is right if it is together with every example's gradient; and what was
-        compared ``before``, and differs from another kind only in the axis that ``vmap`` goes along, is as it was then
-        if that other kind is.
+        For a large model, one vector's product counts as correct if it is correct together with every example's
+        gradient; and a kind that was compared ``before``, and differs from another kind only in the axis of ``vmap``,
+        keeps its result if that other kind does.
         """
         large = is_large(self.task)
         brief = before if large else None
@@ -96,10 +96,10 @@ class _Search:
         self._switch("symmetric", self._symmetric, before)
         self._switch("slopes", agreement.weights, before)
         if self.abilities_now.slopes:
-            self._set("reads", True)  # which serve where slopes do not
+            self._set("reads", True)  # they are used where slopes cannot be
         else:
             self._switch("reads", agreement.weights, before)
-        # Without a comparison, the form that is wrong most often is not used.
+        # Without a comparison, the form that is most often wrong is not used.
         vector = VECTOR if self.point else VECTOR[1:]
         self._set("vector", before.vector if before else vector[0])
         if not (large and self._joint(before)):
@@ -115,14 +115,14 @@ class _Search:
         return self.abilities_now
 
     def _joint(self, before: Abilities | None) -> bool:
-        """Say whether one vector's product can be had together with every example's gradient."""
+        """Say whether one vector's product can be computed together with every example's gradient."""
         self._set("together", False)
         if self.abilities_now.vector is Form.REVERSE_FORWARD and self.abilities_now.vmap:
             self._switch("together", agreement.together, before)
         return self.abilities_now.together
 
     def _as_before(self, before: Abilities | None, like: str, *names: str) -> bool:
-        """Take these over from a comparison before, if there is one and what they are ``like`` is as it was."""
+        """Copy these from an earlier comparison, if there is one and the ability they are ``like`` is unchanged."""
         if before is None or getattr(self.abilities_now, like) != getattr(before, like):
             return False
         for name in names:
@@ -147,7 +147,7 @@ class _Search:
         self._set(kind, None)
 
     def _try(self, choices: Sequence[dict[str, bool]], check: Check) -> None:
-        """The first of these settings that is right, or else the last."""
+        """Choose the first of these settings that is correct, or else the last."""
         for choice in choices:
             for name, value in choice.items():
                 self._set(name, value)
@@ -158,7 +158,7 @@ class _Search:
         self.abilities_now = self.abilities_now._replace(**{name: value})
 
     def _is_right(self, check: Check) -> bool:
-        """Say whether it runs, in float64 and in the task's own type, and is right at the point."""
+        """Say whether it runs, in float64 and in the task's own dtype, and is correct at the point."""
         try:
             if self.point is not None:
                 self.task.abilities = self.abilities_now

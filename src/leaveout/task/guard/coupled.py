@@ -1,8 +1,8 @@
 """The guard for batches whose examples depend on each other: BatchNorm in training mode, draws that all share.
 
-The step's function is G(θ, r; w) = (ḡ, r'), with r the model's buffers. What the methods compute of it is compared with
-the model itself, called in training mode with PyTorch's own kernels and differentiated by plain autograd: the value,
-its derivative by central differences, and the value without an example by really taking it out of the batch.
+The step's function is G(θ, r; w) = (ḡ, r'), with r the model's buffers. What the methods compute from it is compared
+with the model itself, called in training mode with PyTorch's own kernels and differentiated by plain autograd: the
+value, its derivative by central differences, and the value without an example, by removing it from the batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
-    """What can be done by the forms that differentiate the whole step, in which nothing is an example's own."""
+    """Return the abilities of the forms that differentiate the whole step, without any per-example terms."""
     base = before or Abilities(vmap=True, stacks=True)
     return Abilities(
         vmap=base.vmap,
@@ -47,7 +47,7 @@ def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
 def coupled_abilities(
     task: Task, params: Params, batch: TrainingBatch, before: Abilities | None
 ) -> tuple[str | None, Abilities]:
-    """A problem that no method can handle, or what can be done with the task."""
+    """Return a problem that no method can handle, or the task's abilities."""
     abilities = coupled_defaults(task, before)
     try:
         wide, given = task.widened(), batches.map_leaves(_widened, batch)
@@ -56,7 +56,7 @@ def coupled_abilities(
         measured = difference(_plain(wide, given), at, padding=padding_rows(wide.model), counters=counters)
     except LeaveoutError:
         raise
-    except Exception as error:  # noqa: BLE001 - a model that insists on its own type, or fails; it is passed on in words
+    except Exception as error:  # noqa: BLE001 - a model that insists on its own dtype, or fails; reported as a problem
         return f"its gradient cannot be computed in training mode ({_line(error)})", abilities
     once = {"vmap": abilities.vmap, "stacks": abilities.stacks, "vector": Form.TRANSPOSED, "vectors": Form.TRANSPOSED}
     plain: tuple[dict[str, Any], ...] = ({}, {"vmap": False}, {"stacks": False})
@@ -73,7 +73,7 @@ def coupled_abilities(
 
 
 def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities) -> Abilities:
-    """The same with the quickest form for one vector, if that gives what the others do."""
+    """Return the same with the fastest form for one vector, if its results agree with the others'."""
     if not abilities.vmap or abilities.vector is Form.TRANSPOSED:
         return abilities
     vector = like(task.own(at), torch.Generator().manual_seed(0))
@@ -93,7 +93,7 @@ def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities
 def _differs(
     task: Task, at: Params, batch: TrainingBatch, measured: Difference | None, abilities: Abilities
 ) -> str | None:
-    """What is not as the model itself says."""
+    """Return which quantity disagrees with the model itself; None if none does."""
     value = gradient(task, at, batch)
     plain = _plain(task, batch)(at)
     if not _near(value, {name: plain[name] for name in value}):
@@ -124,7 +124,7 @@ def _differs(
 
 
 def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Params], Params]:
-    """(ḡ, r') by the model itself; ``share`` is what a batch counts whose denominator is another's."""
+    """Compute (ḡ, r') by the model itself; ``share`` rescales the loss of a batch to another's denominator."""
     model = copy.deepcopy(task.model)
     for name, module in model.named_modules():
         module.training = name in task.training

@@ -1,4 +1,4 @@
-"""Finds which module makes the derivative of the gradient wrong, and why: for refusals that help."""
+"""Finds which module makes the derivative of the gradient wrong, and why: for helpful error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def culprit(task: Task, params: Params, batch: Any) -> str:
-    """The innermost module whose second derivative is wrong or missing, or else the loss, with the reason."""
+    """Name the innermost module whose second derivative is wrong or missing, or else the loss, with the reason."""
     calls: dict[str, tuple] = {}
 
     def note(name: str) -> Callable:
@@ -60,7 +60,7 @@ def _within(name: str, outer: str) -> bool:
 
 
 def _module_value(module: nn.Module, own: Params, args: tuple, kwargs: dict) -> tuple[Params, Callable]:
-    """A number made of a module's outputs, as a function of its parameters and inputs."""
+    """Return a point and a scalar made of a module's outputs, as a function of its parameters and inputs."""
     inputs = [leaf for leaf in batches.leaves([args, kwargs]) if _is_real(leaf)]
     at = {**{f"own.{n}": t for n, t in own.items()}, **{f"in.{i}": t.detach() for i, t in enumerate(inputs)}}
 
@@ -83,7 +83,7 @@ def _is_real(leaf: Any) -> bool:
 def _problem(
     given: Callable[[], tuple[Params, Callable[[Params], Tensor]]], padding: dict[str, int] | None = None
 ) -> str | None:
-    """What is wrong with the second derivative of a function, if anything is."""
+    """Return what is wrong with the second derivative of a function; None if nothing is."""
 
     def slope(point: Params) -> Params:
         tracked = {n: t.detach().requires_grad_() for n, t in point.items()}
@@ -96,7 +96,7 @@ def _problem(
     try:
         at, value = given()
         measured = difference(slope, at, padding=padding) if at else None
-    except Exception:  # noqa: BLE001 - what cannot be called alone is not the culprit that can be named
+    except Exception:  # noqa: BLE001 - a module that cannot be called alone cannot be identified as the culprit
         return None
     if measured is None:
         return None
@@ -129,7 +129,7 @@ def _verdict(measured: Difference, value: Callable[[Params], Tensor]) -> str | N
 
 
 def _own_gradients(value: Tensor) -> list[str]:
-    """The ``autograd.Function``s that a value was made by."""
+    """Return the names of the custom ``autograd.Function``s that computed a value."""
     seen: set[Any] = set()
     names: set[str] = set()
     waiting = [value.grad_fn]
@@ -145,7 +145,7 @@ def _own_gradients(value: Tensor) -> list[str]:
 
 
 def _product(function: Callable[[], Params]) -> Params | str:
-    """The product, or PyTorch's word on why there is none."""
+    """Compute the product, or return PyTorch's error message if there is none."""
     try:
         with WrittenOut():
             return function()

@@ -1,7 +1,7 @@
-"""Finite differences of the gradient as plain autograd computes it: what every second derivative is compared with.
+"""Finite differences of the gradient as plain autograd computes it: the reference for every second derivative.
 
-Nothing here uses ``torch.func``. A difference that meets a kink (a ReLU that switches within the step) shows it: the
-differences to the two sides then disagree. It is taken again, with another step or direction.
+Nothing here uses ``torch.func``. A difference across a kink (a ReLU that switches within the step) can be detected:
+the differences to the two sides then disagree. It is computed again, with another step or direction.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from leaveout._util.trees import Params, each
 
 MISSING = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
-"""What PyTorch raises where it has no rule for an operation."""
+"""What PyTorch raises if it has no rule for an operation."""
 
 STEPS = {torch.float64: (1e-5, 1e-7, 1e-6, 1e-8), torch.float32: (1e-2, 1e-3)}
 """Step lengths to try, relative to the parameters."""
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-2}
 SIDES = {torch.float64: 1e-3, torch.float32: 1e-1}
-"""How far a product may be from a difference, and a difference to one side from that to the other."""
+"""How much a product may differ from a difference, and the differences to the two sides from each other."""
 
 FLOOR = 1e-2
-"""A product is compared relative to its own length, or this share of the gradient's if that is more."""
+"""A product is compared relative to its own norm, or to this fraction of the gradient's norm if that is more."""
 
 
 class Difference(NamedTuple):
@@ -38,12 +38,12 @@ class Difference(NamedTuple):
     tolerance: float
 
     def agrees(self, product: Params, which: int = 0) -> bool:
-        """Say whether J times a direction is the difference along it."""
+        """Say whether the product is J times a direction: the difference along it."""
         missed = norm(each(torch.sub, product, self.changes[which]))
         return missed <= self.tolerance * self._scale(which)
 
     def agrees_transposed(self, product: Params, which: int = 0) -> bool:
-        """Say whether it is Jᵀ times a direction: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩."""
+        """Say whether the product is Jᵀ times a direction: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩."""
         other = 1 - which
         missed = abs(inner(product, self.directions[other]) - inner(self.directions[which], self.changes[other]))
         return missed <= self.tolerance * norm(self.directions[which]) * self._scale(other)
@@ -65,12 +65,12 @@ def difference(
     counters: Collection[str] = (),
     here: Params | None = None,
 ) -> Difference | None:
-    """The differences of a gradient at a point along two random directions; None where all meet a kink.
+    """Compute differences of a gradient at a point along two random directions; None if all cross a kink.
 
-    ``padding``: rows of embeddings that training may never move, as ``padding_rows`` gives them. Where such a row has
-    no gradient, the directions do not move it either: no displacement and no carried vector ever does. ``counters``
-    are whole numbers, such as BatchNorm's count of batches, and are not moved. ``here`` is the gradient at the point,
-    where it is known.
+    ``padding``: rows of embeddings that training may never move, as ``padding_rows`` returns them. If such a row has
+    no gradient, the directions do not move it either: no displacement and no transported vector ever does.
+    ``counters`` are integers, such as BatchNorm's count of batches, and are not moved. ``here`` is the gradient at the
+    point, if it is known.
     """
     dtype = next(iter(at.values())).dtype
     dtype = dtype if dtype in STEPS else torch.float32
@@ -99,7 +99,7 @@ def difference(
 
 
 def like(params: Params, generator: torch.Generator, share: float = 1.0) -> Params:
-    """Random numbers of about the parameters' size, tensor by tensor; of a tenth where they are all zero."""
+    """Draw random numbers of about each tensor's scale; of scale 0.1 for a tensor that is all zero."""
 
     def draw(tensor: Tensor) -> Tensor:
         size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
@@ -110,7 +110,7 @@ def like(params: Params, generator: torch.Generator, share: float = 1.0) -> Para
 
 
 def padding_rows(model: nn.Module) -> dict[str, int]:
-    """The rows of embeddings by name whose gradient PyTorch leaves out (``padding_idx``)."""
+    """Return the rows of embeddings, by name, whose gradient PyTorch leaves out (``padding_idx``)."""
     return {
         f"{name}.weight" if name else "weight": module.padding_idx
         for name, module in model.named_modules()
@@ -125,15 +125,15 @@ def _holding(direction: Params, still: Mapping[str, Any]) -> Params:
 
 
 def finite(params: Params) -> bool:
-    """Say whether every number is one."""
+    """Say whether all values are finite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in params.values())
 
 
 def norm(params: Params) -> float:
-    """Euclidean norm."""
+    """Compute the Euclidean norm."""
     return inner(params, params) ** 0.5
 
 
 def inner(left: Params, right: Params) -> float:
-    """The inner product of two vectors."""
+    """Compute the inner product of two vectors."""
     return float(sum((left[name] * right[name]).sum().detach() for name in left))

@@ -1,4 +1,4 @@
-"""A state on which derivatives are compared, with what plain autograd says there, in float64."""
+"""A state at which derivatives are compared, with plain autograd's results there, in float64."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from leaveout.task.task import Task
 
 MOVED = 0.1
-"""How far the point near a state is from it, relative to the parameters."""
+"""The distance of the nearby point from a state, relative to the parameters."""
 
 AGAIN = 8
-"""How often a loss is computed again that may be another each time."""
+"""How often a loss is recomputed to see whether it differs each time."""
 
 
 class Point(NamedTuple):
-    """Plain autograd's answers at one state: differences of the gradient, and each example's own gradient."""
+    """Plain autograd's results at one state: differences of the gradient, and per-example gradients."""
 
     difference: Difference
     examples: Params
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return len(next(iter(self.examples.values())))
 
     def has_gradient(self, gradient: Params) -> bool:
@@ -62,7 +62,7 @@ class Point(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A task and a batch of it in float64, where they can be, and a point; or a problem that shows there."""
+    """A task and a batch in float64, if possible, and a point; or a problem found there."""
 
     task: Task
     batch: Any
@@ -72,10 +72,10 @@ class Trial(NamedTuple):
 
 
 def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
-    """A point near a state, where gates that are zero there are open, or else the state itself.
+    """Return a point near a state, where gates that are zero at the state are open, or else the state itself.
 
-    What is right at a point without symmetries is right at others, and the moved one has fewest; without ``near`` the
-    state itself comes first. Both are looked at for examples that depend on each other.
+    What is correct at a point without symmetries is correct elsewhere, and the moved point has the fewest; without
+    ``near`` the state itself comes first. At both, examples are checked for dependence on each other.
     """
     wide, given, at = _wide(task, params, batch)
     moved = each(torch.add, at, like(at, torch.Generator().manual_seed(0), MOVED))
@@ -91,31 +91,31 @@ def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
 
 
 def mixing(task: Task, params: Params, batch: Any) -> str | None:
-    """Say whether examples depend on each other at a state, by forward passes alone."""
+    """Say whether examples depend on each other at a state, using forward passes only."""
     wide, given, at = _wide(task, params, batch)
     return _mixing(wide, at, given)
 
 
 def _wide(task: Task, params: Params, batch: Any) -> tuple[Task, Any, Params]:
-    """The task, a batch and a state in float64, where the model can be computed in it."""
+    """Return the task, a batch and a state in float64, if the model can be computed in it."""
     try:
         wide, given = task.widened(), batches.map_leaves(_widened, batch)
         with torch.no_grad():
             wide.losses(each(_widened, params), given)
     except LeaveoutError:
         raise
-    except Exception:  # noqa: BLE001 - a model that insists on its own type is compared in that
+    except Exception:  # noqa: BLE001 - a model that insists on its own dtype is compared in that
         wide, given = task.quiet(), batch
     return wide, given, each(_widened, params) if wide.is_wide else each(torch.clone, params)
 
 
 def plain(task: Task, batch: Any) -> Callable[[Params], Params]:
-    """ḡ as ``loss.backward()`` gives it."""
+    """Return the function that computes ḡ as ``loss.backward()`` does."""
     return lambda params: _plain(task, batch, params)[1]
 
 
 def _plain(task: Task, batch: Any, params: Params) -> tuple[Tensor, Params]:
-    """The losses, and ḡ."""
+    """Compute the losses, and ḡ."""
     tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     with torch.enable_grad():
         losses = task.losses(tracked, batch)
@@ -125,21 +125,21 @@ def _plain(task: Task, batch: Any, params: Params) -> tuple[Tensor, Params]:
 
 
 def reads(examples: Params, direction: Params) -> Tensor:
-    """⟨u, g(z)⟩/|Z| for each example."""
+    """Compute ⟨u, g(z)⟩/|Z| for each example."""
     size = len(next(iter(examples.values())))
     products = [(examples[name] * direction[name]).reshape(size, -1).sum(1) for name in direction]
     return torch.stack(products).sum(0) / size
 
 
 def _mixing(task: Task, at: Params, batch: Any) -> str | None:
-    """Say whether an example has another loss alone than with others."""
+    """Say whether an example's loss alone differs from its loss in the batch."""
     with torch.no_grad():
         alone, together = torch.cat([task.losses(at, one) for one in _singles(batch)]), task.losses(at, batch)
     return _apart(task, at, batch, alone, together)
 
 
 def _apart(task: Task, at: Params, batch: Any, alone: Tensor, together: Tensor) -> str | None:
-    """Say how losses of examples alone differ from those with others, and whether it is for the others' sake."""
+    """Say how losses of single examples differ from those in the batch, and whether the other examples cause it."""
     near = partial(torch.allclose, rtol=_rounding(task), atol=1e-2 * _rounding(task), equal_nan=True)
     if near(alone, together):
         return None
@@ -154,7 +154,7 @@ def _apart(task: Task, at: Params, batch: Any, alone: Tensor, together: Tensor) 
 
 
 def _point(task: Task, at: Params, batch: Any, seed: int) -> tuple[str | None, Point | None]:
-    """What plain autograd says at a state, or that examples depend on each other there; None of what is not finite."""
+    """Return plain autograd's results at a state, or that examples depend on each other; None if not finite."""
     together, whole = _plain(task, batch, at)
     alone, parts = zip(*(_plain(task, one, at) for one in _singles(batch)), strict=True)
     if problem := _apart(task, at, batch, torch.cat(alone), together):
