@@ -342,8 +342,7 @@ class Task:
     def objective(self, params: Params, weights: Each, batch: Batch, *, alone: bool = False) -> tuple[Tensor, Params]:
         """Compute (1/|Z|) Σ w_z ℓ(z, θ), and the buffers after the step's forward passes.
 
-        Leaving an example out sets its weight to zero; the denominator stays. One model ``alone``, without a stack of
-        others or of vectors, computes its linear layers as training does.
+        Leaving an example out sets its weight to zero; the denominator stays. ``alone``: no stack of models or vectors.
         """
         total, start = None, 0
         moved: Params = {}
