@@ -8,8 +8,9 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout.builtin import models
 from leaveout.compute.threads import spread
+from leaveout.estimators import readout
 from leaveout.sweep import budget
-from leaveout.trajectory import stack
+from leaveout.trajectory import stack, twins
 from leaveout.trajectory.trajectory import Trajectory
 
 IDS = [0, 3, 7, 11, 12, 19]
@@ -19,7 +20,8 @@ IDS = [0, 3, 7, 11, 12, 19]
 def two_threads(monkeypatch):
     """One model after the other on two threads, as models of some size are replayed."""
     monkeypatch.setattr(stack, "LARGE", 0)
-    monkeypatch.setattr(stack, "_threads", lambda _params: 2)
+    monkeypatch.setattr(readout, "LARGE", 0)
+    monkeypatch.setattr(twins, "_threads", lambda _device: 2)
 
 
 def text():
@@ -94,7 +96,7 @@ def test_threads_compute_the_same_bits_as_one(tmp_path, two_threads, monkeypatch
     task = lo.Task(model, nn.CrossEntropyLoss(), data)
     run = lo.train(task, make(model.parameters()), 2, 4, 0, tmp_path / "run")
     side_by_side = lo.Replay(ids=IDS).score(run, task, data)
-    monkeypatch.setattr(stack, "_threads", lambda _params: 1)
+    monkeypatch.setattr(twins, "_threads", lambda _device: 1)
     assert torch.equal(lo.Replay(ids=IDS).score(run, task, data).values, side_by_side.values)
     for shard in (1, 4):
         fresh = lo.Task(task.model, nn.CrossEntropyLoss(), data)

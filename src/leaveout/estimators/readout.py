@@ -23,6 +23,8 @@ from leaveout.task.batches import Batch
 from leaveout.task.elementary import Quicker
 from leaveout.task.folding import Folded
 from leaveout.task.task import Task
+from leaveout.trajectory.stack import LARGE
+from leaveout.trajectory.twins import on_threads, twins
 
 BLOCK = 512
 BLOCK_BYTES = 200_000_000
@@ -63,8 +65,12 @@ class Query:
 
     @cached_property
     def _block(self) -> int:
-        footprint = self.task.footprint(self.params, self.task.read([0], self.dataset))
-        return self.fits(8 * footprint, BLOCK)
+        return self.fits(8 * self._footprint, BLOCK)
+
+    @cached_property
+    def _footprint(self) -> int:
+        """What the forward pass of one query keeps for its backward pass, in bytes."""
+        return self.task.footprint(self.params, self.task.read([0], self.dataset))
 
     @cached_property
     def output_width(self) -> int:
@@ -100,14 +106,10 @@ class Query:
 
     def losses(self, stack: Params) -> Float[Tensor, "rows examples"]:
         """Compute the loss of every query example under every parameter vector of a stack."""
-        parts = []
-        for block in self.blocks():
-            footprint = self.task.footprint(self.params, block)
-            several = BLOCK_BYTES // max(1, footprint)
-            losses = self._block_losses if several > 1 else self._losses_alone
-            chunk = min(max(1, several), self.fits(8 * footprint, height(stack)))
-            parts.append(torch.cat([losses(part, block) for part in split(stack, chunk)]))
-        return torch.cat(parts, dim=1)
+        # As many queries as there are, not as fit, so that rounding does not depend on the budget.
+        alone = self._footprint * min(BLOCK, self.size) > LARGE
+        losses = self._losses_alone if alone else self._losses_together
+        return torch.cat([losses(stack, block) for block in self.blocks()], dim=1)
 
     def _checked_losses(self, ids: range) -> Float[Tensor, " examples"]:
         """Compute these examples' losses; find one that fails by bisection."""
@@ -124,14 +126,22 @@ class Query:
                 code="query-has-no-loss",
             ) from error
 
-    def _block_losses(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
-        with Folded():  # nothing here requires gradients, and recurrent layers write in place if none are taken
-            return self.task.over_models(self.task.measures, (0, None))(stack, block)
+    def _losses_together(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
+        """Compute the losses under many small models at a time."""
+        footprint = self.task.footprint(self.params, block)
+        chunk = min(max(1, BLOCK_BYTES // max(1, footprint)), self.fits(8 * footprint, height(stack)))
+        losses = self.task.over_models(self.task.measures, (0, None))
+        with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken
+            return torch.cat([losses(part, block) for part in split(stack, chunk)])
 
-    def _losses_alone(self, stack: Params, block: Batch) -> Float[Tensor, "1 examples"]:
-        """Compute the losses under one large model, whose layers are computed as they are."""
-        with torch.no_grad(), Quicker():
-            return self.task.measures(each(lambda tensor: tensor[0], stack), block)[None]
+    def _losses_alone(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
+        """Compute the losses under large models, each by itself on a thread."""
+
+        def losses(task: Task, row: int) -> Tensor:
+            with torch.no_grad(), Quicker():
+                return task.measures(each(lambda tensor: tensor[row], stack), block)
+
+        return torch.stack(on_threads(twins(self.task), losses, range(height(stack))))
 
 
 class Readout(ABC):

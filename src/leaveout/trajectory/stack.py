@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leaveout._util.trees import PARAM, Params, State, height
-from leaveout.compute.threads import spread
 from leaveout.optim import AVERAGE, Hyper, Rule
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import stacked_gradients
 from leaveout.task.elementary import Quicker
 from leaveout.task.task import Task
 from leaveout.task.trace.tracer import WARM_UP
+from leaveout.trajectory.twins import on_threads, twins
 
 LARGE = 1_000_000
 """Bytes that a batch leaves for its backward pass, above which a stack of models takes longer than a loop."""
@@ -127,29 +125,7 @@ def _way(task: Task, params: Params, batch: Batch) -> Apart | None:
         return None
     pays = WARM_UP if footprint <= LONG else MANY
     traced = task.autocast is None and task.abilities.vmap and (pays == WARM_UP or not task.tracer.images)
-    return Apart(_twins(task, _threads(params)), pays if traced else None)
-
-
-def _threads(params: Params) -> int:
-    on_processor = next(iter(params.values())).device.type == "cpu"
-    return torch.get_num_threads() if on_processor else 1
-
-
-def _twins(task: Task, count: int) -> list[Task]:
-    """Return the task and others like it with modules of their own: a call swaps parameters within its modules.
-
-    Where the model cannot be copied there is the task alone.
-    """
-    twins = [task]
-    for _ in range(count - 1):
-        twin = task.quiet()
-        try:
-            twin.called = copy.deepcopy(task.called)
-        except Exception:  # noqa: BLE001 - a module may refuse in its own way
-            break
-        twin.model = twin.called.model
-        twins.append(twin)
-    return twins
+    return Apart(twins(task), pays if traced else None)
 
 
 @dataclass(frozen=True)
@@ -176,13 +152,10 @@ class Apart:
             return step(models[row], {name: tensor[None] for name, tensor in gradient.items()})
 
         first, trace = self.tasks[0], None
-        plain = first.autocast is None
-        # A setting of the whole process: no thread may put it back under another. Within casts, training's rounds.
-        with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
-            if self.pays is not None:
-                counted = (len(weights), self.pays)
-                trace = first.tracer.trace(counted, "one gradient", partial(_gradient, first), *given(0))
-            return spread([partial(stepped_by, task) for task in self.tasks], range(len(weights)))
+        if self.pays is not None:
+            counted = (len(weights), self.pays)
+            trace = first.tracer.trace(counted, "one gradient", partial(_gradient, first), *given(0))
+        return on_threads(self.tasks, stepped_by, range(len(weights)))
 
 
 def _in_range(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
