@@ -171,8 +171,9 @@ def jumped(slots: Slots, after: Slots, used: Tensor, leaving: Tensor, hyper: Val
     square = torch.addcmul(slots["exp_avg_sq"] * hyper["beta2"], rest, rest, value=1 - hyper["beta2"])
     root = torch.sqrt(square, out=rest).add_(eps)
     scaled = after["exp_avg"] * -size
-    moved = torch.add(scaled, leaving, alpha=size * mean_share).div_(root)
-    moved.sub_(scaled.div_(after["exp_avg_sq"].sqrt().add_(eps)))
+    moved = torch.add(scaled, leaving, alpha=size * mean_share)
+    stepped = scaled.div_(after["exp_avg_sq"].sqrt().add_(eps))
+    moved = torch.addcdiv(stepped.neg_(), moved, root, out=moved)
     return {
         PARAM: moved,
         "exp_avg": torch.mul(leaving, -mean_share, out=root),

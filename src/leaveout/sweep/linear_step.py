@@ -45,7 +45,7 @@ Keep: TypeAlias = Bool[Tensor, " pairs"] | None
 """Which pairs are corrected; None: all of them. A row's pairs are all corrected or none."""
 
 
-BLOCK = 1 << 18
+BLOCK = 1 << 19
 """Numbers of a jump that are worked on at a time."""
 
 
