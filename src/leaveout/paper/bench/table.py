@@ -50,9 +50,11 @@ the training and an ordinary step takes 13 to 14. Such a trace rounds in another
 models of a replay, the one with every example among them, round alike, so that this cancels as other rounding does. The
 steps before an example's first use, an eighth of these four epochs, are not taken.
 
-*Replay of 64, GPT*: 0.53, and 1.34 before. One shard holds all models, and each takes its gradient and steps in place.
-What is left is the number of steps: with one epoch a replay takes half of them, (N + 1)/2 of N, and each of the 65
-models computes the 100 queries' losses, about as much as one step. So the count is 0.56 with 30 steps; that one model
+*Replay of 64, GPT*: 0.49, and 0.53 to 0.60 before, when one model's linear layers were computed as those of a stack of
+models are. One shard holds all models, and each takes its gradient and steps in place, with cross-entropy and attention
+from elementary operations: they round in another way than the recorded training, all models of a replay alike. What is
+left is the number of steps: with one epoch a replay takes half of them, (N + 1)/2 of N, and each of the 65 models
+computes the 100 queries' losses, about as much as one step. So the count is 0.56 with 30 steps; that one model
 on each of two threads wastes less than one on both brings it below. The gradient at an example's first use could be had
 from one pass for all examples of its batch, as ḡ − g_k/|Z|. In float32 that would leave rounding where the exact
 gradient is zero (the words that only this text has), which Adam's division makes large; so each replay takes its own.
@@ -80,7 +82,7 @@ query's vector, which costs nothing; the first, the last and every sixteenth ste
 costs a gradient each and weighs more the shorter a run is.
 
 The targets of the products alone are this count, or near it, not goals that were set beforehand. Whole sweeps of 32
-steps on that GPT take 2.78 to 2.94 and 1.42 to 1.54 times training. Beside the product, a step reads its state and
+steps on that GPT take 2.74 to 2.94 and 1.33 to 1.54 times training. Beside the product, a step reads its state and
 takes the optimizer's derivative, some twenty elementwise passes over the parameters; the rest is paid once per sweep:
 three steps computed again, the queries' gradient, memory that is handed back and asked for again.
 
@@ -101,8 +103,7 @@ stack of products is no quicker than one after the other, as the count says. Wit
 since the run with one vector pays all that is paid once; it is not in the table for that reason. The case now takes
 four steps.
 
-The cases on adapters (`adapter_sweep`) and on many vectors (`query_vectors`) have no rows above, as they have not been
-measured on a quiet machine; by processor time, one thread, the adapters' is 2.88.
+The case on many vectors (`query_vectors`) has no row above, as it has not been measured on a quiet machine.
 
 *Adapters*: nearly all that SGD-IE takes the first time on adapters of a large frozen model is the comparison of
 derivatives, in float64, when the task is made and at the last state. On a model of 101 million weights that was 94
@@ -117,11 +118,11 @@ multiplies by tangents of zero, two products of six.
 The jump's limit is not a product. The examples' gradients come with SGD-IE's product for one matrix product per layer
 more, as counted (a ninth). The optimizer's step is then taken once per example of the batch: 18 passes over 42 million
 numbers on the GPT, and three inner products. A fifth of the numbers, the rows of the embedding that an example does not
-touch, are passed over; gradients are read as they lie in memory. With this the row is 1.65 to 1.70 by the clock with
-two threads, where it was 1.65 to 1.86; by the processor time of one thread it is 1.43 to 1.50, and was 1.65. Smaller
-blocks, larger ones, and a thread of its own for each block brought next to nothing with two threads. A single kernel by
-`torch.compile` was tried: it is quicker, but compiling it takes longer than a sweep of a few dozen steps can save, so
-it is not used.
+touch, are passed over. Gradients of weight matrices came transposed, and each block copied nine arrays to match them;
+now the trace multiplies the other way round, to the same bits. With this the row is 1.43 to 1.55 by the clock with two
+threads, where it was 1.59 to 1.75: elementwise work on this machine is at times half as quick for minutes. A single
+kernel by `torch.compile` was tried: it is quicker, but compiling it takes longer than a sweep of a few dozen steps can
+save, so it is not used.
 """
 
 LOAD = """
