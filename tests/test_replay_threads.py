@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout.builtin import models
 from leaveout.compute.threads import spread
-from leaveout.estimators import readout
+from leaveout.estimators import query
 from leaveout.sweep import budget
 from leaveout.trajectory import stack, twins
 from leaveout.trajectory.trajectory import Trajectory
@@ -20,7 +20,7 @@ IDS = [0, 3, 7, 11, 12, 19]
 def two_threads(monkeypatch):
     """One model after the other on two threads, as models of some size are replayed."""
     monkeypatch.setattr(stack, "LARGE", 0)
-    monkeypatch.setattr(readout, "LARGE", 0)
+    monkeypatch.setattr(query, "LARGE", 0)
     monkeypatch.setattr(twins, "_threads", lambda _device: 2)
 
 

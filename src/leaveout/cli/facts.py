@@ -38,7 +38,7 @@ class Facts:
 
 def read_off(run: Run, subject: Subject) -> Facts:
     """Compute the facts from a run's data."""
-    from leaveout.estimators.readout import query_fingerprint
+    from leaveout.estimators.query import query_fingerprint
     from leaveout.task import batches
 
     size, queries = subject.task.size, batches.size(subject.query)

@@ -22,8 +22,9 @@ from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import VECTORS, Resources
 from leaveout.errors import MismatchError
+from leaveout.estimators.query import Query
 from leaveout.estimators.question import Question
-from leaveout.estimators.readout import Collected, Projected, Query
+from leaveout.estimators.readout import Collected, Projected
 from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
@@ -292,7 +293,7 @@ class Estimator(ABC):
         warn_of_other_weights(run, task.parameters(), final)
         single = question.queries == "each"
         query = Query(trajectory.task, final, question.query, single=single, resources=resources.inside())
-        query.check()
+        query.check(gradient=getattr(self, "readout", None) == "linear")
         left_out = self._left_out(question)
         return Request(trajectory, left_out, query, resources, cost, question.displacements, repr(self))
 

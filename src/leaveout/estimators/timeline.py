@@ -19,7 +19,8 @@ from leaveout._util.trees import add_rows
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
-from leaveout.estimators.readout import Linear, Query
+from leaveout.estimators.query import Query
+from leaveout.estimators.readout import Linear
 from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
@@ -80,7 +81,7 @@ def timeline(
     final = trajectory.scored(trajectory.final())
     warn_of_other_weights(run, task.parameters(), final)
     asked = Query(trajectory.task, final, query, single=False, resources=resources.inside())
-    asked.check()
+    asked.check(gradient=True)
     budget.check(resources, trajectory, budget.backward_bytes(trajectory), "one query vector")
     left_out = leave_out(task.size, ids, groups)
     names, column = spans([run.record(i).epoch for i in range(len(run))])

@@ -19,7 +19,7 @@ from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutWarning, check_seed
-from leaveout.estimators.readout import Query
+from leaveout.estimators.query import Query
 from leaveout.evaluate.curve import COLUMNS, MEASURED, NOTHING, RANDOM, Curve
 from leaveout.evaluate.label_issues import Labels
 from leaveout.run.reader import Run

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params
 from leaveout.compute.cost import Cost
-from leaveout.estimators.readout import Query, readout_of
+from leaveout.estimators.query import Query
+from leaveout.estimators.readout import readout_of
 from leaveout.paper.reproduce.problems import QUIET, Problem
 from leaveout.sweep.sweep import Sweep
 from leaveout.trajectory.left_out import leave_out

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM
 from leaveout.estimators import ACC, SGDIE, Replay, score
-from leaveout.estimators.readout import Query, readout_of
+from leaveout.estimators.query import Query
+from leaveout.estimators.readout import readout_of
 from leaveout.evaluate.metrics import jaccard, kendall, rmse, spearman
 from leaveout.paper.reproduce.problems import QUIET, Problem, binary
 from leaveout.paper.reproduce.spec import Row, Settings

@@ -12,7 +12,8 @@ import pandas as pd
 
 from leaveout._util.trees import PARAM, Params, each, inner_rows
 from leaveout.estimators import ACC, SGDIE, Replay
-from leaveout.estimators.readout import Query, readout_of
+from leaveout.estimators.query import Query
+from leaveout.estimators.readout import readout_of
 from leaveout.paper.reproduce.fidelity import agreement
 from leaveout.paper.reproduce.markdown import spread, table
 from leaveout.paper.reproduce.problems import QUIET, binary

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -24,6 +24,7 @@ from leaveout._util.trees import memory
 from leaveout.task.batches import leaves, map_leaves
 from leaveout.task.trace import layout
 from leaveout.task.trace.fusing import fuse
+from leaveout.task.trace.in_place import Observations, observe, write_in_place
 from leaveout.task.trace.simplify import call_directly, kind, simplify
 from leaveout.task.trace.transposes import without_copies
 
@@ -80,7 +81,8 @@ class Tracer:
             anew = self.images and not exact
             if self._calls[key] <= warm_up * (not anew) or len(self._traces) >= MOST:
                 return function(*args)
-            self._traces[key] = _traced(name, function, args, anew)
+            self._traces[key], result = _traced(name, function, args, anew)
+            return result
         trace = self._traces[key]
         return function(*args) if trace is None else trace(*args)
 
@@ -96,7 +98,7 @@ class Tracer:
             self._calls[key] += calls
             if self._never or self._calls[key] <= pays * (not self.images) or len(self._traces) >= MOST:
                 return None
-            self._traces[key] = _traced(name, function, args, self.images, whole=True)
+            self._traces[key], _ = _traced(name, function, args, self.images, whole=True)
         return self._traces[key]
 
 
@@ -111,8 +113,10 @@ def _signature(nest: Any) -> Any:
     return type(nest), nest
 
 
-def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool = False) -> Callable | None:
-    """The function's operations as a function of the same arguments, or None where they cannot be had."""
+def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool = False) -> tuple[Callable | None, Any]:
+    """The function's operations as a function of the same arguments, or None where they cannot be had; and its value,
+    to the last bit as the next calls compute it.
+    """
     expected = function(*args)
     nest = map_leaves(lambda _: 0, expected)
 
@@ -130,67 +134,76 @@ def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool 
             module = make_fx(functionalize(flat))(*inputs)
     except Exception as error:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
         LOG.info("%s is not traced, and slower for it: %s: %s", name, type(error).__name__, error)
-        return None
+        return None, expected
     simplify(module)
     layout.pool_by_channels(module)
     trusted = _equal_to(leaves(expected), inputs, without_copies(module), module)
     if trusted is None:
         LOG.info("%s is not traced, and slower for it: its trace gives other values", name)
-        return None
-    module, values = trusted
-    module, values = (_laid_out(module, inputs, values, whole) if anew else None) or (module, values)
-    _separate(module, inputs, values)
+        return None, expected
+    trial = (_laid_out(trusted, inputs, whole) if anew else None) or trusted
+    written = write_in_place(trial.module, trial.observed)
+    trial = (written and _equal_to(trial.values, inputs, written)) or trial
+    module = trial.module
+    _separate(module, inputs, trial.values)
     call_directly(module)
     repeat = module.forward
 
+    def nested(results: Iterable[Tensor]) -> Any:
+        given = iter(results)
+        return map_leaves(lambda _: next(given), nest)
+
     @torch.no_grad()
     def call(*now: Any) -> Any:
-        results = iter(repeat(*leaves(now)))
-        return map_leaves(lambda _: next(results), nest)
+        return nested(repeat(*leaves(now)))
 
-    return call
+    return call, nested(map(Tensor.clone, trial.values))
 
 
-@torch.no_grad()
-def _equal_to(
-    expected: list[Tensor], inputs: list[Any], *modules: fx.GraphModule | None
-) -> tuple[fx.GraphModule, list[Tensor]] | None:
-    """Return the first module whose results equal the function's own to the last bit, and these."""
+class _Trial(NamedTuple):
+    """A trace that was run once, with its results."""
+
+    module: fx.GraphModule
+    values: list[Tensor]
+    observed: Observations
+
+
+def _equal_to(expected: list[Tensor], inputs: list[Any], *modules: fx.GraphModule | None) -> _Trial | None:
+    """Return the first module whose results equal the function's own to the last bit."""
     for module in filter(None, modules):
-        values = module(*inputs)
-        if all(torch.equal(a, b) for a, b in zip(values, expected, strict=True)):
-            return module, values
+        trial = _Trial(module, *observe(module, inputs))
+        if all(torch.equal(a, b) for a, b in zip(trial.values, expected, strict=True)):
+            return trial
     return None
 
 
-def _laid_out(
-    module: fx.GraphModule, inputs: list[Any], values: list[Tensor], whole: bool
-) -> tuple[fx.GraphModule, list[Tensor]] | None:
-    """The trace for images and its results, if they are the same: for the inputs, and for random ones, where these may
-    be zero. The ``whole`` trace may decide otherwise at a kink, and is compared for random inputs and in the mean.
+def _laid_out(trusted: _Trial, inputs: list[Any], whole: bool) -> _Trial | None:
+    """The trace for images, if its results are the same: for the inputs, and for random ones, where these may be zero.
+
+    The ``whole`` trace may decide otherwise at a kink, and is compared for random inputs and in the mean.
     """
     generator = torch.Generator().manual_seed(0)
-    trial = [
+    random = [
         torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
         else leaf
         for leaf in inputs
     ]
     try:
-        other = layout.for_images(module, whole)
+        other = layout.for_images(trusted.module, whole)
         if other is None:
             return None
         simplify(other)
         fuse(other)
+        trial = _Trial(other, *observe(other, inputs))
         with torch.no_grad():
-            results = other(*inputs)
-            pairs = [*zip(other(*trial), module(*trial), strict=True)]
+            pairs = [*zip(other(*random), trusted.module(*random), strict=True)]
     except Exception:  # noqa: BLE001 - an operation that wants its memory as it was
         return None
     if whole:
-        return (other, results) if all(_close_in_the_mean(a, b) for a, b in pairs) else None
-    pairs += zip(results, values, strict=True)
-    return (other, results) if all(_close(a, b) for a, b in pairs) else None
+        return trial if all(_close_in_the_mean(a, b) for a, b in pairs) else None
+    pairs += zip(trial.values, trusted.values, strict=True)
+    return trial if all(_close(a, b) for a, b in pairs) else None
 
 
 @torch.no_grad()

@@ -16,13 +16,14 @@ def without_copies(module: fx.GraphModule) -> fx.GraphModule | None:
 
     Libraries for matrices usually round both alike. Whoever needs that to be so has to compare.
     """
+    if not any(_product_of(node) for node in module.graph.nodes):
+        return None
     module = fx.GraphModule(module, copy.deepcopy(module.graph))
-    found = [node for node in module.graph.nodes if _product_of(node) is not None]
-    for node in found:
+    for node in [node for node in module.graph.nodes if _product_of(node)]:
         node.replace_all_uses_with(_other_way_round(node))
     module.graph.eliminate_dead_code()
     module.recompile()
-    return module if found else None
+    return module
 
 
 def _product_of(node: fx.Node) -> fx.Node | None:
