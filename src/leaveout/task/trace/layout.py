@@ -23,6 +23,8 @@ CACHE = 1 << 20
 
 aten = torch.ops.aten
 
+POOL = aten.max_pool2d_with_indices.default
+
 IMAGES = {
     aten.convolution.default: (0, 1),
     aten.convolution_backward.default: (0, 1, 2),
@@ -62,10 +64,14 @@ def for_images(module: fx.GraphModule, whole: bool = False) -> fx.GraphModule | 
 
 
 def pool_by_channels(module: fx.GraphModule) -> None:
-    """Pools images with their channels side by side, which changes no bit."""
-    for node in module.graph.nodes:
-        if node.target is aten.max_pool2d_with_indices.default and _is_image(node.args[0]):
-            node.target = _pool
+    """Max-pool images with their channels side by side, which is quicker and changes no bit: maxima are not rounded."""
+    for node in list(module.graph.nodes):
+        if node.target is POOL and _is_image(node.args[0]):
+            node.update_arg(0, _wrapped(node, _channels_last, [node.args[0]])[0])
+            for part in list(node.users):
+                with module.graph.inserting_after(part):
+                    usual = _noted(module.graph.call_function(torch.Tensor.contiguous, (part,)), part.meta["val"])
+                part.replace_all_uses_with(usual, lambda user, usual=usual: user is not usual)
     module.recompile()
 
 
@@ -78,22 +84,12 @@ def deciding_nodes(graph: fx.Graph) -> set[fx.Node]:
         given: tuple[Any, ...] = node.args
         name = node.target.__name__.split(".")[0] if callable(node.target) else ""
         roots: Sequence[Any] = ()
-        if node in deciding or name in DECIDING or node.target in POOLS:
+        if node in deciding or name in DECIDING or node.target is POOL:
             roots = node.all_input_nodes
         elif name.removesuffix("_backward") in KINKED:
             roots = given[1:]
         deciding.update(root for root in roots if isinstance(root, fx.Node))
     return deciding
-
-
-def _pool(images: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """Max-pooling, quicker with channels last and returned as usual: maxima have no rounding."""
-    values, places = aten.max_pool2d_with_indices.default(_channels_last(images), *options)
-    return values.contiguous(), places.contiguous()
-
-
-POOLS = (aten.max_pool2d_with_indices.default, _pool)
-"""Max-pooling, as it was traced and as it is laid out."""
 
 
 def _lay_out(node: fx.Node) -> None:
@@ -108,9 +104,8 @@ def _lay_out(node: fx.Node) -> None:
         kernel.replace_all_uses_with(kernels)
     elif node.target is aten.threshold_backward.default and _is_stack(node):
         _lay_out_stack(node)
-    elif node.target is _pool and _is_image(given[0]):  # no kink depends on it here
-        node.target = aten.max_pool2d_with_indices.default
-        node.update_arg(0, _wrapped(node, _channels_last, [given[0]])[0])
+    elif node.target is torch.Tensor.contiguous:  # no kink depends on it here
+        node.replace_all_uses_with(given[0])
     elif node.target in IMAGES:
         if node.target is aten.max_pool2d_with_indices_backward.default and _is_image(given[1]):
             node.update_arg(1, _room_for(node, given[1].meta["val"]))
@@ -178,7 +173,12 @@ def _channels_last(images: Tensor) -> Tensor:
 
 def _wrapped(before: fx.Node, function: Any, values: Sequence[fx.Node]) -> list[fx.Node]:
     with before.graph.inserting_before(before):
-        return [_noted(before.graph.call_function(function, (value,)), value.meta["val"]) for value in values]
+        return [_noted(before.graph.call_function(function, (_unpacked(value),)), value.meta["val"]) for value in values]
+
+
+def _unpacked(value: Any) -> Any:
+    """Return what pooling gave, before it was copied into the usual order."""
+    return value.args[0] if value.target is torch.Tensor.contiguous else value
 
 
 def _noted(node: fx.Node, value: Tensor) -> fx.Node:
