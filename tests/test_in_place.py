@@ -45,7 +45,7 @@ def pair(size=SMALLEST):
         (lambda a, b: [(c := a * b), c.exp()], 0),  # a result must stay
         (lambda a, b: [(c := a * b).exp() + c], 1),  # the product is read again; the exponential is not
         (lambda a, b: [(c := a * b).view(64, -1).exp().flatten() + c], 1),  # ... also by a view
-        (lambda a, b: [(c := a * b).view(64, -1).exp().flatten() * b], 2),  # ... and here it is not
+        (lambda a, b: [(a * b).view(64, -1).exp().flatten() * b], 2),  # ... and here it is not
         (lambda a, b: [(c := (a * b).view(64, 64)) + c.T], 0),  # it would write what it has yet to read
         (lambda a, b: [(c := a * b) * c], 1),  # one operand, twice
         (lambda a, b: [(a * b).view(64, 64).T.exp()], 1),

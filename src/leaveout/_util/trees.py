@@ -152,12 +152,12 @@ def each(function: Callable[..., Tensor], *trees: Params) -> Params:
     return {name: function(*(tree[name] for tree in trees)) for name in trees[0]}
 
 
-def rows(stack: Params, index: Int[Tensor, " chosen"]) -> Params:
+def rows(stack: Params, index: Int[Tensor, " chosen"] | slice) -> Params:
     """Return the chosen vectors of a stack."""
     return {name: tensor[index] for name, tensor in stack.items()}
 
 
-def state_rows(stack: State, index: Int[Tensor, " chosen"]) -> State:
+def state_rows(stack: State, index: Int[Tensor, " chosen"] | slice) -> State:
     """Return the chosen states of a stack."""
     return {slot: rows(params, index) for slot, params in stack.items()}
 

@@ -7,8 +7,11 @@ measured in ``tests/test_memory.py``.
 
 from __future__ import annotations
 
+import torch
+
 from leaveout._util.trees import PARAM, nbytes
 from leaveout.compute.resources import Resources
+from leaveout.trajectory.stack import LARGE
 from leaveout.trajectory.trajectory import Trajectory
 
 NONLINEAR = 24
@@ -73,6 +76,16 @@ def directions_bytes(trajectory: Trajectory, width: int, samples: int) -> int:
 def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
     """Return how many of ``count`` vectors go through a product at a time."""
     return resources.chunk(2 * product_bytes(trajectory), count)
+
+
+def threads(trajectory: Trajectory, chunk: int | None) -> int | None:
+    """Return how many vectors go through a product at a time where they go one by one; None where they go together.
+
+    One by one is quicker for large models. The choice depends on nothing but the run, so that rounding does not either.
+    """
+    if chunk is None or trajectory.activations <= LARGE:
+        return None
+    return min(chunk, torch.get_num_threads() if trajectory.task.device.type == "cpu" else 1)
 
 
 def examples(resources: Resources, trajectory: Trajectory) -> int:

@@ -19,6 +19,7 @@ from leaveout.task.curvature_maps import FISHER, GAUSS_NEWTON, HESSIAN, Curvatur
 from leaveout.task.derivatives import (
     batch_products,
     directional,
+    directional_each,
     example_gradients,
     example_products,
     gradient,
@@ -38,15 +39,21 @@ class Curvature:
     """The batch gradient at one state, and its derivative, or a stand-in for it, applied to stacks of vectors.
 
     ``kind`` is the linear map of the curvature. ``chunk`` says how many vectors, ``examples`` how many examples' own
-    gradients are worked on at a time.
+    gradients are worked on at a time; ``threads``, where vectors are worked on one by one, how many at a time.
     """
 
     kind: CurvatureMap = HESSIAN
 
     def __init__(
-        self, task: Task, params: Params, batch: Batch, chunk: int | None = None, examples: int | None = None
+        self,
+        task: Task,
+        params: Params,
+        batch: Batch,
+        chunk: int | None = None,
+        examples: int | None = None,
+        threads: int | None = None,
     ) -> None:
-        self.task, self.params, self.batch, self.chunk = task, params, batch, chunk
+        self.task, self.params, self.batch, self.chunk, self.threads = task, params, batch, chunk, threads
         self._examples = examples or chunk
 
     @cached_property
@@ -128,13 +135,17 @@ class Hessian(Curvature):
     """The true curvature: SGD-IE, ACC."""
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; one alone may go without the gradient, which is quicker."""
-        if height(vectors) > 1:
+        """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; one by one, they may do without the gradient."""
+        if height(vectors) == 1:
+            value, one, weights = directional(*self._whole, each(lambda t: t[0], vectors))
+            curved, reads = each(lambda t: t[None], one), weights[None]
+        elif self.threads and (result := directional_each(*self._whole, vectors, self.threads)):
+            value, curved, reads = result
+        else:
             return super().products(vectors)
-        value, one, weights = directional(*self._whole, each(lambda t: t[0], vectors))
         if value is not None:
             self.gradient = value
-        return each(lambda t: t[None], one), weights[None]
+        return curved, reads
 
 
 class HessianByExample(Hessian):

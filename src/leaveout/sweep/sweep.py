@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.trees import Params, State, each, embed, height, split, zeros
+from leaveout._util.trees import Params, State, each, embed, height, split, state_rows, zeros
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.sweep import budget
@@ -30,6 +30,7 @@ from leaveout.trajectory.trajectory import Trajectory
 
 CHECK_EVERY = 16
 ALWAYS = Schedule()
+FIRST = slice(1)
 
 
 Products: TypeAlias = Callable[[RecordedStep, Curvature, Params], tuple[Params, Float[Tensor, "vectors batch"]]]
@@ -123,13 +124,14 @@ class Sweep:
         growth, count = Growth(self.trajectory.task), height(queries)
         chunk = None if products else budget.chunk(resources, self.trajectory, count)
         examples = None if products else budget.examples(resources, self.trajectory)
+        threads = budget.threads(self.trajectory, chunk)
         recorded_steps = self.trajectory.backward(saved.step if saved else None)
         for recorded in resources.track(recorded_steps, len(self.trajectory), "backward"):
             self._count(cost, count)
-            step = self._step(recorded, chunk, examples)
+            step = self._step(recorded, chunk, examples, threads)
             pulled = step.pull(vectors, products and partial(products, recorded, step.curvature))
             self._check(recorded, step)
-            if count == 1 and not products and self._seen_along:
+            if (count == 1 or not step.has_gradient) and not products and self._seen_along:
                 self._check_along(recorded, pulled)
             vectors = self.onward(recorded, pulled)
             if self.curved:
@@ -145,10 +147,11 @@ class Sweep:
         return self.trajectory.rule.at_rest(pulled.arriving, recorded.record.hypers) if averaged else pulled.arriving
 
     def _check_along(self, recorded: RecordedStep, pulled: Pulled) -> None:
-        """Check a step along the one vector that is pulled back, where that costs nothing."""
-        check, slope = self.trajectory.check, float(pulled.weights.sum())
+        """Check a step along the first vector that is pulled back, where that costs nothing."""
+        check, slope = self.trajectory.check, float(pulled.weights[0].sum())
         if self.trajectory.rule.linear:
-            check.along(recorded, pulled.arriving, pulled.carried, slope)
+            arriving, carried = (state_rows(state, FIRST) for state in (pulled.arriving, pulled.carried))
+            check.along(recorded, arriving, carried, slope)
         elif not pulled.step.has_gradient and pulled.step.consumed is not None:
             check.slope(recorded, each(lambda t: t[0], pulled.gradient), pulled.step.consumed, slope)
 
@@ -196,8 +199,10 @@ class Sweep:
         growth.tell()
         return total
 
-    def _step(self, recorded: RecordedStep, chunk: int | None, examples: int | None = None) -> LinearStep:
-        curvature = self.kind(recorded.task, recorded.params, recorded.batch, chunk, examples)
+    def _step(
+        self, recorded: RecordedStep, chunk: int | None, examples: int | None = None, threads: int | None = None
+    ) -> LinearStep:
+        curvature = self.kind(recorded.task, recorded.params, recorded.batch, chunk, examples, threads)
         return LinearStep(self.trajectory.rule, recorded, curvature, self.path)
 
     def _check(self, recorded: RecordedStep, step: LinearStep) -> None:

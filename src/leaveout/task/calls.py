@@ -43,11 +43,20 @@ def no_form(reason: str) -> UnsupportedError:
 def run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False, warm_up: int = WARM_UP) -> Any:
     """Call a function of nested tensors, by its trace if there is one; ``exact`` keeps every bit."""
     given = function if exact else _written_out(function)
-    # Tracing a loop over examples would unroll it, which is slow.
-    name = f"{name} kinks" if task.kinks else name
-    if not task.abilities.vmap:
+    if not task.abilities.vmap:  # tracing a loop over examples would unroll it, which is slow
         return given(*args)
-    return task.tracer(name, given, *args, exact=exact, warm_up=warm_up)
+    return task.tracer(_named(task, name), given, *args, exact=exact, warm_up=warm_up)
+
+
+def staged(task: Task, name: str, function: Callable, shared: tuple, others: tuple) -> Callable | None:
+    """Return ``others ↦ function(*shared, *others)``, by a trace in two stages; None if there is no trace."""
+    if not task.abilities.vmap:
+        return None
+    return task.tracer.staged(_named(task, name), _written_out(function), shared, others)
+
+
+def _named(task: Task, name: str) -> str:
+    return f"{name} kinks" if task.kinks else name
 
 
 def _written_out(function: Callable) -> Callable:

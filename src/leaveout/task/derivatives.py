@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -13,10 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.func import grad, jvp
 
-from leaveout._util.trees import Params, each, inner, pullback
+from leaveout._util.trees import Params, each, height, inner, pullback
+from leaveout.compute.threads import spread
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch
-from leaveout.task.calls import by_chunks, form_of, ones, run
+from leaveout.task.calls import by_chunks, form_of, ones, run, staged
 from leaveout.task.curvature_maps import HESSIAN, CurvatureMap, pushed, transposed
 from leaveout.task.elementary import Elementary
 from leaveout.task.forms import Form
@@ -64,20 +66,49 @@ def directional(
 ) -> tuple[Params | None, Params, Float[Tensor, " batch"]]:
     """As ``batch_products``, for one vector, by the quickest form; ḡ is None where the form does without it."""
     form = form_of(task, task.abilities.vector)
-
-    def products(p: Params, b: Batch, v: Params) -> tuple:
-        if form is Form.REVERSE_FORWARD:  # neither the gradient nor any per-example gradient is formed
-            return (_coupled_slope if task.coupled else _slope)(task, p, b, v)
-        if form is Form.FORWARD_REVERSE:
-            return pushed(task, p, b, v)
-        if form is Form.REVERSE_REVERSE:
-            value, pull = pullback(lambda q, w: task.gradient({**p, **q}, w, b), task.own(p), ones(p, b))
-            return (value, *pull(v))
-        value, pull = pullback(lambda w: task.gradient(p, w, b), ones(p, b))
-        return value, transposed(task, p, b)(v), pull(v)[0]
-
-    result = run(task, f"directional {form.name}", products, params, batch, vector)
+    result = run(task, f"directional {form.name}", partial(_product, task, form), params, batch, vector)
     return result if len(result) == 3 else (None, *result)
+
+
+def directional_each(
+    task: Task, params: Params, batch: Batch, vectors: Params, threads: int
+) -> tuple[Params | None, Params, Float[Tensor, "vectors batch"]] | None:
+    """As ``directional``, for every vector of a stack, one vector per thread at a time; None if that cannot be had.
+
+    What does not depend on the vector is computed once: the forward pass, and the gradients of all activations. For
+    large models that is quicker than all vectors at once, whose activations do not fit into a processor's cache.
+    """
+    form, count = task.abilities.vector, height(vectors)
+    first = each(lambda t: t[0], vectors)
+    along = form and staged(task, f"directional {form.name}", partial(_product, task, form), (params, batch), (first,))
+    if not along:
+        return None
+    stack: Params = {}
+    reads = next(iter(vectors.values())).new_empty((count, size_of(batch)))
+
+    def one(row: int) -> Params | None:
+        *value, curved, reads[row] = along(each(lambda t: t[row], vectors))
+        for name, tensor in curved.items():
+            stack[name][row] = tensor
+        return value[0] if value else None
+
+    stack |= each(torch.empty_like, vectors)
+    value, *_ = spread([one] * threads, range(count))
+    return value, stack, reads
+
+
+def _product(task: Task, form: Form, params: Params, batch: Batch, vector: Params) -> tuple:
+    """Jᵀ·u and ⟨u, g(z)⟩/|Z| by a form, after ḡ where it computes that, too."""
+    if form is Form.REVERSE_FORWARD:  # neither the gradient nor any per-example gradient is formed
+        return (_coupled_slope if task.coupled else _slope)(task, params, batch, vector)
+    if form is Form.FORWARD_REVERSE:
+        return pushed(task, params, batch, vector)
+    if form is Form.REVERSE_REVERSE:
+        own, units = task.own(params), ones(params, batch)
+        value, pull = pullback(lambda q, w: task.gradient({**params, **q}, w, batch), own, units)
+        return (value, *pull(vector))
+    value, pull = pullback(lambda w: task.gradient(params, w, batch), ones(params, batch))
+    return value, transposed(task, params, batch)(vector), pull(vector)[0]
 
 
 def _slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Tensor]:

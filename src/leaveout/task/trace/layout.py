@@ -173,10 +173,11 @@ def _channels_last(images: Tensor) -> Tensor:
 
 def _wrapped(before: fx.Node, function: Any, values: Sequence[fx.Node]) -> list[fx.Node]:
     with before.graph.inserting_before(before):
-        return [_noted(before.graph.call_function(function, (_unpacked(value),)), value.meta["val"]) for value in values]
+        made = [before.graph.call_function(function, (_pooled(value),)) for value in values]
+        return [_noted(node, value.meta["val"]) for node, value in zip(made, values, strict=True)]
 
 
-def _unpacked(value: Any) -> Any:
+def _pooled(value: Any) -> Any:
     """Return what pooling gave, before it was copied into the usual order."""
     return value.args[0] if value.target is torch.Tensor.contiguous else value
 

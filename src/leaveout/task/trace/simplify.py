@@ -7,6 +7,7 @@ was copied.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -98,14 +99,15 @@ def simplify(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def call_directly(module: fx.GraphModule) -> None:
-    """Names operations so that calling them costs least; nothing can be simplified any more then."""
+def call_directly(module: fx.GraphModule) -> Callable[..., list[Tensor]]:
+    """Name operations so that calling them costs least, and return the function; nothing can be simplified after."""
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]
         elif node.op == "call_function" and node.target in METHODS and not node.kwargs:
             node.op, node.target = "call_method", METHODS[node.target]
     module.recompile()
+    return module.forward
 
 
 def kind(tensor: Tensor) -> tuple:

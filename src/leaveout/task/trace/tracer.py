@@ -26,6 +26,7 @@ from leaveout.task.trace import layout
 from leaveout.task.trace.fusing import fuse
 from leaveout.task.trace.in_place import Observations, observe, write_in_place
 from leaveout.task.trace.simplify import call_directly, kind, simplify
+from leaveout.task.trace.stages import stages
 from leaveout.task.trace.transposes import without_copies
 
 LOG = logging.getLogger("leaveout")
@@ -86,6 +87,19 @@ class Tracer:
         trace = self._traces[key]
         return function(*args) if trace is None else trace(*args)
 
+    def staged(self, name: str, function: Callable, shared: tuple, others: tuple) -> Callable | None:
+        """Return ``others ↦ function(*shared, *others)``, with everything that does not depend on them computed now.
+
+        None where no trace can be had. It is made at once, for all calls with these shapes, and other threads may call
+        what is returned, too.
+        """
+        key = (name, "staged", _signature((shared, others)))
+        if key not in self._traces:
+            full = self._never or len(self._traces) >= MOST
+            self._traces[key] = None if full else _staged(name, function, shared, others, self.images)
+        begin = self._traces[key]
+        return None if begin is None else begin(*shared)
+
     def trace(self, counted: tuple[int, int], name: str, function: Callable, *args: Any) -> Callable | None:
         """Return a trace for some calls with these shapes; None up to the number of calls after which it pays.
 
@@ -114,19 +128,78 @@ def _signature(nest: Any) -> Any:
 
 
 def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool = False) -> tuple[Callable | None, Any]:
-    """The function's operations as a function of the same arguments, or None where they cannot be had; and its value,
-    to the last bit as the next calls compute it.
+    """Return the function's operations as a function of the same arguments, or None where they cannot be had; and its
+    value, to the last bit as the next calls compute it.
+    """
+    inputs = _inputs(args)
+    trial, expected = _captured(name, function, args, inputs, anew, whole)
+    if trial is None:
+        return None, expected
+    nest = map_leaves(lambda _: 0, expected)
+    trial = _in_place(trial, inputs)
+    _separate(trial.module, inputs, trial.values)
+    repeat = call_directly(trial.module)
+
+    @torch.no_grad()
+    def call(*now: Any) -> Any:
+        return _nested(nest, repeat(*leaves(now)))
+
+    return call, _nested(nest, map(Tensor.clone, trial.values))
+
+
+def _staged(name: str, function: Callable, shared: tuple, others: tuple, anew: bool) -> Callable | None:
+    """Return the function's operations in two stages (``Tracer.staged``), or None where they cannot be had."""
+    fixed, varying = _inputs(shared), _inputs(others)
+    trial, expected = _captured(name, function, (*shared, *others), [*fixed, *varying], anew)
+    if trial is None:
+        return None
+    nest = map_leaves(lambda _: 0, expected)
+    first, second = stages(trial.module, len(fixed))
+    once = _in_place(_Trial(first, *observe(first, fixed)), fixed)
+    inputs = [*once.values, *varying]
+    each = _equal_to(trial.values, inputs, second)
+    if each is None:
+        return None
+    each = _in_place(each, inputs)
+    _separate(each.module, inputs, each.values)
+    prepare, repeat = call_directly(once.module), call_directly(each.module)
+
+    @torch.no_grad()
+    def begin(*now: Any) -> Callable:
+        held = prepare(*leaves(now))
+
+        @torch.no_grad()
+        def call(*rest: Any) -> Any:
+            return _nested(nest, repeat(*held, *leaves(rest)))
+
+        return call
+
+    return begin
+
+
+def _inputs(args: tuple) -> list[Any]:
+    """Return all tensors and numbers, each an object of its own: the same one given twice would be one input."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)]
+
+
+def _nested(nest: Any, results: Iterable[Tensor]) -> Any:
+    given = iter(results)
+    return map_leaves(lambda _: next(given), nest)
+
+
+def _captured(
+    name: str, function: Callable, args: tuple, inputs: list[Any], anew: bool, whole: bool = False
+) -> tuple[_Trial | None, Any]:
+    """Return the function's operations, simplified and, if ``anew``, laid out for images; and the function's value.
+
+    The first is None where they cannot be had.
     """
     expected = function(*args)
-    nest = map_leaves(lambda _: 0, expected)
 
     def flat(*tensors: Tensor) -> list[Tensor]:
-        given = iter(tensors)
         with _RealZeros():
-            return leaves(function(*map_leaves(lambda _: next(given), args)))
+            return leaves(function(*_nested(args, tensors)))
 
-    # Each an object of its own: the same tensor given twice would be one input of the trace.
-    inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)]
     try:
         # make_fx notes the shape of every value as a fake tensor; without a mode for all of them it makes one for each,
         # which takes as long as the rest.
@@ -141,23 +214,13 @@ def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool 
     if trusted is None:
         LOG.info("%s is not traced, and slower for it: its trace gives other values", name)
         return None, expected
-    trial = (_laid_out(trusted, inputs, whole) if anew else None) or trusted
+    return (_laid_out(trusted, inputs, whole) if anew else None) or trusted, expected
+
+
+def _in_place(trial: _Trial, inputs: list[Any]) -> _Trial:
+    """Return the same with operations in place, if its results are the same."""
     written = write_in_place(trial.module, trial.observed)
-    trial = (written and _equal_to(trial.values, inputs, written)) or trial
-    module = trial.module
-    _separate(module, inputs, trial.values)
-    call_directly(module)
-    repeat = module.forward
-
-    def nested(results: Iterable[Tensor]) -> Any:
-        given = iter(results)
-        return map_leaves(lambda _: next(given), nest)
-
-    @torch.no_grad()
-    def call(*now: Any) -> Any:
-        return nested(repeat(*leaves(now)))
-
-    return call, nested(map(Tensor.clone, trial.values))
+    return (written and _equal_to(trial.values, inputs, written)) or trial
 
 
 class _Trial(NamedTuple):
@@ -221,7 +284,6 @@ def _separate(module: fx.GraphModule, inputs: list[Any], values: list[Tensor]) -
         used.add(memory(value))
         own.append(node)
     output.args = (own,)
-    module.recompile()
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
