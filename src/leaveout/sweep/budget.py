@@ -85,7 +85,12 @@ def threads(trajectory: Trajectory, chunk: int | None) -> int | None:
     """
     if chunk is None or trajectory.activations <= LARGE:
         return None
-    return min(chunk, torch.get_num_threads() if trajectory.task.device.type == "cpu" else 1)
+    return min(chunk, cores(trajectory.task.device))
+
+
+def cores(device: torch.device) -> int:
+    """Return how many threads compute at a time: those of the processor; elsewhere one gives out the work."""
+    return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def examples(resources: Resources, trajectory: Trajectory) -> int:
