@@ -155,7 +155,10 @@ class LinearStep:
         return replace_rows(pushed, affected, {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent})
 
     def pull_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> tuple[State, Float[Tensor, " rows"]]:
-        """Compute ∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩; rows that are not kept as in SGD-IE."""
+        """Compute ∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩.
+
+        Rows that are not kept are treated as in SGD-IE.
+        """
         count = height(vectors[PARAM])
         reads = next(iter(vectors[PARAM].values())).new_zeros(count)
         state, along = self._rule.cotangent(self._at(count), vectors, self.hypers)

@@ -16,7 +16,7 @@ from leaveout.run.record import Record
 from leaveout.trajectory.left_out import LeftOut
 
 FIRST = (1, 2)
-"""Up to its first occurrence, an example has not been missing yet; the first to be corrected is in the next epoch."""
+"""An example's first occurrence has nothing to correct; the first that can be corrected is in the next epoch."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def top_directions(
                 product[:, place : place + chunk] += layout.flatten(curvature.products(columns)[0]).T
         product /= len(curvatures)
     cost.hvps += (ROUNDS + 1) * width * len(curvatures)
-    # The most curved directions are the eigenvectors of H̄ within their span.
+    # Pick the most curved directions: the eigenvectors of H̄ within the span.
     values, vectors = torch.linalg.eigh(basis.T @ product)
     return (basis @ vectors[:, values.abs().argsort(descending=True)[:rank]]).T
 

@@ -74,13 +74,13 @@ class Transport(ABC):
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """Yield the rows and H(z)·δ_r for every pair, zero if it is not corrected, at most ``size`` pairs at a time.
 
-        Then the step is passed, without the examples. If that takes several turns, the gradients that the step needs
-        are not kept from them but recomputed.
+        Then the step is taken, without the examples. If there are several turns, the gradients that the step needs are
+        not kept from them but recomputed.
         """
 
     @abstractmethod
     def advance(self, recorded: RecordedStep) -> None:
-        """Pass a step in which no row has an example."""
+        """Take a step in which no row has an example."""
 
 
 class Free(Transport):
@@ -102,7 +102,7 @@ class Free(Transport):
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
-        """Yield H(z)·δ_r for every pair, then pass the step."""
+        """Yield H(z)·δ_r for every pair, then take the step."""
         curvature = self.kind(recorded.task, recorded.params, recorded.batch)
         gradients: Params | None = None
         for part in turns(len(row), size):
@@ -113,7 +113,7 @@ class Free(Transport):
         self.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
-        """Pass a step."""
+        """Take a step."""
         self._vectors.advance(self._drift(recorded).carry)
 
     def now(self, row: Int[Tensor, " pairs"]) -> Float[Tensor, "pairs width"]:
@@ -129,7 +129,7 @@ class Free(Transport):
         size: int,
         gradients: Params | None = None,
     ) -> None:
-        """Pass the step, and remove the pairs' examples; their gradients may be given."""
+        """Take the step, and remove the pairs' examples; their gradients may be given."""
         step = self._drift(recorded)
         self._vectors.advance(step.carry)
         enter = step.enter[self._layout.group].T / -len(recorded.record.ids)  # slots x width
@@ -156,7 +156,7 @@ class SubspaceTransport(Transport):
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
-        """Yield H(z)·δ_r for every pair, then pass the step."""
+        """Yield H(z)·δ_r for every pair, then take the step."""
         curvature = self._free.kind(recorded.task, recorded.params, recorded.batch)
         terms, gradients = [], None
         for part in turns(len(row), size):
@@ -174,7 +174,7 @@ class SubspaceTransport(Transport):
         self._free.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
-        """Pass a step."""
+        """Take a step."""
         nobody = torch.zeros(0, dtype=torch.int64)
         self._move(recorded, nobody, self._basis.new_zeros((0, len(self._basis))))
         self._free.advance(recorded)
