@@ -1,4 +1,4 @@
-"""The allocator, told to keep what is freed: large stacks are allocated anew at every step."""
+"""Makes the allocator keep freed memory: large stacks are allocated anew at every step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _DEFAULT_TRIM, _DEFAULT_MMAPS = 128 * 1024, 65536
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Keep freed memory with the process while this lasts, to be used again instead of being asked for anew.
+    """Keep freed memory in the process within this context, to be reused instead of requested again.
 
-    glibc returns every large block to the system at once, and each fresh one is filled with zeros page by page: on
+    glibc returns every large block to the system immediately, and each new one is filled with zeros page by page: for
     stacks of tens of megabytes that takes longer than the arithmetic. Other allocators are left alone.
     """
     library = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
     if library is None:
         yield
         return
-    library.malloc_trim(0)  # what came before, a training say, may have left gigabytes of freed memory
+    library.malloc_trim(0)  # earlier work, such as training, may have left gigabytes of freed memory
     library.mallopt(_MMAP_MAX, 0)
     library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     try:
@@ -35,6 +35,6 @@ def kept_memory() -> Iterator[None]:
 
 
 def returned() -> None:
-    """Give freed memory back to the system now: what lies between blocks in use as well."""
+    """Return freed memory to the system now, including memory between blocks in use."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

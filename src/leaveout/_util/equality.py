@@ -1,4 +1,4 @@
-"""Equality of dataclasses that hold tensors and tables, whose own ``==`` gives no single answer."""
+"""Equality of dataclasses that hold tensors and tables, whose own ``==`` does not give a single answer."""
 
 from __future__ import annotations
 

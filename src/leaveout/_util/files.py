@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all and that notice when they were changed; directories with one writer."""
+"""Files that are written atomically (whole or not at all) and detect changes; directories with a single writer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCK = 1 << 20
 
 
 def cache_directory() -> Path:
-    """Return the place of this user's cache, which need not be there yet."""
+    """Return the path of this user's cache, which need not exist yet."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pooch imports tqdm, which complains in notebooks without widgets
         import pooch
@@ -39,12 +39,12 @@ def cache_directory() -> Path:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text file that is there whole or not at all."""
+    """Write a text file atomically."""
     write_opened(file, lambda opened: opened.write(text.encode()))
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file that is there whole or not at all, with a checksum of its content."""
+    """Write a JSON file atomically, with a checksum of its content."""
     write_text(file, json.dumps({"crc32": _json_checksum(content), **content}, indent=1, allow_nan=False))
 
 
@@ -52,7 +52,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read what ``write_json`` wrote.
 
     Raises:
-        ValueError: if it says something else now.
+        ValueError: if its content has changed since.
     """
     try:
         return unsealed(json.loads(plain(file).read_text(encoding="utf-8")))
@@ -61,14 +61,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def plain(file: Path) -> Path:
-    """Return the file if it is a regular one: whoever opens a pipe waits for ever."""
+    """Return the file if it is a regular one: opening a pipe would block forever."""
     if file.exists() and not file.is_file():
         raise OSError(f"{file.name} is not a plain file")
     return file
 
 
 def unsealed(content: Any) -> dict[str, Any]:
-    """Return what a JSON object holds beside its checksum, which must be right."""
+    """Return the content of a JSON object without its checksum, which must be right."""
     if not isinstance(content, dict):
         raise ValueError("it is not an object")
     content = dict(content)
@@ -78,7 +78,7 @@ def unsealed(content: Any) -> dict[str, Any]:
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that is there whole or not at all."""
+    """Write a safetensors file atomically."""
 
     def save(aside: Path) -> None:
         aside.touch()
@@ -86,16 +86,16 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         try:
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside, metadata)
         except SafetensorError as error:
-            raise OSError(str(error)) from None  # the library's word for a full disk as well
-        aside.chmod(usual)  # the library's own is for its writer alone, and a run may be shared
+            raise OSError(str(error)) from None  # the library also raises this if the disk is full
+        aside.chmod(usual)  # the library's mode is for the owner alone, and a run may be shared
 
     write_whole(file, save)
 
 
 def free(path: str | Path, *, overwrite: bool) -> Path:
-    """Return the path of a result, which may be there already only if it is to be replaced."""
+    """Return the path of a result, which may exist already only if it is to be replaced."""
     path = Path(path)
-    if os.path.exists(path) and not overwrite:  # no OSError of a name that is too long: saving tells that
+    if os.path.exists(path) and not overwrite:  # no OSError if the name is too long: saving reports that
         raise InputError(
             f"{path} exists already: choose another name, or pass overwrite=True to replace it.", code="file-exists"
         )
@@ -115,7 +115,7 @@ def save_text(file: Path, text: str) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Say before the work that its result could not be written, not after it; makes the directories above it."""
+    """Check that a result can be written before it is computed, and create the directories above it."""
     with _writable(file):
         if file.is_dir():
             raise IsADirectoryError("it is a directory")
@@ -124,7 +124,7 @@ def check_writable(file: Path) -> None:
 
 
 def save_sealed(file: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """Write a result to a safetensors file of the user's choice: tensors, facts about them, a checksum of both."""
+    """Write a result to a safetensors file of the user's choice: tensors, facts about them, and a checksum of both."""
     words = json.dumps(facts)
     with _writable(file):
         write_tensors(file, tensors, {"leaveout": words, "crc32": str(_seal(words, tensors))})
@@ -145,7 +145,7 @@ def read_sealed(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what ``save_sealed`` wrote.
 
     Raises:
-        ValueError: if it is something else, or was changed.
+        ValueError: if the file is something else, or was changed.
     """
     try:
         with safe_open(str(plain(file)), framework="pt") as opened:
@@ -173,7 +173,7 @@ def checksum(file: Path) -> int:
 
 
 def tensor_checksum(tensor: Tensor, start: int = 0) -> int:
-    """Compute the CRC-32 of a tensor's type, shape and values."""
+    """Compute the CRC-32 of a tensor's dtype, shape and values."""
     crc = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), start)
     data = tensor.detach().cpu().contiguous().flatten()
     if data.stride(0) != 1:  # a single value of a larger tensor counts as contiguous
@@ -193,10 +193,10 @@ def _json_checksum(content: dict[str, Any]) -> int:
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Write aside, wait for the disk, and rename: after a crash there is either the old file or the new one.
+    """Write to a temporary file, sync it to disk, and rename it: after a crash there is the old file or the new one.
 
-    Aside is a new directory of this user alone: nobody can have put a link there, and what a library leaves in it when
-    the process is killed is known by the directory's name.
+    The temporary file is in a new directory that belongs to this user alone: nobody can have put a link there, and what
+    a library leaves in it when the process is killed can be recognised by the directory's name.
     """
     folder = Path(tempfile.mkdtemp(prefix=f".{file.name}.", dir=file.parent))
     try:
@@ -209,9 +209,9 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_opened(file: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Do the same into a file that is open, without a directory: making and removing one takes as long as the rest.
+    """Do the same with an open file and no directory: creating and removing one takes as long as the rest.
 
-    Nobody can have put a link in its place: it is made new, and written by its descriptor.
+    Nobody can have put a link in the file's place: it is newly created, and written through its descriptor.
     """
     aside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     descriptor = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o666)
@@ -237,7 +237,7 @@ def or_null(value: Any) -> Any:
 
 
 def asides(names: str) -> str:
-    """Return a pattern of what a killed writer of such names leaves: files, and directories of ``write_whole``."""
+    """Return a pattern for what a killed writer of such names leaves: files, and directories of ``write_whole``."""
     return rf"\.(?:{names})\.(?:\d+|[a-z0-9_]{{8}})"
 
 
@@ -250,11 +250,11 @@ def _sync(path: Path) -> None:
 
 
 class Lock:
-    """One writer for a directory; the system lets go of it when the process ends, however it ends.
+    """A lock that allows a directory one writer; the system releases it when the process ends, however it ends.
 
     Raises:
         RunError: if there is another writer, in this process or another.
-        OSError: if there can be no lock in this directory.
+        OSError: if this directory cannot hold a lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -266,11 +266,11 @@ class Lock:
     def release(self) -> None:
         """Let another writer in."""
         if self._close.alive:
-            self._file.unlink(missing_ok=True)  # before it is let go: afterwards it could be another's
+            self._file.unlink(missing_ok=True)  # before the release: afterwards it could be another writer's
             self._close()
 
     def forget(self) -> None:
-        """Let go without a word, in a child process: the lock is its parent's."""
+        """Close the lock silently in a child process: it belongs to the parent."""
         self._close()
 
 
@@ -282,7 +282,7 @@ def _forget_all() -> None:
         lock.forget()
 
 
-# A forked child, such as a loader's worker, would hold on to the lock when its parent has died.
+# A forked child, such as a loader's worker, would keep holding the lock after its parent has died.
 os.register_at_fork(after_in_child=_forget_all)
 
 
@@ -290,7 +290,7 @@ def _locked(file: Path) -> int:
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # another's file, by a second name
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # another file under a second name
             os.close(descriptor)
             raise OSError(f"{file} is not a lock file")
         try:
@@ -317,7 +317,7 @@ def _locked(file: Path) -> int:
 
 
 def has_writer(folder: Path) -> bool:
-    """Say whether somebody is writing into a directory."""
+    """Say whether a directory has a writer."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -332,12 +332,12 @@ def has_writer(folder: Path) -> bool:
 
 
 def is_full(error: Exception) -> bool:
-    """Say whether an error says that the disk, or one's share of it, takes no more."""
+    """Say whether an error means that the disk, or the user's quota, takes no more data."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _is_still(file: Path, descriptor: int) -> bool:
-    """Say whether the last writer did not take its lock file away between opening and locking."""
+    """Say whether the opened lock file is still in place: its last writer may have removed it before we locked it."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.lstat())
     except FileNotFoundError:

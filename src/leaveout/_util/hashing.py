@@ -1,4 +1,4 @@
-"""Hashes of many things at once, without a loop: against accidents, not against an adversary."""
+"""Hashes of many things at once, without a loop: they guard against accidents, not against an adversary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def row_hashes(rows: np.ndarray) -> np.ndarray:
-    """Hash each row of bytes: its sum, mixed.
+    """Hash each row of bytes by mixing the bits of its sum.
 
     >>> a, b, c = row_hashes(np.array([[1, 2, 3], [1, 2, 3], [3, 2, 1]], dtype=np.uint8))
     >>> bool(a == b), bool(a == c)
@@ -24,13 +24,13 @@ def row_sums(rows: np.ndarray) -> np.ndarray:
         padded = np.zeros((len(rows), 8 * words), np.uint8)
         padded[:, : rows.shape[1]] = rows
         rows = padded
-    # Without the products in between, as large as the rows: they would be memory asked for and given back each time.
+    # Without intermediate products as large as the rows, whose memory would be allocated and freed each time.
     return np.einsum("ij,j->i", np.ascontiguousarray(rows).view(np.uint64), weights(words))
 
 
 @lru_cache(maxsize=64)
 def weights(count: int) -> np.ndarray:
-    """Return odd numbers without a pattern, always the same."""
+    """Return fixed odd numbers without a pattern."""
     return mixed(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
 
 

@@ -11,7 +11,7 @@ from leaveout.errors import UnsupportedError
 STYLE = "font-variant-numeric:tabular-nums;max-width:60rem"
 CELL = "padding:.15rem .7rem;text-align:left;vertical-align:top"
 HARM, HELP = "#d9622b", "#1d9488"
-"""The colours of what did harm and of what helped, as on the page."""
+"""The colours for harm and help, as in the report."""
 
 
 def card(title: str, words: Sequence[str] = (), heads: Sequence[str] = (), rows: Sequence[Sequence[Any]] = ()) -> str:
@@ -30,7 +30,7 @@ def card(title: str, words: Sequence[str] = (), heads: Sequence[str] = (), rows:
 
 
 def axes(given: Any = None, size: tuple[float, float] = (6.4, 4.0)) -> Any:
-    """Return the axes that were given, or new ones; matplotlib is imported only here."""
+    """Return the given axes, or new ones; matplotlib is imported only here."""
     if given is not None:
         return given
     try:

@@ -1,4 +1,4 @@
-"""Arrays as pictures: PNG files made by hand, small ones, for pages that need no other file."""
+"""Arrays as pictures: small PNG files, encoded by hand, for pages that need no other files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_picture(array: np.ndarray) -> bool:
 def pixels(array: np.ndarray, side: int = 160) -> UInt8[np.ndarray, "height width *channels"]:
     """Return an image's values as bytes, its longer side at most ``side``.
 
-    Values from 0 to 1 stay what they are, bytes too; anything else (standardised inputs) is stretched over its range.
+    Values from 0 to 1 are kept, and so are bytes; anything else (standardised inputs) is stretched over its range.
 
     >>> pixels(np.array([[0.0, 1.0], [0.5, 0.25]])).tolist()
     [[0, 255], [128, 64]]
@@ -71,5 +71,5 @@ def png(image: UInt8[np.ndarray, "height width *channels"]) -> bytes:
 
 
 def data_uri(image: UInt8[np.ndarray, "height width *channels"]) -> str:
-    """Return the picture as an address that holds it whole."""
+    """Return the picture as a data URI."""
     return "data:image/png;base64," + base64.b64encode(png(image)).decode()

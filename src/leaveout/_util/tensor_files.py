@@ -1,4 +1,4 @@
-"""Writes safetensors files straight from the tensors' own memory, with the checksum taken on the way."""
+"""Writes safetensors files directly from the tensors' memory, and computes the checksum while writing."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from torch import Tensor
 from leaveout._util.files import write_opened
 
 Rows: TypeAlias = Sequence[Tensor]
-"""Tensors of one type and shape, which are written as one with a further first dimension, without being joined."""
+"""Tensors of one dtype and shape that are written as one with an extra first dimension, without being joined."""
 
 PIECE = 1 << 20
-"""How many bytes of small tensors are joined at most before they are written."""
+"""How many bytes of small tensors are joined, at most, before they are written."""
 
 SMALL = 1 << 16
-"""Up to how many bytes the rows of a tensor, and whole tensors, are joined; larger ones are written as they are."""
+"""Rows of a tensor, and whole tensors, of up to this many bytes are joined; larger ones are written as they are."""
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""As the format names them."""
+"""The format's names of the dtypes."""
 
 
 def write_tensors_checked(file: Path, tensors: Mapping[str, Tensor | Rows]) -> int:
-    """Write a safetensors file that is there whole or not at all, and return its CRC-32.
+    """Write a safetensors file atomically, and return its CRC-32.
 
-    A list of tensors becomes one tensor with a row for each. Nothing is copied in memory that is contiguous and on the
-    processor already: of a shard of many megabytes, a second copy and a second reading would cost as much as the rest.
+    A list of tensors becomes one tensor with a row for each. Tensors that are already contiguous and on the CPU are not
+    copied in memory: for a shard of many megabytes, a second copy and a second read would cost as much as the rest.
     """
-    # Wide types first: the format wants every tensor at a multiple of its own width.
+    # Wide dtypes first: the format requires every tensor to start at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-_first(item[1]).element_size(), item[0]))
     header, offset = {}, 0
     for name, value in ordered:
@@ -67,10 +67,11 @@ def _first(value: Tensor | Rows) -> Tensor:
 
 
 def _pieces(values: Sequence[Tensor | Rows]) -> Iterator[memoryview]:
-    """Yield the bytes of tensors in their order, small ones together: each piece costs calls, and training waits.
+    """Yield the bytes of tensors in order, small ones together: each piece costs calls, for which training waits.
 
-    They are joined by numpy: of a thread that writes, PyTorch's parallel kernels would start further threads, for whose
-    sake those of the training thread no longer spin between its own, and its small operations would take twice as long.
+    They are joined by numpy: called from a writing thread, PyTorch's parallel kernels would start further threads.
+    Because of these, the training thread's own worker threads would no longer spin between its operations, and its
+    small operations would take twice as long.
     """
     waiting: list[np.ndarray] = []
     size = 0
@@ -89,12 +90,12 @@ def _pieces(values: Sequence[Tensor | Rows]) -> Iterator[memoryview]:
 
 
 def _blocks(value: Tensor | Rows) -> Iterator[np.ndarray]:
-    """Yield the bytes of a tensor, or of one for each row; those of small rows at once, by one call for all of them."""
+    """Yield the bytes of a tensor, or of one tensor per row; small rows are joined first, by a single call."""
     if isinstance(value, Tensor):
         yield _bytes(value)
     elif len(value) > 1 and value[0].numel() * value[0].element_size() <= SMALL and value[0].device.type == "cpu":
         with torch.no_grad():
-            joined = torch.stack(list(value))  # by this thread alone
+            joined = torch.stack(list(value))  # in this thread alone
         yield _bytes(joined)
     else:
         yield from map(_bytes, value)

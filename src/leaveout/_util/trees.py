@@ -39,24 +39,24 @@ def flat_rows(stack: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Some coordinates of one parameter, in the order of its memory, of all vectors of a stack."""
+    """Some coordinates of one parameter, in memory order, for all vectors of a stack."""
 
     name: str
     columns: slice = slice(None)
 
     def of(self, params: Params) -> Float[Tensor, " columns"]:
-        """Return them of one vector."""
+        """Return these coordinates of one vector."""
         return params[self.name].flatten()[self.columns]
 
     def of_rows(self, stack: Params) -> Float[Tensor, "rows columns"]:
-        """Return them of every vector of a stack."""
+        """Return these coordinates of every vector of a stack."""
         return flat_rows(stack[self.name])[:, self.columns]
 
 
 class Touched(NamedTuple):
-    """Some rows of a matrix, others for each vector of a stack: what an example's words touch in an embedding.
+    """Some rows of a matrix, different for each vector of a stack: those of an embedding that an example's words touch.
 
-    ``rows`` says of which vector each is, ``places`` which row of the matrix.
+    For each, ``rows`` has its vector in the stack and ``places`` its row in the matrix.
     """
 
     name: str
@@ -64,20 +64,20 @@ class Touched(NamedTuple):
     places: Int[Tensor, " touched"]
 
     def of(self, params: Params) -> Float[Tensor, "touched columns"]:
-        """Return them of one vector."""
+        """Return these rows of one vector."""
         return params[self.name].flatten(1)[self.places]
 
     def of_rows(self, stack: Params) -> Float[Tensor, "touched columns"]:
-        """Return each of its own vector of a stack."""
+        """Return each row from its own vector of a stack."""
         return stack[self.name].flatten(2)[self.rows, self.places]
 
 
 SPARSE = 1 / 4
-"""The share of a matrix's rows up to which they are looked at one by one."""
+"""The share of nonzero rows of a matrix up to which they are handled one by one."""
 
 
 def touched(stack: Params, name: str) -> Touched | None:
-    """Return the rows of a matrix that are not zero, if they are few.
+    """Return the nonzero rows of a matrix, if they are few.
 
     >>> touched({"w": torch.eye(8)[None, :, :2]}, "w").places.tolist()
     [0, 1]
@@ -94,13 +94,13 @@ def _few(matrix: Tensor) -> bool:
 
 
 def _used(matrices: Tensor) -> Tensor:
-    return (matrices.amax(-1) != 0) | (matrices.amin(-1) != 0)  # ten times as quick as a norm
+    return (matrices.amax(-1) != 0) | (matrices.amin(-1) != 0)  # ten times as fast as a norm
 
 
 def blocks(stack: Params, size: int) -> Iterator[Block | Touched]:
-    """Cut a stack into blocks of at most ``size`` numbers, all vectors together; at least a column each.
+    """Cut a stack into blocks of at most ``size`` numbers over all vectors, but at least one column each.
 
-    Of matrices with few rows that are not zero, only these.
+    For matrices with few nonzero rows, only these are returned.
 
     >>> [block.columns for block in blocks({"w": torch.zeros(2, 3)}, 4)]
     [slice(0, 2, None), slice(2, 3, None)]
@@ -116,7 +116,7 @@ def blocks(stack: Params, size: int) -> Iterator[Block | Touched]:
 
 
 def sum_of(terms: Iterator[Tensor]) -> Tensor:
-    """Sum one tensor or more, without a starting zero of some other dtype or device."""
+    """Sum one or more tensors, without a starting zero of another dtype or device."""
     total = next(terms)
     for term in terms:
         total = total + term
@@ -124,13 +124,13 @@ def sum_of(terms: Iterator[Tensor]) -> Tensor:
 
 
 def memory(tensor: Tensor) -> int:
-    """Return where a tensor's memory begins, the same for all views of it."""
-    own = 0 if tensor.storage_offset() else tensor.data_ptr()  # without an object for the storage, which takes longer
+    """Return the address at which a tensor's memory begins, the same for all views of it."""
+    own = 0 if tensor.storage_offset() else tensor.data_ptr()  # creating a storage object takes longer
     return own or tensor.untyped_storage().data_ptr()
 
 
 def memories(tensors: Sequence[Tensor]) -> set[int]:
-    """Return where the memories of several tensors begin, by as few calls as can be."""
+    """Return the addresses at which the memory of several tensors begins, with as few calls as possible."""
     if any(map(Tensor.storage_offset, tensors)):
         return set(map(memory, tensors))
     return set(map(Tensor.data_ptr, tensors))
@@ -142,7 +142,7 @@ def height(stack: Params) -> int:
 
 
 def split(stack: Params, size: int) -> Iterator[Params]:
-    """Split the stack into runs of at most ``size`` vectors."""
+    """Split the stack into chunks of at most ``size`` vectors."""
     for start in range(0, height(stack), size):
         yield {name: tensor[start : start + size] for name, tensor in stack.items()}
 

@@ -18,7 +18,7 @@ class Adadelta(Definition):
     slots = (PARAM, "square_avg", "acc_delta")
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """V ← ρv + (1−ρ)d²,  Δ = √(a + ε)/√(v + ε) · d,  a ← ρa + (1−ρ)Δ²,  θ ← θ − αΔ  with d = g + λθ."""
+        """Compute v ← ρv + (1−ρ)d²,  Δ = √(a + ε)/√(v + ε) · d,  a ← ρa + (1−ρ)Δ²,  θ ← θ − αΔ  with d = g + λθ."""
         param, gradient = slots[PARAM], descent(gradient, hyper)
         if hyper["weight_decay"] != 0:
             gradient = gradient.add(param, alpha=hyper["weight_decay"])

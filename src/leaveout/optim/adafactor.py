@@ -22,9 +22,10 @@ class Adafactor(Definition):
     stacking = "vmap"
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """Θ ← (1 − lr·λ)θ − α·u/max(1, RMS(u)/d)  with u = g/√v and α = max(ε₂, RMS(θ))·min(lr, 1/√t).
+        """Compute θ ← (1 − lr·λ)θ − α·u/max(1, RMS(u)/d)  with u = g/√v and α = max(ε₂, RMS(θ))·min(lr, 1/√t).
 
-        v ← v + t^τ(g² − v) for a vector; for a matrix v = r·c/mean(r) with the same averages r, c of rows and columns.
+        For a vector, v ← v + t^τ(g² − v); for a matrix, v = r·c/mean(r), with r and c averaged in the same way over
+        its rows and columns.
         """
         param, gradient, rate, t = slots[PARAM], descent(gradient, hyper), hyper["lr"], hyper["step"]
         share, relative = t ** hyper["beta2_decay"], min(rate, 1 / t**0.5)
@@ -44,7 +45,7 @@ class Adafactor(Definition):
         return {**new, PARAM: torch.addcmul(param, update, (-alpha / clipped).to(param.dtype))}
 
     def shape(self, slot: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """One column, one row, or the whole: what the parameter does not use is empty."""
+        """Return the shape of one column, of one row or of the parameter; slots it does not use are empty."""
         if slot == PARAM or (slot == "variance" and len(shape) < 2):
             return tuple(shape)
         if slot == "variance" or len(shape) < 2:
@@ -52,29 +53,29 @@ class Adafactor(Definition):
         return (*shape[:-1], 1) if slot == "row_var" else (*shape[:-2], 1, shape[-1])
 
     def coupled_decay(self, hyper: Hyper) -> float:  # noqa: ARG002
-        """None of it."""
+        """Return 0: all weight decay is decoupled."""
         return 0.0
 
     def settings(self, group: Group, params: Sequence[Tensor]) -> dict[str, Any]:
-        """Both eps as numbers; torch takes the first one from the first parameter's type where it is not given."""
+        """Return both eps as numbers; if the first is not given, torch takes it from the first parameter's dtype."""
         eps1, eps2 = group["eps"]
         if eps1 is None and params:
             eps1 = torch.finfo(params[0].dtype).eps
         return super().settings({**group, "eps1": eps1 or 0.0, "eps2": eps2}, params)
 
     def restored(self, held: Slots, hyper: Hyper, group: Group, param: Tensor) -> dict[str, Any]:
-        """Only what the parameter uses."""
+        """Return only the slots that the parameter uses."""
         used = {slot: tensor for slot, tensor in held.items() if tensor.shape == self.shape(slot, param.shape) != (0,)}
         return {"step": counter(hyper["step"], group, param), **used}
 
 
 def _mean_square(gradient: Tensor, dim: int) -> Tensor:
-    """Mean of squares along a dimension, as torch takes it: by the norm, whose derivative at 0 is 0."""
+    """Compute the mean of squares along a dimension as torch does: from the norm, whose derivative at 0 is 0."""
     return torch.norm(gradient, dim=dim, keepdim=True).square().div(gradient.size(dim))
 
 
 def _rms(tensor: Tensor, unit: float = 1.0) -> Tensor:
-    """√(mean of squares), in units, in float64 as torch's Python numbers are."""
+    """Compute √(mean of squares) in multiples of ``unit``, in float64, as torch does with Python numbers."""
     return tensor.norm(2).double() / (tensor.numel() ** 0.5 * unit)
 
 

@@ -18,7 +18,7 @@ class Adagrad(Definition):
     slots = (PARAM, "sum")
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """V ← v + d²,  θ ← θ − α/(1 + (t−1)η) · d/(√v + ε)  with d = g + λθ and the learning rate's decay η."""
+        """Compute v ← v + d²,  θ ← θ − α/(1 + (t−1)η) · d/(√v + ε)  with d = g + λθ and learning rate decay η."""
         param, gradient = slots[PARAM], descent(gradient, hyper)
         if hyper["weight_decay"] != 0:
             gradient = gradient.add(param, alpha=hyper["weight_decay"])

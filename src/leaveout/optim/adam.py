@@ -13,7 +13,7 @@ from leaveout.optim.definition import Definition, Division, Group, Slots, Values
 
 
 class Adam(Definition):
-    """``torch.optim.Adam``. ``step``: the t of the bias correction, from 1."""
+    """``torch.optim.Adam``. ``step`` is the t of the bias correction, counted from 1."""
 
     name = "Adam"
     torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
@@ -24,14 +24,14 @@ class Adam(Definition):
     adam_moments = True
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """M ← β₁m + (1−β₁)d,  v ← β₂v + (1−β₂)d²,  θ ← θ − α m̂ / (√v̂ + ε)  with d = g + λθ."""
+        """Compute m ← β₁m + (1−β₁)d,  v ← β₂v + (1−β₂)d²,  θ ← θ − α m̂ / (√v̂ + ε)  with d = g + λθ."""
         gradient = descent(gradient, hyper)
         if hyper["weight_decay"] != 0:
             gradient = gradient.add(slots[PARAM], alpha=hyper["weight_decay"])
         return update(slots, gradient, hyper)
 
     def step_(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """As ``step``, in place: of a model of some size, memory traffic is most of the time."""
+        """Take the step in place: for all but small models, memory traffic takes most of the time."""
         if hyper.get("maximize"):
             gradient.neg_()
         if hyper["weight_decay"] != 0:
@@ -39,11 +39,11 @@ class Adam(Definition):
         return update_(slots, gradient, hyper)
 
     def fused(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots | None:
-        """The same by torch's kernel, on copies."""
+        """Take the step with torch's fused kernel, on copies."""
         return by_kernel(torch._fused_adam_, slots, gradient, hyper)
 
     def pulled(self, slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor] | None:
-        """With λ inside the gradient, what reaches d reaches θ as well."""
+        """Pull u back; since d includes λθ, what reaches d also reaches θ."""
         if hyper.get("amsgrad"):
             return None
         used, decay = descent(gradient, hyper), hyper["weight_decay"]
@@ -55,14 +55,14 @@ class Adam(Definition):
         return old, descent(along, hyper)
 
     def jumped(self, slots: Slots, after: Slots, gradient: Tensor, leaving: Tensor, hyper: Values) -> Slots:
-        """With λ inside the gradient, d is g + λθ, and ℓ leaves it all the same."""
+        """Compute the jump along d = g + λθ; ℓ is subtracted from d just as from g."""
         if hyper.get("amsgrad"):
             return super().jumped(slots, after, gradient, leaving, hyper)
         used = descent(gradient, hyper).add(slots[PARAM], alpha=hyper["weight_decay"])
         return jumped(slots, after, used, descent(leaving, hyper), hyper)
 
     def consumed(self, slots: Slots, after: Slots, hyper: Values) -> Tensor | None:
-        """(m' − β₁m)/(1 − β₁) − λθ."""
+        """Compute (m' − β₁m)/(1 − β₁) − λθ."""
         return descent(direction(slots, after, hyper).sub_(slots[PARAM], alpha=hyper["weight_decay"]), hyper)
 
     def division(self, hyper: Values) -> Division:
@@ -72,11 +72,11 @@ class Adam(Definition):
         return Division("exp_avg", square, hyper["beta1"], keeps, rate * correction, hyper["eps"] * correction)
 
     def describes(self, optimizer: object) -> bool:
-        """Adam, unless all its groups say that it is AdamW."""
+        """Say whether this is an Adam; if all its groups have decoupled weight decay, it is an AdamW instead."""
         return is_plain(optimizer, torch.optim.Adam) and not decoupled(optimizer)
 
     def problems(self, groups: Sequence[Group]) -> list[str]:
-        """Some groups of Adam and some of AdamW are two optimizers."""
+        """Report a mix of Adam groups and AdamW groups, which are two optimizers."""
         if any(group.get("decoupled_weight_decay") for group in groups):
             return ["some of its groups have decoupled_weight_decay=True and some not; set it alike for all"]
         return []
@@ -90,12 +90,12 @@ def decoupled(optimizer: object) -> bool:
 
 
 def root_correction(hyper: Values) -> Any:
-    """√(1 − β₂ᵗ), by which √v̂ = √v/√(1 − β₂ᵗ)."""
+    """Compute √(1 − β₂ᵗ), for √v̂ = √v/√(1 − β₂ᵗ)."""
     return (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
 
 
 def update(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-    """Both moments along d, and the parameter by them."""
+    """Update both moments with d, and the parameter with both moments."""
     mean = slots["exp_avg"].lerp(gradient, 1 - hyper["beta1"])
     square = slots["exp_avg_sq"].mul(hyper["beta2"]).addcmul(gradient, gradient, value=1 - hyper["beta2"])
     step_size = hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])
@@ -108,7 +108,7 @@ def update(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
 
 
 def update_(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-    """As ``update``, to the last bit, writing into the slots."""
+    """Do what ``update`` does, to the last bit, but write into the slots."""
     mean = slots["exp_avg"].lerp_(gradient, 1 - hyper["beta1"])
     square = slots["exp_avg_sq"].mul_(hyper["beta2"]).addcmul_(gradient, gradient, value=1 - hyper["beta2"])
     if hyper.get("amsgrad"):
@@ -120,7 +120,7 @@ def update_(slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
 
 
 def by_kernel(kernel: Any, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-    """Take a step by one of torch's fused kernels, which write into what they are given."""
+    """Take a step with one of torch's fused kernels, which write into their arguments."""
     new = {slot: tensor.contiguous().clone() for slot, tensor in slots.items()}
     largest = [new["max_exp_avg_sq"]] if hyper.get("amsgrad") else []
     count = torch.tensor(hyper["step"], dtype=torch.float32, device=gradient.device)
@@ -132,10 +132,10 @@ def by_kernel(kernel: Any, slots: Slots, gradient: Tensor, hyper: Values) -> Slo
 
 
 def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tuple[Slots, Tensor]:
-    """Pull u back through ``update``: in the old slots (θ as it is), and in d.
+    """Pull u back through ``update``, to the old slots (u_θ unchanged) and to d.
 
-    With c² = 1 − β₂ᵗ, D = √v' + cε, s the step's size and q = u_θ/D, a = u_m − s·c·q reaches m', and
-    b = u_v + s·c·q·m'/(2D·√v') reaches v' (where v' = 0, u_v alone): β₁a for m, β₂b for v,
+    With c² = 1 − β₂ᵗ, D = √v' + cε, s the step size and q = u_θ/D, a = u_m − s·c·q reaches m' and
+    b = u_v + s·c·q·m'/(2D·√v') reaches v' (u_v alone where v' = 0). The results are β₁a for m, β₂b for v and
     (1 − β₁)a + 2(1 − β₂)d·b for d.
     """
     mean = slots["exp_avg"].lerp(gradient, 1 - hyper["beta1"])
@@ -146,7 +146,7 @@ def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tupl
     denominator = root + hyper["eps"] * correction
     share = vector[PARAM] / denominator
     along = torch.sub(vector["exp_avg"], share, alpha=size)
-    # A root of zero belongs to a gradient that has been zero so far, and its derivative is taken as zero.
+    # The root is zero where the gradient has been zero so far; its derivative is taken to be zero there.
     bent = mean.mul_(share).div_(denominator).div_(root).masked_fill_(root == 0, 0.0)
     bent = torch.add(vector["exp_avg_sq"], bent, alpha=size / 2)
     into = torch.addcmul(along * (1 - hyper["beta1"]), gradient, bent, value=2 * (1 - hyper["beta2"]))
@@ -155,19 +155,19 @@ def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tupl
 
 
 def jumped(slots: Slots, after: Slots, used: Tensor, leaving: Tensor, hyper: Values) -> Slots:
-    """The slots after an ``update`` along d − ℓ for each row ℓ of ``leaving``, minus those after the one along d.
+    """Compute the slots after an ``update`` with d − ℓ, for each row ℓ of ``leaving``, minus those after one with d.
 
-    θ's old value and its decay cancel. With m' and v' after the step, two dashes for a row's own, and s its size,
+    θ's old value and its decay cancel. With m' and v' after the step, m″ and v″ for a row, and s the step size,
 
         Δm = −(1 − β₁)ℓ,    Δv = v″ − v',    Δθ = −s·c·(m″/(√v″ + cε) − m'/(√v' + cε)),    c² = 1 − β₂ᵗ
 
-    in few passes over all rows, and zero where ℓ is.
+    This takes few passes over the rows, and the result is zero where ℓ is.
     """
     correction, mean_share = float(root_correction(hyper)), 1 - float(hyper["beta1"])
     size = float(hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])) * correction
     eps = float(hyper["eps"]) * correction
     rest = used - leaving
-    # In the step's own operations: a square that cancels has to be as small as it would have been.
+    # The same operations as in the step: a square that cancels has to come out as small as it does there.
     square = torch.addcmul(slots["exp_avg_sq"] * hyper["beta2"], rest, rest, value=1 - hyper["beta2"])
     root = torch.sqrt(square, out=rest).add_(eps)
     scaled = after["exp_avg"] * -size
@@ -182,7 +182,7 @@ def jumped(slots: Slots, after: Slots, used: Tensor, leaving: Tensor, hyper: Val
 
 
 def direction(slots: Slots, after: Slots, hyper: Values) -> Tensor:
-    """The d that m moved along."""
+    """Compute the d that m was updated with."""
     return after["exp_avg"].sub(slots["exp_avg"], alpha=hyper["beta1"]).div_(1 - hyper["beta1"])
 
 

@@ -18,7 +18,7 @@ class Adamax(Definition):
     slots = (PARAM, "exp_avg", "exp_inf")
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """M ← β₁m + (1−β₁)d,  u ← max(β₂u, |d| + ε),  θ ← θ − α/(1 − β₁ᵗ) · m/u  with d = g + λθ."""
+        """Compute m ← β₁m + (1−β₁)d,  u ← max(β₂u, |d| + ε),  θ ← θ − α/(1 − β₁ᵗ) · m/u  with d = g + λθ."""
         param, gradient = slots[PARAM], descent(gradient, hyper)
         if hyper["weight_decay"] != 0:
             gradient = gradient.add(param, alpha=hyper["weight_decay"])

@@ -1,6 +1,6 @@
-"""Averages of weights (EMA, SWA) as one more slot of the state: after each step ``average ← a·average + b·θ``.
+"""Weight averages (EMA, SWA) as one more slot of the state: after each step ``average ← a·average + b·θ``.
 
-The slot is linear in everything and nothing depends on it, so every derivative goes through it for nothing.
+The slot is linear in all its inputs and nothing depends on it, so derivatives pass through it at no extra cost.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from leaveout.optim.definition import Hyper, Values
 
 AVERAGE = "average"
-"""The slot; in runs whose averaged model was recorded."""
+"""The slot's name; only runs whose averaged model was recorded have the slot."""
 
 
 class Update(NamedTuple):
-    """What became of the average after a step; the model's buffers may be averaged otherwise than its parameters.
+    """How the average changed after a step; the model's buffers may be averaged differently from its parameters.
 
-    ``models`` is how many models have been averaged by then, as ``AveragedModel.n_averaged`` has it.
+    ``models`` is the number of models averaged by then, as in ``AveragedModel.n_averaged``.
     """
 
     kept: float = 1.0
@@ -28,7 +28,7 @@ class Update(NamedTuple):
     models: float = 0.0
 
     def then(self, other: Update) -> Update:
-        """One update after the other, with the same weights.
+        """Combine this update with one that follows it, for the same weights.
 
         >>> Update(0.5, 0.5).then(Update(0.5, 0.5))[:2]
         (0.25, 0.75)
@@ -42,18 +42,18 @@ class Update(NamedTuple):
         )
 
     def columns(self) -> Hyper:
-        """As hyperparameters of a step that was read."""
+        """Return the update as hyperparameters of a step that was read from disk."""
         return {f"{AVERAGE}_{name}": value for name, value in self._asdict().items()}
 
 
 def shares(hyper: Values, *, buffers: bool = False) -> tuple[float, float]:
-    """What a step kept of the average, and what it added of the new weights."""
+    """Return the share of the average that a step kept, and the share of the new weights that it added."""
     kind = "buffers_" if buffers else ""
     return hyper.get(f"{AVERAGE}_{kind}kept", 1.0), hyper.get(f"{AVERAGE}_{kind}added", 0.0)
 
 
 def mixed(average: Tensor, new: Tensor, share: tuple[float, float]) -> Tensor:
-    """a·average + b·new, without arithmetic where nothing changes."""
+    """Compute a·average + b·new, without arithmetic if nothing changes."""
     kept, added = share
     if (kept, added) == (1.0, 0.0):
         return average

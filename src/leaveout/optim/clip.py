@@ -1,7 +1,7 @@
-"""Clipping of the gradient before the optimizer's step, by norm or by value: a part of the step, and differentiated.
+"""Gradient clipping before the optimizer's step, by norm or by value; it is differentiated as part of the step.
 
-By norm, ``g ← g · min(1, c / (‖g‖_p + 10⁻⁶))`` over all parameters together, as ``torch.nn.utils.clip_grad_norm_``
-does; by value, ``g ← min(max(g, −v), v)``, as ``clip_grad_value_``.
+By norm, ``g ← g · min(1, c / (‖g‖_p + 10⁻⁶))`` over all parameters together, like
+``torch.nn.utils.clip_grad_norm_``; by value, ``g ← min(max(g, −v), v)``, like ``clip_grad_value_``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Clip:
 
     Args:
         norm: the largest norm, or None.
-        p: of which norm: 2, 1, ``inf``, any.
-        value: the largest absolute value of an entry, or None; taken before the norm where both are given.
+        p: which norm: 2, 1, ``inf`` or any other.
+        value: the largest absolute value of an entry, or None; applied before the norm if both are given.
     """
 
     norm: float | None = None
@@ -48,7 +48,7 @@ class Clip:
 
 
 def clip_of(norm: float | tuple[float, float] | None, value: float | None) -> Clip | None:
-    """Return the clipping that a task's arguments say, checked; None for none.
+    """Check a task's clipping arguments and return the clipping they describe, or None.
 
     >>> clip_of((1.0, 1), None)
     Clip(norm=1.0, p=1.0, value=None)
@@ -68,6 +68,6 @@ def clip_of(norm: float | tuple[float, float] | None, value: float | None) -> Cl
 
 
 def _norm(tensor: Tensor, p: float) -> Tensor:
-    """‖t‖_p, with derivative 0 at t = 0, where torch's has none."""
+    """Compute ‖t‖_p, with derivative 0 at t = 0, where torch's norm has none."""
     zero = (tensor == 0).all()
     return torch.where(zero, 0.0, torch.linalg.vector_norm(torch.where(zero, 1.0, tensor), p))

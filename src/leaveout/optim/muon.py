@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal by a few Newton-Schulz iterations, for matrices."""
+"""Muon: momentum orthogonalised by a few Newton-Schulz iterations, for matrices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ADJUST = (None, "original", "match_rms_adamw")
 
 
 class Muon(Definition):
-    """``torch.optim.Muon``. ``adjust``: the number of ``adjust_lr_fn`` in ``ADJUST``.
+    """``torch.optim.Muon``. ``adjust`` is the index of ``adjust_lr_fn`` in ``ADJUST``.
 
-    torch iterates in bfloat16: the recorded step and every replay do the same, one model after the other, since
-    another order of summation would round differently. What is differentiated is the same iteration without that
-    rounding, whose own derivative is zero almost everywhere.
+    torch iterates in bfloat16, and so do the recorded step and every replay, one model after the other, since another
+    order of summation would round differently. What is differentiated is the same iteration without that rounding,
+    since the derivative of the rounding itself is zero almost everywhere.
     """
 
     name = "Muon"
@@ -32,11 +32,11 @@ class Muon(Definition):
     stacking = "loop"
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """M ← μm + (1−μ)g,  θ ← (1 − αλ)θ − α'·NS(m)  (Nesterov: NS(μm + (1−μ)g)), NS in bfloat16."""
+        """Compute m ← μm + (1−μ)g,  θ ← (1 − αλ)θ − α'·NS(m)  (Nesterov: NS(μm + (1−μ)g)), NS in bfloat16."""
         return self._step(slots, gradient, hyper, torch.bfloat16)
 
     def smooth(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """The same without rounding to bfloat16."""
+        """Compute the step without rounding to bfloat16."""
         return self._step(slots, gradient, hyper, gradient.dtype)
 
     def _step(self, slots: Slots, gradient: Tensor, hyper: Values, dtype: torch.dtype) -> Slots:
@@ -51,26 +51,26 @@ class Muon(Definition):
         }
 
     def coupled_decay(self, hyper: Hyper) -> float:  # noqa: ARG002
-        """None of it."""
+        """Return 0: all weight decay is decoupled."""
         return 0.0
 
     def settings(self, group: Group, params: Sequence[Tensor]) -> dict[str, Any]:
-        """The three coefficients and the adjustment as numbers."""
+        """Return the settings with the three coefficients and the adjustment as numbers."""
         a, b, c = group["ns_coefficients"]
         adjust = ADJUST.index(group["adjust_lr_fn"])
         return super().settings({**group, "ns_a": a, "ns_b": b, "ns_c": c, "adjust": adjust}, params)
 
     def counted(self, group: Group, state: Mapping[str, Any]) -> tuple[float, ...]:  # noqa: ARG002
-        """It counts nothing."""
+        """Return nothing: Muon has no counters."""
         return ()
 
     def restored(self, held: Slots, hyper: Hyper, group: Group, param: Tensor) -> dict[str, Any]:  # noqa: ARG002
-        """The momentum buffer."""
+        """Return the momentum buffer."""
         return dict(held)
 
 
 def orthogonal(matrix: Tensor, hyper: Values) -> Tensor:
-    """NS(G): X = G/‖G‖, then k times X ← aX + (bA + cA²)X with A = XXᵀ; near UVᵀ for G = USVᵀ."""
+    """Compute NS(G): X = G/‖G‖, then k times X ← aX + (bA + cA²)X with A = XXᵀ; close to UVᵀ for G = USVᵀ."""
     a, b, c = hyper["ns_a"], hyper["ns_b"], hyper["ns_c"]
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
@@ -82,7 +82,7 @@ def orthogonal(matrix: Tensor, hyper: Values) -> Tensor:
 
 
 def _ratio(shape: Sequence[int], hyper: Values) -> float:
-    """What the learning rate is multiplied by for a matrix of that shape."""
+    """Return the factor on the learning rate for a matrix of this shape."""
     rows, columns = shape
     if ADJUST[int(hyper["adjust"])] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

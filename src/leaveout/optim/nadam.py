@@ -1,4 +1,4 @@
-"""NAdam: Adam with Nesterov's momentum, whose coefficient grows with the steps."""
+"""NAdam: Adam with Nesterov momentum, whose coefficient grows with the steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leaveout.optim.definition import Definition, Division, Group, Hyper, Slots,
 
 
 class NAdam(Definition):
-    """``torch.optim.NAdam``. ``mu_product``: μ₁·…·μ_t, which depends on no gradient, as torch rounds it."""
+    """``torch.optim.NAdam``. ``mu_product`` is μ₁·…·μ_t as torch rounds it; it does not depend on any gradient."""
 
     name = "NAdam"
     torch_class = torch.optim.NAdam
@@ -24,7 +24,7 @@ class NAdam(Definition):
     slots = (PARAM, "exp_avg", "exp_avg_sq")
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """Θ ← θ − α ((1−μ_t)/(1−Πμ) d + μ_{t+1}/(1−μ_{t+1}Πμ) m) / (√v̂ + ε)  with Adam's m, v̂ and d."""
+        """Compute θ ← θ − α ((1−μ_t)/(1−Πμ) d + μ_{t+1}/(1−μ_{t+1}Πμ) m) / (√v̂ + ε)  with Adam's m, v̂ and d."""
         param, gradient, rate, t = slots[PARAM], descent(gradient, hyper), hyper["lr"], hyper["step"]
         if hyper["weight_decay"] != 0 and hyper["decoupled_weight_decay"]:
             param = param.mul(1 - rate * hyper["weight_decay"])
@@ -40,25 +40,25 @@ class NAdam(Definition):
         return {PARAM: param, "exp_avg": mean, "exp_avg_sq": square}
 
     def division(self, hyper: Values) -> Division:
-        """Divide m by √v̂; the part of the gradient that goes beside it is left aside."""
+        """Divide m by √v̂; the gradient's own term in the step is ignored."""
         following = coefficient(hyper["step"] + 1, hyper["beta1"], hyper["momentum_decay"])
         correction = (1 - hyper["beta2"] ** hyper["step"]) ** 0.5
         size = hyper["lr"] * following / (1.0 - hyper["mu_product"] * following) * correction
         return Division("exp_avg", "exp_avg_sq", hyper["beta1"], hyper["beta2"], size, hyper["eps"] * correction)
 
     def coupled_decay(self, hyper: Hyper) -> float:
-        """All of it or nothing, as the group says."""
+        """Return all of it or nothing, depending on the group."""
         return 0.0 if hyper["decoupled_weight_decay"] else hyper["weight_decay"]
 
     def counted(self, group: Group, state: Mapping[str, Any]) -> tuple[float, ...]:
-        """The step, and the product with its coefficient."""
+        """Return the step, and the product including its coefficient."""
         (counted,) = super().counted(group, state)
         step = counter(counted, {}, torch.zeros(())) if group.get("capturable") else counted
         mu = coefficient(step, group["betas"][0], group["momentum_decay"])
         return counted, float(self._product(state) * mu)
 
     def restored(self, held: Slots, hyper: Hyper, group: Group, param: Tensor) -> dict[str, Any]:
-        """As Adam, and the product."""
+        """Return the same as for Adam, and the product."""
         counted = {key: counter(hyper[key], group, param) for key in self.counters}
         return {**counted, **held}
 
@@ -70,7 +70,7 @@ class NAdam(Definition):
 
 
 def coefficient(step: Any, beta: Any, decay: Any) -> Any:
-    """μ_t = β₁ (1 − 0.5 · 0.96^(tψ))."""
+    """Compute μ_t = β₁ (1 − 0.5 · 0.96^(tψ))."""
     return beta * (1.0 - 0.5 * (0.96 ** (step * decay)))
 
 

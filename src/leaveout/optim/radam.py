@@ -1,4 +1,4 @@
-"""RAdam: Adam whose second moment counts once it can be trusted, and is rectified."""
+"""RAdam: Adam whose second moment is used, and rectified, once it can be trusted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class RAdam(Definition):
     slots = (PARAM, "exp_avg", "exp_avg_sq")
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """Θ ← θ − α r_t m̂ √(1−β₂ᵗ)/(√v + ε) with Adam's m, v and d, once ρ_t > 5 (by t alone); else α m̂."""
+        """Compute θ ← θ − α r_t m̂ √(1−β₂ᵗ)/(√v + ε) with Adam's m, v and d once ρ_t > 5, before that θ ← θ − α m̂.
+
+        ρ_t depends on t alone.
+        """
         param, gradient, rate, t = slots[PARAM], descent(gradient, hyper), hyper["lr"], hyper["step"]
         beta2 = hyper["beta2"]
         if hyper["weight_decay"] != 0 and hyper["decoupled_weight_decay"]:
@@ -40,7 +43,7 @@ class RAdam(Definition):
         return {PARAM: param.add(moved, alpha=-1.0), "exp_avg": mean, "exp_avg_sq": square}
 
     def division(self, hyper: Values) -> Division:
-        """Divide m by √v; of size zero as long as the second moment is not used."""
+        """Divide m by √v, with size zero as long as the second moment is not used."""
         t, beta2 = hyper["step"], hyper["beta2"]
         length, longest = lengths(beta2, t)
         size = 0.0
@@ -50,18 +53,18 @@ class RAdam(Definition):
         return Division("exp_avg", "exp_avg_sq", hyper["beta1"], beta2, size, hyper["eps"])
 
     def coupled_decay(self, hyper: Hyper) -> float:
-        """All of it or nothing, as the group says."""
+        """Return all of it or nothing, depending on the group."""
         return 0.0 if hyper["decoupled_weight_decay"] else hyper["weight_decay"]
 
 
 def lengths(beta2: Any, t: Any) -> tuple[Any, Any]:
-    """ρ_t, the length of the averaged sequence, and ρ_∞, its limit."""
+    """Compute ρ_t, the length of the averaged sequence, and ρ_∞, its limit."""
     longest = 2 / (1 - beta2) - 1
     return longest - 2 * t * (beta2**t) / (1 - beta2**t), longest
 
 
 def rectification(length: Any, longest: float) -> Any:
-    """r_t = √((ρ_t−4)(ρ_t−2)ρ_∞ / ((ρ_∞−4)(ρ_∞−2)ρ_t))."""
+    """Compute r_t = √((ρ_t−4)(ρ_t−2)ρ_∞ / ((ρ_∞−4)(ρ_∞−2)ρ_t))."""
     return ((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)) ** 0.5
 
 

@@ -1,4 +1,4 @@
-"""Reads a live optimizer: which one it is, what it holds, and what its coming step will use."""
+"""Reads a live optimizer: which one it is, what it holds, and what its next step will use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside wrappers that hold it as ``.optimizer``, as accelerate's does; hooks belong to that one."""
+    """Return the optimizer inside wrappers that hold it as ``.optimizer``, like accelerate's: the one to hook."""
     seen: set[int] = set()
     while id(optimizer) not in seen:
         seen.add(id(optimizer))
@@ -28,7 +28,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
-    """The rule of a ``torch.optim`` optimizer, or a refusal that lists every reason."""
+    """Return the rule of a ``torch.optim`` optimizer, or refuse with every reason listed."""
     optimizer = unwrapped(optimizer)
     definition = _definition(optimizer)
     problems = [
@@ -56,9 +56,9 @@ def rule_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Rule:
 
 
 class Settings(NamedTuple):
-    """What a step uses: a row of hyperparameters for each group, and further rows for parameters that count apart.
+    """What a step uses: a row of hyperparameters per group, and further rows for parameters with their own counts.
 
-    ``places`` has the number of each parameter's row, in the order of ``rule.groups``; None where it is its group's.
+    ``places`` has the number of each parameter's row, in the order of ``rule.groups``; None if each is its group's.
     """
 
     hypers: list[Hyper]
@@ -68,9 +68,9 @@ class Settings(NamedTuple):
 def hypers_of(
     optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor], *, gradients: bool = False
 ) -> Settings:
-    """The hyperparameters as the coming step will use them.
+    """Return the hyperparameters as the next step will use them.
 
-    With ``gradients``, those are there already, and what a parameter without one has counted does not matter.
+    With ``gradients``, these exist already, and the counters of a parameter without one do not matter.
     """
     optimizer, definition = unwrapped(optimizer), rule.definition
     held, given = optimizer.state, optimizer.param_groups
@@ -84,7 +84,7 @@ def hypers_of(
         {definition.counted(group, held.get(param, NOTHING)) for param in own}
         for group, own in zip(given, members, strict=True)
     ]
-    if all(len(own) == 1 for own in counts):  # as in most trainings
+    if all(len(own) == 1 for own in counts):  # as in most training runs
         alike: list[Hyper] = [dict(zip(definition.counters, own.pop(), strict=True)) for own in counts]
         return Settings([{**row, **own} for row, own in zip(settings, alike, strict=True)])
     rows: list[Hyper] = [{} for _ in settings]
@@ -105,14 +105,14 @@ def hypers_of(
                 places[number, counted] = known
             place = known
         used.append(place)
-    for number, group in enumerate(given):  # those none of whose parameters moves
+    for number, group in enumerate(given):  # groups in which no parameter moves
         fresh = dict(zip(definition.counters, definition.counted(group, {}), strict=True))
         rows[number] = rows[number] or {**settings[number], **fresh}
     return Settings(rows, tuple(used) if len(rows) > len(settings) else None)
 
 
 def buffers(optimizer: torch.optim.Optimizer, rule: Rule, param: Tensor) -> dict[str, Tensor]:
-    """What the optimizer holds for one parameter, by slot; zeros where it does not exist yet."""
+    """Return what the optimizer holds for one parameter, by slot; zeros for what does not exist yet."""
     state: Mapping[str, Any] = optimizer.state.get(param, {})
     held = {slot: state.get(slot) for slot in rule.own_slots if slot != PARAM}
     return {
@@ -131,7 +131,7 @@ def _definition(optimizer: torch.optim.Optimizer) -> Definition:
             code="optimizer-expected",
         )
     kind, home = type(optimizer).__name__, type(optimizer).__module__.split(".")[0]
-    kind = f"{home}'s {kind}" if kind in optimizers() and home != "torch" else kind  # another one of the same name
+    kind = f"{home}'s {kind}" if kind in optimizers() and home != "torch" else kind  # another of the same name
     above = [one.__name__ for one in type(optimizer).__mro__[1:] if one.__name__ in optimizers()]
     why = f", because it overrides the step of {above[0]}: train" if above else ": train"
     raise UnsupportedError(
@@ -141,7 +141,7 @@ def _definition(optimizer: torch.optim.Optimizer) -> Definition:
 
 
 def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, int], list[str]]:
-    """The group of each trained parameter in the model's order, and what is wrong with that."""
+    """Return the group of each trained parameter in the model's order, and the problems with that."""
     names = {id(param): name for name, param in model.named_parameters()}
     problems: list[str] = []
     groups: dict[str, int] = {}
@@ -181,14 +181,14 @@ def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, par
 
 
 def _extras(definition: Definition, group: Group, given: Mapping[str, Any]) -> Hyper:
-    """The further columns that a group needs: options that are on, types of hyperparameters that are tensors."""
+    """Return the extra columns that a group needs: options that are on, dtypes of hyperparameters that are tensors."""
     extras = {name: 1.0 for name in definition.options if group.get(name)}
-    if group.get("fused"):  # its kernel takes the value and computes in its own precision
+    if group.get("fused"):  # its kernel takes the values and computes in its own precision
         return {**extras, FUSED: 1.0} if has_kernel(definition) else extras
     for name, value in given.items():
         if isinstance(value, Tensor) and value.dtype in DTYPES[1:]:
             extras[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))
-    if group.get("capturable"):  # then the counters are not made numbers before they are used
+    if group.get("capturable"):  # then the counters are not turned into numbers before they are used
         typed = counter(0.0, group, torch.zeros(())).dtype
         extras |= {f"{name}{TYPE}": float(DTYPES.index(typed)) for name in definition.counters if typed in DTYPES[1:]}
     return extras

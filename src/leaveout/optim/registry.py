@@ -1,4 +1,4 @@
-"""Which optimizers there are: every file of this package that names an ``OPTIMIZER``."""
+"""The registry of optimizers: every file in this package that defines ``OPTIMIZER``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leaveout.optim.definition import Definition
 
 @cache
 def optimizers() -> Mapping[str, Definition]:
-    """All definitions by the name that manifests have.
+    """Return all definitions by the name used in manifests.
 
     >>> optimizers()["SGD"].linear, optimizers()["Adam"].linear
     (True, False)

@@ -19,7 +19,10 @@ class RMSprop(Definition):
     optional = (("momentum_buffer", "momentum"), ("grad_avg", "centered"))
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """V ← αv + (1−α)d²,  b ← μb + d/(√v + ε),  θ ← θ − lr·b  with d = g + λθ; centred: √(v − ḡ²) for √v."""
+        """Compute v ← αv + (1−α)d²,  b ← μb + d/(√v + ε),  θ ← θ − lr·b  with d = g + λθ.
+
+        If centred, √(v − ḡ²) takes the place of √v.
+        """
         param, gradient = slots[PARAM], descent(gradient, hyper)
         if hyper["weight_decay"] != 0:
             gradient = gradient.add(param, alpha=hyper["weight_decay"])
@@ -36,7 +39,7 @@ class RMSprop(Definition):
         return {**new, PARAM: param.addcdiv(gradient, average, value=-hyper["lr"])}
 
     def division(self, hyper: Values) -> Division | None:
-        """Divide the gradient by √v; centred, it is not the root of one slot."""
+        """Divide the gradient by √v; if centred, the divisor is not the root of one slot."""
         if hyper["centered"]:
             return None
         return Division(None, "square_avg", 0.0, hyper["alpha"], hyper["lr"], hyper["eps"])

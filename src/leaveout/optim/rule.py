@@ -1,4 +1,4 @@
-"""The optimizer of one run: its steps as pure functions of state, gradient and hyperparameters; their derivatives."""
+"""The optimizer of one run: its steps as pure functions of state, gradient and hyperparameters, and derivatives."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from leaveout.optim.definition import FUSED, IDLE, STILL, Definition, Division, 
 from leaveout.optim.registry import optimizers
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""By the number in a column ``<hyperparameter>_dtype``; 0 also stands for a Python number, which computes alike."""
+"""Indexed by a column ``<hyperparameter>_dtype``; 0 also stands for a Python number, which computes the same."""
 
 Step = Callable[[Slots, torch.Tensor, Values], Slots]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which optimizer it is, the parameter group of each parameter, and the slots of its state.
+    """The kind of optimizer, the parameter group of each parameter, and the slots of the state.
 
-    ``extras`` are the columns of hyperparameters that this run has beside those that its optimizer always has: options
-    that a group has on, and the types of those that torch holds as tensors.
+    ``extras`` are the hyperparameter columns that this run has in addition to those its optimizer always has: options
+    that a group turns on, and the dtypes of hyperparameters that torch holds as tensors.
 
-    Two things come from the training loop and not from the optimizer. ``clip`` is applied to the gradient first.
-    ``assigned`` are buffers of the model, such as BatchNorm's running statistics: the "gradient" of such a name is its
-    new value, which the step assigns.
+    Two things come from the training loop rather than the optimizer. ``clip`` is applied to the gradient first.
+    ``assigned`` are buffers of the model, such as BatchNorm's running statistics: the "gradient" under such a name is
+    the buffer's new value, which the step assigns.
     """
 
     kind: str
     groups: dict[str, int]
     slots: tuple[str, ...]
-    # Not shown, so that the fingerprints of runs without any stay what they are.
+    # Left out of the repr so that the fingerprints of runs without any of them do not change.
     extras: tuple[str, ...] = field(default=(), repr=False)
     clip: Clip | None = field(default=None, repr=False)
     assigned: tuple[str, ...] = field(default=(), repr=False)
-    # Of a step that was read, a group's hyperparameters may also say that its parameters stayed (STILL), or moved with
-    # a gradient of zero (IDLE).
+    # In a step read from disk, a group's hyperparameters may also say that its parameters were skipped (STILL), or took
+    # the step with a zero gradient (IDLE).
 
     def __post_init__(self) -> None:
         if self.kind not in optimizers():
@@ -54,29 +54,29 @@ class Rule:
 
     @property
     def definition(self) -> Definition:
-        """The optimizer's own file."""
+        """The optimizer's definition."""
         return optimizers()[self.kind]
 
     @cached_property
     def hypers(self) -> tuple[str, ...]:
-        """What is recorded of each group at each step, in the order of the columns."""
+        """What is recorded for each group at each step, in the order of the columns."""
         return (*self.definition.hypers, *self.extras)
 
     @cached_property
     def own_slots(self) -> tuple[str, ...]:
-        """The optimizer's own slots: without the average of weights."""
+        """The optimizer's own slots: all but the weight average."""
         return tuple(slot for slot in self.slots if slot != AVERAGE)
 
     def averaging(self, *, on: bool) -> Rule:
-        """Return the same with or without the slot of the weights' average."""
+        """Return the same rule with or without the slot of the weight average."""
         return replace(self, slots=(*self.own_slots, AVERAGE) if on else self.own_slots)
 
     def shape(self, slot: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a slot for a parameter of a shape."""
+        """Return the shape of a slot for a parameter of this shape."""
         return tuple(shape) if slot == AVERAGE else self.definition.shape(slot, shape)
 
     def moved(self, function: Step, slots: Slots, gradient: torch.Tensor, hyper: Values) -> Slots:
-        """One parameter's slots after the optimizer's ``function`` and the averaging."""
+        """Return one parameter's slots after the optimizer's ``function`` and the averaging."""
         own = {slot: slots[slot] for slot in self.own_slots}
         new = own if hyper.get(STILL) else function(own, gradient, hyper)
         if AVERAGE not in self.slots:
@@ -94,28 +94,28 @@ class Rule:
         return type(self.definition).division is not Definition.division
 
     def divisions(self, hypers: Sequence[Hyper]) -> list[Division | None]:
-        """Each group's division by a root at one step, in plain numbers."""
+        """Return each group's division by a root at one step, in plain numbers."""
         divisions = [None if hyper.get(STILL) else self.definition.division(values(hyper)) for hyper in hypers]
         return [one and Division(*one[:2], *(float(number) for number in one[2:])) for one in divisions]
 
     def following(self, clip: Clip | None, assigned: Sequence[str]) -> Rule:
-        """Return the same with clipping before the step and buffers that it assigns."""
+        """Return the same rule with clipping before the step and buffers that the step assigns."""
         return replace(self, clip=clip, assigned=tuple(assigned))
 
     def restricted(self, names: Sequence[str]) -> Rule:
-        """The same for some of the parameters."""
+        """Return the same rule for some of the parameters."""
         return replace(self, groups={name: group for name, group in self.groups.items() if name in names})
 
     def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
-        """O(s, g): the state of one model after one step."""
+        """Compute O(s, g): the state of one model after one step."""
         return self._each(self.definition.step, state, self._clipped(self.flowing(gradient, hypers)), hypers)
 
     def again(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
-        """O(s, g) by the kernels that took the step, where they are known to round in their own way."""
+        """Compute O(s, g) with the kernels that took the step, if these are known to round differently."""
         return self._each(self.definition.again, state, self._clipped(self.flowing(gradient, hypers)), hypers)
 
     def steps(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
-        """O(s, g) for a stack of models."""
+        """Compute O(s, g) for a stack of models."""
         if self.definition.stacking == "loop":
             alone = [self.step(_row(state, i), _row({"": gradient}, i)[""], hypers) for i in range(height(gradient))]
             return {
@@ -126,21 +126,21 @@ class Rule:
 
     @property
     def by_coordinate(self) -> bool:
-        """Say whether a step moves every coordinate by its own slots and gradient alone, and nothing else."""
+        """Say whether a step moves each coordinate by its own slots and gradient alone, and nothing else."""
         plain = self.clip is None and not self.assigned and AVERAGE not in self.slots
         return plain and self.definition.stacking == "elementwise"
 
     def jumped(
         self, name: str, slots: tuple[Slots, Slots], gradients: tuple[Tensor, Tensor], hypers: Sequence[Hyper]
     ) -> Slots:
-        """O(s, g − ℓ) − O(s, g) of some coordinates of a parameter; given are s and O(s, g), g and rows ℓ."""
+        """Compute O(s, g − ℓ) − O(s, g) for some coordinates of a parameter, from (s, O(s, g)) and (g, rows ℓ)."""
         hyper = hypers[self.groups[name]]
         if hyper.get(STILL) or hyper.get(IDLE):
             return {slot: torch.zeros_like(gradients[1]) for slot in slots[0]}
         return self.definition.jumped(*slots, *gradients, values(hyper))
 
     def steps_(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
-        """As ``steps``; the state and the gradient are used up."""
+        """Compute ``steps`` in place: the state and the gradient are overwritten."""
         if self.clip is not None or self.definition.stacking != "elementwise":
             return self.steps(state, gradient, hypers)
         used = {memory(tensor) for params in state.values() for tensor in params.values()}
@@ -148,8 +148,8 @@ class Rule:
         for name, group in self.groups.items():
             if hypers[group].get(STILL):
                 continue
-            # Two parameters whose gradients are equal may have been given one tensor, and one that the loss does not
-            # use may have been given one zero for all rows.
+            # Two parameters with equal gradients may share one tensor, and one that the loss does not use may have a
+            # single zero for all rows.
             own = gradient[name].contiguous()
             own = own.clone() if memory(own) in used else own
             used.add(memory(own))
@@ -163,7 +163,7 @@ class Rule:
         return state
 
     def _assign(self, new: State, old: State, gradient: Params, hypers: Sequence[Hyper]) -> None:
-        """Give buffers their new values; their averages follow."""
+        """Assign buffers their new values, and update their averages."""
         new[PARAM] |= {name: gradient[name] for name in self.assigned}
         if AVERAGE in self.slots:
             share = shares(hypers[0], buffers=True)
@@ -171,17 +171,17 @@ class Rule:
             new[AVERAGE] |= {name: mixed(old[AVERAGE][name], gradient[name], share) for name in held}
 
     def tangent(self, at: tuple[State, Params], along: tuple[State, Params], hypers: Sequence[Hyper]) -> State:
-        """∂O(s, g)·(ds, dg), for stacks of the same height."""
+        """Compute ∂O(s, g)·(ds, dg), for stacks of the same height."""
         if self.linear:
             return self.steps(*along, hypers)
-        # Forward mode refuses tensors that share memory along a dimension, as an expanded state does.
+        # Forward mode rejects tensors that share memory along a dimension, such as an expanded state.
         state, gradient = at
         whole = {slot: {name: tensor.contiguous() for name, tensor in params.items()} for slot, params in state.items()}
         point = (whole, {name: tensor.contiguous() for name, tensor in gradient.items()})
         return jvp(self._stacked(self.definition.smooth, hypers), point, along)[1]
 
     def cotangent(self, at: tuple[State, Params], vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params]:
-        """∂O(s, g)ᵀ·u as its part for the state and its part for the gradient, for stacks of the same height."""
+        """Compute ∂O(s, g)ᵀ·u, the part for the state and the part for the gradient, for stacks of the same height."""
         if self.linear and (pulled := self._transposed(vector, hypers)):
             return pulled
         if self.clip is None and (pulled := self._pulled(at, vector, hypers)):
@@ -191,12 +191,12 @@ class Rule:
         return state, gradient
 
     def rested(self, vector: State, hypers: Sequence[Hyper]) -> State:
-        """What a displacement of the state is after a step that moves nothing, but averages."""
+        """Return a displacement of the state after a step that moves nothing except the average."""
         own = {n: shares(hypers[self.groups.get(n, 0)], buffers=n not in self.groups) for n in vector[AVERAGE]}
         return {**vector, AVERAGE: {n: mixed(t, vector[PARAM][n], own[n]) for n, t in vector[AVERAGE].items()}}
 
     def at_rest(self, vector: State, hypers: Sequence[Hyper]) -> State:
-        """What a cotangent of the state after a step that moves nothing, but averages, is for the state before it."""
+        """Pull a cotangent of the state back through a step that moves nothing except the average."""
         new = {slot: dict(params) for slot, params in vector.items()}
         for name in vector[AVERAGE]:
             buffers = name not in self.groups
@@ -206,9 +206,9 @@ class Rule:
         return new
 
     def consumed(self, before: State, after: State, hypers: Sequence[Hyper]) -> Params | None:
-        """The gradient that led from one state to the next, up to rounding; None where the states do not tell it.
+        """Recover the gradient that led from one state to the next, up to rounding; None if the states do not tell.
 
-        Of a clipped gradient they tell only what was left of it.
+        For a clipped gradient they tell only what clipping left of it.
         """
         if self.clip is not None:
             return None
@@ -235,7 +235,7 @@ class Rule:
         return new
 
     def flowing(self, gradient: Params, hypers: Sequence[Hyper]) -> Params:
-        """The gradient as the optimizer was given it: zero for parameters that had none."""
+        """Return the gradient as the optimizer received it: zero for parameters that had none."""
         stopped = [group for group, hyper in enumerate(hypers) if hyper.get(STILL) or hyper.get(IDLE)]
         if not stopped:
             return gradient
@@ -275,7 +275,7 @@ class Rule:
         hypers: Sequence[Hyper],
         pull: Callable[[str, Slots, Values], tuple[Slots, torch.Tensor] | None],
     ) -> tuple[State, Params] | None:
-        """The parts of a pull-back that ``pull`` gives for each parameter; None where it has none."""
+        """Assemble a pull-back from what ``pull`` returns for each parameter; None if it returns None."""
         state: State = {slot: {} for slot in self.slots}
         gradient: Params = {}
         for name, group in self.groups.items():
@@ -302,7 +302,7 @@ class Rule:
 
 
 def values(hyper: Hyper) -> Values:
-    """Recorded hyperparameters as torch computed with them: where it held a tensor, a tensor of that type.
+    """Return recorded hyperparameters as torch used them: a tensor of the same dtype where torch held a tensor.
 
     >>> values({"lr": 0.1, "lr_dtype": 1.0})["lr"]
     tensor(0.1000)
@@ -318,7 +318,7 @@ TYPE = "_dtype"
 
 
 def allowed_slots(definition: Definition) -> list[tuple[str, ...]]:
-    """The slots that runs of an optimizer can have: the further ones in their order, each there or not."""
+    """Return the slots that runs of an optimizer can have: the optional ones in order, each present or not."""
     allowed = [definition.slots]
     for slot, _ in definition.optional:
         allowed += [(*slots, slot) for slots in allowed]
@@ -326,13 +326,13 @@ def allowed_slots(definition: Definition) -> list[tuple[str, ...]]:
 
 
 def allowed_extras(definition: Definition) -> list[str]:
-    """The further columns that runs of an optimizer can have, in their order."""
+    """Return the extra columns that runs of an optimizer can have, in order."""
     kernel = [FUSED] if has_kernel(definition) else []
     return [*definition.options, *(f"{name}{TYPE}" for name in definition.hypers), *kernel]
 
 
 def has_kernel(definition: Definition) -> bool:
-    """Say whether the optimizer's fused kernel is known, so that its steps can be taken again to the last bit."""
+    """Say whether the optimizer's fused kernel is known, so that its steps can be repeated to the last bit."""
     return type(definition).fused is not Definition.fused
 
 

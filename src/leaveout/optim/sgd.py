@@ -1,4 +1,4 @@
-"""SGD, with momentum, Nesterov's too, dampening and weight decay: the only step that is linear."""
+"""SGD with momentum (also Nesterov), dampening and weight decay: the only linear step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leaveout.optim.definition import Definition, Group, Hyper, Slots, Values, d
 
 
 class SGD(Definition):
-    """``torch.optim.SGD``. ``started``: whether the momentum buffer existed before the step."""
+    """``torch.optim.SGD``. ``started`` says whether the momentum buffer existed before the step."""
 
     name = "SGD"
     torch_class = torch.optim.SGD
@@ -23,7 +23,7 @@ class SGD(Definition):
     linear = True
 
     def step(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """D = g + λθ;  m ← μm + (1−τ)d (m ← d at the first step);  θ ← θ − α·m  (Nesterov: d + μm;  μ = 0: d).
+        """Compute d = g + λθ;  m ← μm + (1−τ)d (first step: m ← d);  θ ← θ − α·m  (Nesterov: d + μm;  μ = 0: d).
 
         >>> hyper = {"lr": 0.25, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": 0, "started": 1}
         >>> SGD().step({"param": torch.tensor([1.0])}, torch.tensor([2.0]), hyper)
@@ -42,7 +42,7 @@ class SGD(Definition):
         return {PARAM: param.add(direction, alpha=-hyper["lr"]), "momentum_buffer": buffer}
 
     def step_(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """As ``step``, in place: for large stacks, memory traffic is most of the time."""
+        """Take the step in place: for large stacks, memory traffic takes most of the time."""
         param = slots[PARAM]
         if hyper.get("maximize"):
             gradient.neg_()
@@ -61,7 +61,7 @@ class SGD(Definition):
         return slots
 
     def transposed(self, vector: Slots, hyper: Values) -> tuple[Slots, Tensor]:
-        """What a cotangent of the new slots is for the old ones, and for g."""
+        """Pull a cotangent of the new slots back to the old slots and to g."""
         along = vector[PARAM].mul(-hyper["lr"])
         rest: Slots = {slot: tensor for slot, tensor in vector.items() if slot != PARAM}
         if hyper["momentum"] != 0:
@@ -77,7 +77,7 @@ class SGD(Definition):
         return (float(state.get("momentum_buffer") is not None),)
 
     def restored(self, held: Slots, hyper: Hyper, group: Group, param: Tensor) -> dict[str, Any]:  # noqa: ARG002
-        """The momentum buffer, if it exists by now."""
+        """Return the momentum buffer, if it exists by then."""
         return dict(held) if hyper["started"] or hyper["momentum"] else {}
 
 

@@ -47,34 +47,34 @@ _RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class Recorder:
-    """Records a training run as it happens; the loop stays as it is.
+    """Records a training run as it happens; the loop stays unchanged.
 
-    Call ``finish`` after the loop, or put the loop into ``with lo.Recorder(...) as recorder:``.
+    Call ``finish`` after the loop, or put the loop inside ``with lo.Recorder(...) as recorder:``.
 
     Args:
         path: a new directory for the run.
-        model: any ``nn.Module``, also one from ``torch.compile``: the one that the loop calls.
-        optimizer: an optimizer of ``torch.optim`` over its parameters, one of ``leaveout.optim.optimizers()``; also
-            inside a wrapper that holds it as ``.optimizer``.
-        keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them while they
-            fit into ``disk``, and from then on so few that about √N of N are kept. States in between are computed
-            again when they are needed, from the recorded batches.
-        disk: the budget of ``"auto"``, and of kept batches.
-        keep_batches: keep what the loader yields with the run, compressed; by default where the data set of a watched
+        model: the ``nn.Module`` that the loop calls, which may come from ``torch.compile``.
+        optimizer: an optimizer of ``torch.optim`` over its parameters, one of ``leaveout.optim.optimizers()``; it may
+            be inside a wrapper that holds it as ``.optimizer``.
+        keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them as long as
+            they fit into ``disk``, and after that so few that about √N of N are kept. States in between are recomputed
+            from the recorded batches when they are needed.
+        disk: the budget for ``"auto"``, and for kept batches.
+        keep_batches: store what the loader yields with the run, compressed; by default if the data set of a watched
             loader does not give the same examples twice (augmentation, random masking).
         average: the loop's ``torch.optim.swa_utils.AveragedModel`` (EMA, SWA), which it updates between steps, or the
             decay of an EMA that it updates in its own way after every step. ``score(at="average")`` scores it.
-        overwrite: replace a run in the directory, with its scores, checks and page; a notebook's cell runs twice.
-        resume: continue the run if the directory holds one that was cut short. Model and optimizer are put back to
-            its last state, ``done`` says how many steps lead there, and ``watch`` passes over their batches. What else
-            the loop holds is the loop's own: seed the loader as before, and step a scheduler that is stepped with
-            every batch ``done`` times. A number of steps: the loop has put model and optimizer back itself, from a
-            checkpoint that it saved after that many steps; the run goes on from there, and later steps are dropped.
-        on_full: when the disk is full, ``"stop"`` raises at the next step; ``"continue"`` warns and lets the training
-            go on unrecorded. Either way the run up to then can be read and resumed.
+        overwrite: replace a run in the directory, with its scores, checks and report; a notebook cell may run twice.
+        resume: continue the run if the directory holds one that was cut short. Model and optimizer are restored to
+            its last state, ``done`` says how many steps lead there, and ``watch`` skips their batches. Anything else
+            in the loop is the loop's own responsibility: seed the loader as before, and step a scheduler that steps
+            with every batch ``done`` times. With a number of steps, the loop has restored model and optimizer itself,
+            from a checkpoint saved after that many steps; the run continues from there, and later steps are dropped.
+        on_full: when the disk is full, ``"stop"`` raises at the next step; ``"continue"`` warns and lets training go
+            on unrecorded. Either way, the run up to then can be read and resumed.
 
-    Every ``optimizer.step()`` is one step of the run; its micro-batches are those that ``watch`` gave since the step
-    before, or the ids that ``step`` was given. What else happens is noted: modes, random generators, moving buffers.
+    Every ``optimizer.step()`` is one step of the run; its micro-batches are those that ``watch`` yielded since the
+    step before, or the ids passed to ``step``. Modes, random generators and moving buffers are recorded as well.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Recorder:
 
     @property
     def done(self) -> int:
-        """How many steps are recorded; right after ``resume=True``, those that need not be taken again."""
+        """The number of recorded steps; right after ``resume=True``, of those that need not be taken again."""
         return self._steps
 
     @property
@@ -144,13 +144,13 @@ class Recorder:
         return self._writer.before
 
     def hypers(self) -> list[Hyper]:
-        """Every group's hyperparameters, as the coming step will use them."""
+        """Return every group's hyperparameters as the next step will use them."""
         return hypers_of(self._optimizer, self._rule, self._params).hypers
 
     def watch(self, loader: DataLoader | Watched) -> Watched:
-        """The loader, batch for batch as it is, noting which examples each batch holds; an iteration is an epoch.
+        """Return the loader with the same batches, recording which examples each one holds; an iteration is an epoch.
 
-        Watch it once before the loop over the epochs or again in each of them; both work.
+        Watch it once before the loop over epochs, or again in each epoch; both work.
         """
         return Watched(self._loaders.of(unwatched(loader)), self._watched_epoch)
 
@@ -170,7 +170,7 @@ class Recorder:
                     self._past.resume_draws()
                     self._pending.watch(ids, batch)
                 yield batch
-        except BaseException:  # the loop was left early: the batch in hand will not be stepped on
+        except BaseException:  # the loop was left early: no step will use the current batch
             self._pending.clear()
             raise
 
@@ -183,11 +183,11 @@ class Recorder:
         denominator: float | None = None,
         autocast: str | None = None,
     ) -> Callable[[], None]:
-        """Say which examples the coming ``optimizer.step()`` uses, for loops without a watched loader.
+        """Say which examples the next ``optimizer.step()`` uses, for loops without a watched loader.
 
-        Call it once per micro-batch where gradients are accumulated. ``denominator`` is what the sum of losses was
-        divided by, where the task cannot know; ``autocast`` the type of casts, where the model is not called whole.
-        What is returned takes it back, to be called before the step if the batch has no gradient after all.
+        Call it once per micro-batch if gradients are accumulated. ``denominator`` is what the sum of losses was
+        divided by, if the task cannot know; ``autocast`` the dtype of casts, if the model is not called as a whole.
+        The returned function takes this back: call it before the step if the batch has no gradient after all.
         """
         numbers = batches.numbers(ids)
         if not is_whole(epoch, 0, 2**63 - 1):
@@ -199,11 +199,11 @@ class Recorder:
         return self._pending.tell(numbers, batch, denominator, autocast)
 
     def called_otherwise(self) -> None:
-        """Say that the task will call the model in another way: what autograd functions it has now does not matter."""
+        """Say that the task will call the model in another way: its current autograd functions do not matter."""
         self._pending.look_no_more()
 
     def flush(self) -> None:
-        """Write what is recorded so far; call it with each checkpoint, from which ``resume=steps`` can go on then."""
+        """Write what is recorded so far; call it at each checkpoint, so that ``resume=steps`` can continue from it."""
         if not self._hooks or self._steps == 0:
             return
         self._settle()
@@ -215,7 +215,7 @@ class Recorder:
             self._give_up(error)
 
     def finish(self) -> Run:
-        """Write what is left, let go of the optimizer, and return the run."""
+        """Write what is left, release the optimizer, and return the run."""
         recording = bool(self._hooks)
         self._release()
         if self._cut:
@@ -240,7 +240,7 @@ class Recorder:
         self._close(complete=not self._cut and self._steps > 0)
 
     def _go_on(self, *, restored: bool) -> None:
-        """Put everything back to where a run was cut short, or see that the loop has done so."""
+        """Restore everything to where a run was cut short, or check that the loop has done so."""
         run = self._writer.before
         if run is None:
             return
@@ -280,8 +280,8 @@ class Recorder:
             raise failures.last_state_lost(self._steps - 1)
 
     def _give_up(self, error: OSError) -> None:
-        """The disk takes no more: what is there stays."""
-        self._hooks = []  # not removed: torch may be going through them; they do nothing any more
+        """Stop recording because the disk takes no more; what is written stays."""
+        self._hooks = []  # not removed: torch may be iterating over them; they now do nothing
         self._release()
         self._pending.clear()
         self._writer.abandon()
@@ -330,7 +330,7 @@ class Recorder:
             self._begin(self._state())
 
     def _begin(self, start: State) -> None:
-        """Write what the run starts from; the forward passes of its first step are done."""
+        """Write what the run starts from; the forward passes of its first step are already done."""
         moving = self._moving.decide()
         if self._processes is not None and moving:
             raise failures.buffers_apart(next(iter(moving)))
@@ -346,13 +346,13 @@ class Recorder:
     def _after_step(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict[str, Any]) -> None:
         if not self._hooks or (not self._pending and is_unmoved(f"At step {self._steps}", self._params)):
             return
-        total, copied = self._last.total()  # one question per step: a sum is finite only if all its terms are
+        total, copied = self._last.total()  # one check per step: a sum is finite only if all its terms are
         if not math.isfinite(total.item()):
             self._stop_at_nan()
         if self._steps == 0 and self._start is not None:
             self._begin(self._start)
             self._start = None
-        if self._closure:  # whose gradients are there only now
+        if self._closure:  # its gradients exist only now
             check_gradients(f"At step {self._steps}", self._params)
             self._settings = uneven.marked(self._settings, self._rule, self._params)
         taken = self._pending.take(keep_batches=bool(self._keep_batches))
@@ -376,7 +376,7 @@ class Recorder:
             self._average.stepped()
 
     def _settle(self) -> None:
-        """Note what the loop has done since the last step to its average and to its gradients, which belong to it."""
+        """Note what the loop has done since the last step to its average, and to the gradients, which are its own."""
         if self._writer.settle(self._last.final):
             self._choice.written_to()
         update = self._average and self._average.taken(first=not self._steps)

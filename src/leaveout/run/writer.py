@@ -1,7 +1,7 @@
-"""The run directory as it is written: shards on a thread of their own, and the manifest after each.
+"""Writes the run directory: shards on a separate thread, and the manifest after each of them.
 
 What the manifest names is on disk. A process that is killed, or a machine that loses power, leaves the run up to the
-last shard that the manifest names; writing goes on from there.
+last shard that the manifest names; writing continues from there.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ SHARD_STEPS = 4096
 SHARD_SECONDS = 10.0
 SHARDS = r"shard-\d+\.safetensors"
 EARLY = re.compile("|".join(map(re.escape, (LOCK, INITIAL, CONFIG))))
-"""What a writer leaves that is killed before its manifest is there, beside what it had written aside."""
+"""What a writer leaves when it is killed before its manifest exists, besides temporary files."""
 LEFT = re.compile(f"{EARLY.pattern}|{SHARDS}")
-"""What one leaves that is killed later."""
+"""What it leaves when it is killed later."""
 ASIDE = re.compile(asides("|".join((*map(re.escape, (MANIFEST, INITIAL, CONFIG)), SHARDS))))
 
 
 class Writer:
-    """Appends steps to a run directory, a new one or one that was cut short.
+    """Appends steps to a run directory, either a new one or one that was cut short.
 
     Args:
         path: the directory.
         shard_bytes: how much is held before it is written.
-        resume: go on with the run that is there, if there is one; ``before`` is then the part of it that stays.
-        steps: how many steps of it stay; by default all up to its last kept state.
+        resume: continue the run in the directory, if there is one; ``before`` is then the part of it that stays.
+        steps: how many of its steps stay; by default all up to its last kept state.
 
     Raises:
         RunError: if the directory holds anything else, or has another writer.
@@ -83,20 +83,20 @@ class Writer:
 
     @property
     def unfinished(self) -> bool:
-        """Say whether a run was begun and is not at its end."""
+        """Say whether a run was begun and is not finished."""
         return self._writing is not None or (self._manifest is not None and not self._manifest.finished)
 
     def begin(self, manifest: Manifest, initial: State) -> None:
-        """Write the state before the first step, whose tensors must not change afterwards, while training goes on."""
+        """Write the state before the first step while training goes on; its tensors must not change afterwards."""
         self._writing = self._thread.submit(_write_start, self.path, manifest, initial)
 
     def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
-        """Take one step, and the state after it if it is to be kept; its tensors must not change afterwards.
+        """Add one step, and the state after it if it is to be kept; its tensors must not change afterwards.
 
-        In place of the state there may be what the step was given, where the state before it is kept. ``held`` are the
-        bytes of both, and of batches that are kept with them, where they have been counted.
+        Instead of the state there may be what the step was given, if the state before it is kept. ``held`` is the
+        number of bytes of both, and of batches that are kept with them, if they have been counted.
 
-        The newest step is never written before the next one comes: ``finish`` may still give it its state.
+        The newest step is never written before the next one arrives: ``finish`` may still give it its state.
         """
         if self._writing is not None and self._writing.done():
             self._wait()
@@ -110,27 +110,27 @@ class Writer:
 
     @property
     def newest(self) -> Used | None:
-        """What is kept of the last step's state, if that is not the state itself."""
+        """What is kept for the last step's state, if that is not the state itself."""
         kept = self._states.get(self._records[-1].index + 1) if self._records else None
         return kept if isinstance(kept, Used) else None
 
     def settle(self, final: Callable[[], State | None]) -> bool:
-        """See that the newest state is kept: whole, where the gradient that led to it may have been written to.
+        """Ensure that the newest state is kept: whole, if the gradient that led to it may have been written to.
 
-        ``final`` copies the state, if it is still there. Say whether the gradient may have been written to.
+        ``final`` copies the state, if it still exists. Return whether the gradient may have been written to.
         """
         given = self.newest
         if given is None or given.intact():
             return False
         state = final()
         if state is None and given.unchanged():
-            return False  # not by a loop that writes behind the count: that one would have been noticed before
-        # Buffers may have moved on with the next forward pass.
+            return False  # a loop whose writes are not counted would have been noticed before
+        # Buffers may have changed with the next forward pass.
         self.replace_newest(state and {**state, PARAM: {**state[PARAM], **given.moved}})
         return True
 
     def replace_newest(self, state: State | None) -> None:
-        """Keep this as the last step's state, or nothing of it."""
+        """Keep this as the last step's state, or do not keep that state at all."""
         index = self._records[-1].index + 1
         if state is None:
             del self._states[index]
@@ -138,7 +138,7 @@ class Writer:
             self._states[index] = state
 
     def amend(self, average: Update, state: Params) -> bool:
-        """Say what became of the weights' average after the newest step; False where that is on disk already."""
+        """Record how the weight average changed after the newest step; return False if that is on disk already."""
         if not self._records:
             return False
         self._records[-1] = replace(self._records[-1], average=average)
@@ -150,25 +150,25 @@ class Writer:
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
         """Wait until everything is on disk; ``complete=False`` leaves the run marked as cut short.
 
-        The last state is always kept: ``final`` gives it where the last step's was not.
+        The last state is always kept: ``final`` provides it if the last step's was not.
         """
         try:
             self._wait()
             new = self.before is None
             if new and self._manifest is not None:
-                _tidy(self.path, self._manifest)  # before it is finished: nobody tidies a finished run
+                _tidy(self.path, self._manifest)  # before it is finished: a finished run is never tidied
             if self._records:
                 assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
                 if final is not None:
                     self.replace_newest(final)
                 self.settle(lambda: None)
-                # Not in the thread: none starts any more while the interpreter ends.
+                # Not on the thread: no thread starts while the interpreter shuts down.
                 self._manifest = _write_shard(
                     self.path, self._number, self._records, self._states, self._manifest, last=complete and new
                 )
             if self._manifest is not None:
                 if not new:
-                    write_manifest(self.path, self._manifest)  # which may name less than the one on disk
+                    write_manifest(self.path, self._manifest)  # it may name less than the one on disk
                     _tidy(self.path, self._manifest)
                 if complete and not (new and self._manifest.finished):
                     self._manifest = replace(self._manifest, finished=True)
@@ -177,13 +177,13 @@ class Writer:
             self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the directory as it is."""
+        """Release the directory as it is."""
         self._thread.shutdown(wait=True)
         self._records, self._states = [], {}
         self._lock.release()
 
     def flush(self, state: State | None) -> bool:
-        """Write the steps so far, with the state after the last of them; say whether there was anything to write."""
+        """Write the steps so far, with the state after the last of them; return whether there was anything to write."""
         self._wait()
         if not self._records:
             return False
@@ -194,10 +194,10 @@ class Writer:
         return True
 
     def _reopen(self, run: Run, steps: int | None) -> None:
-        """Take the run up to its last kept state, or to the one after so many steps; later steps are taken again.
+        """Reopen the run up to its last kept state, or the one after ``steps`` steps; later steps are taken again.
 
-        A shard that goes on beyond that state is taken into memory. It is written anew under a number of its own,
-        so that the old one is there until the manifest names the new one.
+        A shard that extends beyond that state is read into memory. It is rewritten under a number of its own, so that
+        the old one exists until the manifest names the new one.
         """
         if steps is not None and steps not in run.on_disk[1:]:
             raise RunError(
@@ -222,7 +222,7 @@ class Writer:
         self.before = run
 
     def _flush(self) -> None:
-        self._wait()  # one shard under way at a time bounds what is held in memory
+        self._wait()  # writing one shard at a time bounds what is held in memory
         assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
         self._writing = self._thread.submit(
             _write_shard, self.path, self._number, self._records, self._states, self._manifest
@@ -237,7 +237,7 @@ class Writer:
 
 
 def claim(path: Path, *, resume: bool = False) -> Lock:
-    """Make the directory its writer's, or refuses if something is there or somebody is writing."""
+    """Lock the directory for its writer, or refuse if it holds something or is being written."""
     try:
         check_free(path, resume=resume)
         path.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ def claim(path: Path, *, resume: bool = False) -> Lock:
 
 
 def check_free(path: Path, *, resume: bool) -> None:
-    """Refuse a directory that holds something other than a config, or than the run that is to go on."""
+    """Refuse a directory that holds anything other than a config or the run to be continued."""
     if (path / MANIFEST).exists():
         if resume:
             return
@@ -273,7 +273,7 @@ def check_free(path: Path, *, resume: bool) -> None:
 
 
 def _tidy(path: Path, manifest: Manifest) -> None:
-    """Take away what a killed writer left beside the run; only its one writer may do so."""
+    """Remove what a killed writer left next to the run; only the run's one writer may do so."""
     named = {MANIFEST, INITIAL, LOCK, CONFIG, *(shard.name for shard in manifest.shards)}
     for file in path.iterdir():
         if file.name not in named and _ours(file, LEFT):
@@ -305,7 +305,7 @@ def _write_shard(
     *,
     last: bool = False,
 ) -> Manifest:
-    """Write a shard, then the manifest that names it, which says that the run is finished if it is the last one."""
+    """Write a shard, then the manifest that names it, which marks the run as finished if the shard is the last."""
     marks = prints(records)
     leaves = max(map(len, marks))
     marks = [[*own, *[(-1, -1)] * (leaves - len(own))] for own in marks]
@@ -349,7 +349,7 @@ def _write_shard(
 
 
 def _autocast(records: Sequence[Record], manifest: Manifest) -> str | None:
-    """The one type that forward passes were cast to; it is the same in all steps of a run."""
+    """Return the one dtype that forward passes were cast to; it is the same in all steps of a run."""
     kinds = {record.autocast for record in records} | ({manifest.autocast} if manifest.shards else set())
     if len(kinds) > 1:
         raise UnsupportedError(
@@ -362,7 +362,7 @@ def _autocast(records: Sequence[Record], manifest: Manifest) -> str | None:
 
 def never_finished(writer: Any, owner: int) -> None:
     """Save what a recorder had when the program ended without ``finish``."""
-    if os.getpid() != owner or not writer.unfinished:  # a worker's copy of it, or nothing to save
+    if os.getpid() != owner or not writer.unfinished:  # a worker's copy, or nothing to save
         return
     writer.finish(complete=False)
     warnings.warn(

@@ -1,7 +1,7 @@
-"""What vectors need in memory on their way through a run: how a budget is shared out.
+"""How much memory vectors need in a sweep through a run, and how a budget is divided.
 
-Half of a budget is for the vectors that are on their way, half for the products that some of them go through at a
-time. The counts below are of tensors that are alive together, with room for those that an operation makes in passing;
+Half of a budget is for the vectors that are carried, half for the products that some of them go through at a time. The
+counts below are of tensors that are alive at the same time, with room for an operation's temporary tensors; they are
 measured in ``tests/test_memory.py``.
 """
 
@@ -15,12 +15,12 @@ from leaveout.trajectory.stack import LARGE
 from leaveout.trajectory.trajectory import Trajectory
 
 NONLINEAR = 24
-"""Vectors that a step which is not linear in the gradient (Adam's) makes on the way to its derivative."""
+"""Vectors that a step that is not linear in the gradient (Adam's) needs to compute its derivative."""
 
 ONCE, TWICE = 10, 20
-"""How often a first and a second derivative hold the activations of a forward pass, with what the allocator loses.
+"""How many times a first and a second derivative hold the activations of a forward pass, with what the allocator loses.
 
-Measured on five small models: 4 to 19 for a gradient, 5 to 25 for its derivative along a vector; most for a linear
+Measured on five small models: 4 to 19 for a gradient, 5 to 25 for its derivative along a vector; the most for a linear
 layer, whose only activations are its outputs, and for LayerNorm. So both are compromises, not bounds.
 """
 
@@ -42,7 +42,7 @@ def weight_bytes(trajectory: Trajectory) -> int:
 
 
 def backward_bytes(trajectory: Trajectory) -> int:
-    """Count the bytes of one query vector going back: itself, its states around a step, the product and its parts."""
+    """Count the bytes of one query vector going backward: itself, states around a step, the product and its parts."""
     return 2 * nbytes(trajectory.initial()) + _passing(trajectory, 8) + 3 * weight_bytes(trajectory)
 
 
@@ -52,13 +52,13 @@ def forward_bytes(trajectory: Trajectory) -> int:
 
 
 def replay_bytes(trajectory: Trajectory) -> int:
-    """Count the bytes of one model trained beside others: its state, its gradient, the batch's activations."""
+    """Count the bytes of one model trained alongside others: its state, its gradient, the batch's activations."""
     own = nbytes(trajectory.initial()) + _passing(trajectory, 4) + 2 * weight_bytes(trajectory)
     return ONCE * trajectory.activations + own
 
 
 def model_bytes(trajectory: Trajectory) -> int:
-    """Count the bytes of one model that waits while others step: its state, and its parameters among all at the end."""
+    """Count the bytes of a model that waits while others step: its state, and its parameters in the final stack."""
     return nbytes(trajectory.initial()) + 3 * param_bytes(trajectory) + 2 * weight_bytes(trajectory)
 
 
@@ -94,7 +94,7 @@ def cores(device: torch.device) -> int:
 
 
 def examples(resources: Resources, trajectory: Trajectory) -> int:
-    """Return how many examples' own gradients are taken at a time: each has its share of the batch's activations."""
+    """Return how many per-example gradients are taken at a time: each has its share of the batch's activations."""
     count = len(trajectory.run.record(0).ids)
     return resources.chunk(2 * (ONCE * trajectory.activations // count + 4 * param_bytes(trajectory)), count)
 

@@ -1,6 +1,6 @@
-"""How far a long sweep has come, noted every so often, so that one that was killed is taken up there.
+"""Checkpoints of a long sweep, saved every so often, so that a sweep that was killed continues from there.
 
-A sweep is one chain of steps: it cannot be cut into shards, but what it carries from step to step can be put aside.
+A sweep is one chain of steps: it cannot be cut into shards, but what it carries from step to step can be saved.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from leaveout._util.trees import State
 from leaveout.compute.cost import Cost
 
 EVERY = 60.0
-"""Seconds between two notes."""
+"""Seconds between two checkpoints."""
 
 SHARE = 20
-"""A note that took t seconds to write is followed by at least this many times t of work."""
+"""A checkpoint that took t seconds to write is followed by at least this many times t of work."""
 
 
 @dataclass(frozen=True)
 class SavedSweep:
-    """A sweep under way: the steps before ``step`` are left to do, with these vectors, and what was gathered so far."""
+    """A sweep in progress: the steps before ``step`` remain, with these vectors, and what was gathered so far."""
 
     step: int
     vectors: State
@@ -34,14 +34,14 @@ class SavedSweep:
 
 
 class SweepCheckpoint:
-    """Where one sweep notes how far it is; without a file it notes nothing."""
+    """Where one sweep saves how far it is; without a file it saves nothing."""
 
     def __init__(self, file: Path | None, cost: Cost, device: torch.device) -> None:
         self._file, self._cost, self._device = file, cost, device
         self._next = time.monotonic() + EVERY
 
     def saved(self) -> SavedSweep | None:
-        """Read what an earlier process noted of the same sweep, if it did; what that cost is counted."""
+        """Read what an earlier process saved of the same sweep, if it did, and count what that cost."""
         if self._file is None:
             return None
         try:
@@ -61,7 +61,7 @@ class SweepCheckpoint:
         return SavedSweep(facts["step"], {slot: {n: vectors[slot][n] for n in order[slot]} for slot in order}, tensors)
 
     def note(self, step: int, vectors: State, gathered: Callable[[], dict[str, Tensor]]) -> None:
-        """Note that the steps from ``step`` on are done; written down if it is time."""
+        """Note that the steps from ``step`` on are done; saved if it is time."""
         if self._file is None or time.monotonic() < self._next:
             return
         start = time.monotonic()

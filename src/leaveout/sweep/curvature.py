@@ -1,6 +1,6 @@
-"""What carries a vector through a step beside the optimizer itself: the curvature of the loss, or what stands for it.
+"""What carries a vector through a step besides the optimizer itself: the curvature of the loss, or a stand-in for it.
 
-Each kind gives the batch's products, and those of single examples, which are what ACC corrects with.
+Each kind gives the products of the batch and those of single examples; ACC corrects with the latter.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ class Curvature:
 
     @cached_property
     def gradient(self) -> Params:
-        """ḡ(θ; w¹); most products give it as well, and then it costs nothing more."""
+        """ḡ(θ; w¹); most products give it as well, and then it costs nothing extra."""
         return gradient(self.task, self.params, self.batch)
 
     @property
     def has_gradient(self) -> bool:
-        """Say whether the gradient is at hand."""
+        """Say whether the gradient is known already."""
         return "gradient" in self.__dict__
 
     @property
     def _whole(self) -> tuple[Task, Params, Batch]:
-        """What derivatives of the batch are taken of, and where."""
+        """The task, the parameters and the batch for derivatives of the batch."""
         return self.task, self.params, self.batch
 
     def _single(self, examples: Batch) -> tuple[Task, Params, Batch]:
-        """What derivatives of single examples are taken of, and where."""
+        """Return the task, the parameters and the batch for derivatives of single examples."""
         return self.task, self.params, examples
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
@@ -97,7 +97,7 @@ class Curvature:
         return example_gradients(self.task, self.params, examples, self._examples)
 
     def shares(self, position: Int[Tensor, " chosen"]) -> Params:
-        """Compute g(z)/|Z| for the examples at these places of the batch."""
+        """Compute g(z)/|Z| for the examples at these positions in the batch."""
         size = size_of(self.batch)
         return each(lambda t: t / size, self.gradients(take(self.batch, position)))
 
@@ -107,14 +107,14 @@ class Curvature:
         return not self.task.coupled and not has_shared_draws(self.batch)
 
     def missing(self, left_out: Float[Tensor, "rows batch"]) -> Params:
-        """Compute ḡ(w¹) − ḡ(w without its examples) for each row of marks, however examples depend."""
+        """Compute ḡ(w¹) − ḡ(w without its examples) for each row of marks, even if examples depend on each other."""
         less = gradients_with(self.task, self.params, self.batch, 1 - left_out, self.chunk)
         return {name: self.gradient[name] - tensor for name, tensor in less.items()}
 
     def own_where(
         self, keep: Bool[Tensor, " examples"] | None, examples: Batch, vectors: Params
     ) -> tuple[Params, Params]:
-        """Compute g(z), and C(z)·v where it is wanted and zero elsewhere; None: everywhere."""
+        """Compute g(z), and C(z)·v for the examples to keep, zero for the others; None: for all."""
         if keep is None or bool(keep.all()):
             return self.own(examples, vectors)
         if not bool(keep.any()):
@@ -149,14 +149,14 @@ class Hessian(Curvature):
 
 
 class HessianByExample(Hessian):
-    """The Hessian whose product with one vector comes with every example's gradient, where that can be had at once."""
+    """The Hessian whose product with one vector comes with per-example gradients, if both can be computed at once."""
 
     _shares: Params | None = None
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
-        """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; for one alone, g_z/|Z| as well."""
+        """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; for a single one, g_z/|Z| as well."""
         together = self.task.abilities.together and self.separable and not isinstance(self.batch, Window)
-        # Of images, kernels of each example's own would take longer than a pass of their own.
+        # For images, per-example kernels would take longer than a separate pass.
         if height(vectors) > 1 or not together or self.task.tracer.images:
             return super().products(vectors)
         one = each(lambda t: t[0], vectors)
@@ -172,14 +172,14 @@ class HessianByExample(Hessian):
 
 
 class KinkedHessian(Hessian):
-    """The Hessian in which kinks (ReLU and the like) have the curvature that their crossing makes on average.
+    """The Hessian in which kinks (ReLU and the like) have the curvature that crossing them causes on average.
 
-    Gradients are the same. The bumps' widths are those of the whole batch, also where examples are looked at alone.
+    Gradients are the same. The widths of the bumps are those of the whole batch, even for single examples.
     """
 
     @property
     def _whole(self) -> tuple[Task, Params, Batch]:
-        if isinstance(self.batch, Window):  # of which each micro-batch would have widths of its own
+        if isinstance(self.batch, Window):  # each micro-batch would have widths of its own
             return self._single(self.batch)
         return self.task.kinked(), self.params, self.batch
 
@@ -192,7 +192,7 @@ class KinkedHessian(Hessian):
 
 
 class GaussNewton(Curvature):
-    """(1/|Z|) Σ Jᵀ (∂²ℓ/∂outputs²) J with the Jacobian J of the outputs: the Hessian of a model that is linear there.
+    """(1/|Z|) Σ Jᵀ (∂²ℓ/∂outputs²) J with the Jacobian J of the outputs: the Hessian if the model were linear there.
 
     Positive semidefinite for convex losses; equal to the Hessian for linear models.
     """
@@ -236,7 +236,7 @@ class Flat(Curvature):
 
 
 def check_symmetric(task: Task, kind: type[Curvature] = Hessian) -> None:
-    """Refuse stop-gradients where a product with J = ∂ḡ/∂θ would have to serve for one with its transpose."""
+    """Refuse stop-gradients if a product with J = ∂ḡ/∂θ would have to stand in for one with its transpose."""
     if issubclass(kind, Hessian) and not task.abilities.symmetric:
         if task.abilities.reason == COUPLED:
             raise no_form(COUPLED)

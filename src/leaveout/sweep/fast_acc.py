@@ -1,15 +1,15 @@
-"""ACC at the price of SGD-IE: the shared backward sweep, and each row's correction by a cheap transport.
+"""ACC at the price of SGD-IE: the shared backward sweep, and each row's correction through a cheap transport.
 
 With u the shared vector of SGD-IE and ``a_i = (∂O/∂g)ᵀ u_{i+1}`` its part for the batch gradient, ACC's score is
 
     score_r = −Σ_i (1/|Z_i|) Σ_{z ∈ r∩Z_i} ⟨a_i, g(z) + H(z)·δ_r⟩
 
-so that all there is to do for a row is to carry its δ_r from one occurrence to the next. Two orders of the same sum:
+so all that remains for a row is to carry its δ_r from one occurrence to the next. There are two orders of this sum:
 
-*remainder*, backward, for one query: a remainder e_r travels instead of δ_r, ``e_r ← Cᵀ e_r − (1/|Z|) H(z)·a``, and
-``⟨bᵀ e_r, g(z)⟩`` is read; the products H(z)·a also average to H(Z)·a, which u needs anyway.
-*corrected gradient*, for many queries: a backward sweep keeps every a_i; then δ_r travels forward and is read with
-all of them. The products H(z)·δ_r do not depend on the query.
+*remainder*, backward, for one query: a remainder e_r is carried instead of δ_r, ``e_r ← Cᵀ e_r − (1/|Z|) H(z)·a``,
+and ``⟨bᵀ e_r, g(z)⟩`` is read; the products H(z)·a also average to H(Z)·a, which u needs anyway.
+*corrected gradient*, for many queries: a backward sweep keeps every a_i; then δ_r is carried forward and read with all
+of them. The products H(z)·δ_r do not depend on the query.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.trajectory import Trajectory
 
 FILE_BYTES = 4_000_000_000
-"""How large a file for what reaches the steps may be, beyond one vector per step."""
+"""How large a file for the vectors that reach the steps may be, beyond one vector per step."""
 
 
 class Products(NamedTuple):
@@ -50,7 +50,7 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True)
 class Correction:
-    """A sweep, who is left out of its run, what may be used, and where products are counted."""
+    """A sweep, what is left out of its run, the resources it may use, and where products are counted."""
 
     sweep: Sweep
     left_out: LeftOut
@@ -73,13 +73,13 @@ class Correction:
         return self.sweep.trajectory
 
     def remainders(self, queries: Params, width: int | None = None) -> Products:
-        """Compute both scores for every query vector, a sweep each."""
+        """Compute both scores for every query vector, with one sweep each."""
         return _side_by_side([self.remainder(query, width) for query in split(queries, 1)])
 
     def remainder(self, query: Params, width: int | None = None) -> Products:
         """Compute both scores for one query vector in one backward sweep; ``width`` keeps remainders in a sketch."""
         rows = Remainders(self.sweep, self.left_out, self.resources, width)
-        # What is in a file already is not copied to another: such a sweep begins anew.
+        # What is already in a file is not copied to another: such a sweep starts over.
         place = None if rows.disk else self.resources.checkpoint
         checkpoint = SweepCheckpoint(place, self.cost, rows.plain.device)
         saved = checkpoint.saved()
@@ -91,12 +91,12 @@ class Correction:
         return Products(rows.plain[:, None], (rows.plain + rows.extra)[:, None])
 
     def corrected_gradient(self, queries: Params, subspace: Subspace | None = None) -> Products:
-        """Compute both scores for every query vector: as many at a time as the budget holds.
+        """Compute both scores for every query vector, as many at a time as the budget holds.
 
-        A vector per step is kept for each: in memory, or in a temporary file where that saves sweeps.
+        One vector per step is kept for each: in memory, or in a temporary file if that saves sweeps.
         """
         basis = None if subspace is None else self._basis(queries, subspace)
-        if basis is not None:  # the rest of the budget is for all else
+        if basis is not None:  # the rest of the budget is for everything else
             rest = self.resources.without(basis.numel() * basis.element_size())
             budget.check(rest, self.trajectory, budget.backward_bytes(self.trajectory), "one query vector and a basis")
             return replace(self, resources=rest)._by_chunks(queries, basis)
@@ -106,7 +106,7 @@ class Correction:
         layout = Layout(self.trajectory.rule, each(lambda t: t[0], queries))
         rank = min(subspace.rank, layout.width)
         basis = top_directions(self.trajectory, layout, self.sweep.kind, rank, self.resources, self.cost)
-        if self.resources.memory != "auto":  # the search needs more than what comes after it
+        if self.resources.memory != "auto":  # the search needs more memory than what comes after it
             returned()
         return basis
 

@@ -1,9 +1,9 @@
-"""Vectors that travel without curvature: many rows, each moved only when it is looked at.
+"""Vectors carried without curvature: many rows, each moved only when it is needed.
 
-Where the gradient enters the step linearly, a step without curvature is the same small matrix for every parameter of
-a group: (θ, m) ↦ C·(θ, m), and a gradient g adds b·g. So a row can stay as it was when it was last touched, together
-with the step at which that was, and the steps since then are one product of small matrices, shared by all rows that
-were touched at the same step. What a step costs does not depend on how many rows there are.
+If the gradient enters the step linearly, a step without curvature is the same small matrix for every parameter of a
+group: (θ, m) ↦ C·(θ, m), and a gradient g adds b·g. So a row can stay as it was when it was last touched, stored with
+the number of that step, and the steps since then are one product of small matrices, shared by all rows that were last
+touched at the same step. The cost of a step does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Drift:
 
 
 def drift(rule: Rule, hypers: Sequence[Hyper], l2: float, like: Tensor) -> Drift:
-    """Apply the optimizer's own step to unit vectors; a per-example L2 term is curvature that is known, and stays.
+    """Apply the optimizer's own step to unit vectors; a per-example L2 term is known curvature, and is kept.
 
     >>> hyper = {"lr": 0.1, "momentum": 0, "dampening": 0, "weight_decay": 1.0, "nesterov": 0, "started": 1}
     >>> step = drift(Rule("SGD", {"w": 0}, ("param",)), [hyper], 2.0, torch.zeros(()))
@@ -57,7 +57,7 @@ def drift(rule: Rule, hypers: Sequence[Hyper], l2: float, like: Tensor) -> Drift
 
 
 class Layout:
-    """Parameters as one flat vector with those of a group side by side."""
+    """Parameters as one flat vector in which those of a group are contiguous."""
 
     def __init__(self, rule: Rule, params: Params) -> None:
         self.order = list(params)
@@ -70,7 +70,7 @@ class Layout:
         self.group = torch.tensor(group, device=next(iter(params.values())).device)
 
     def spread(self, values: Mapping[str, float], like: Tensor) -> Float[Tensor, " width"]:
-        """Spread a number for each parameter tensor to all of its coordinates."""
+        """Spread one number per parameter tensor to all of its coordinates."""
         parts = zip(self.names, self.sizes, strict=True)
         return torch.cat([like.new_full((size,), values[name]) for name, size in parts])
 
@@ -87,10 +87,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A sparse random projection that keeps inner products: every coordinate is added to one bucket, with a sign.
+    """A sparse random projection that preserves inner products: every coordinate is added to one bucket, with a sign.
 
     Coordinates of different groups never share a bucket, so that what is the same for a group's parameters is the
-    same for its buckets. E⟨Φx, Φy⟩ = ⟨x, y⟩, with a standard deviation of at most √(2/width)·‖x‖‖y‖ a group.
+    same for its buckets. E⟨Φx, Φy⟩ = ⟨x, y⟩, with a standard deviation of at most √(2/width)·‖x‖‖y‖ per group.
     """
 
     bucket: Int[Tensor, " coordinates"]
@@ -136,7 +136,7 @@ class RowFile:
             for row, value in zip(rows.tolist(), values.cpu().contiguous(), strict=True):
                 self._write(value.numpy().tobytes(), row * self._bytes)
 
-    # The system may read or write less than it was asked to: near a full disk, or of more than 2 GB.
+    # The system may read or write less than requested: when the disk is almost full, or if it is more than 2 GB.
 
     def _read(self, place: int) -> bytes:
         content = b""
@@ -167,15 +167,15 @@ def _no_room() -> Iterator[None]:
 
 
 class LazyVectors:
-    """A vector of the state's slots for every row, moved only when it is looked at: until then it coasts.
+    """A vector of the state's slots for every row, moved only when it is needed: until then it coasts.
 
-    ``now(rows)`` gives chosen rows as they are at the present step, ``put`` replaces them, ``advance`` lets one step
-    pass for all. Rows are zero until they are put. On disk, they are in a file that goes when they do.
+    ``now(rows)`` returns chosen rows as they are at the current step, ``put`` replaces them, ``advance`` lets one step
+    pass for all. Rows are zero until they are put. On disk, they are in a file that is deleted with them.
     """
 
     def __init__(self, rows: int, slots: int, group: Int[Tensor, " width"], like: Tensor, *, disk: bool) -> None:
         self.group, self._groups, self.disk = group, int(group.max()) + 1, disk
-        self._sizes = group.bincount().tolist()  # a group's coordinates stand side by side
+        self._sizes = group.bincount().tolist()  # a group's coordinates are contiguous
         shape = (rows, slots, len(group))
         self._rows: Tensor | RowFile = RowFile(shape, like) if disk else like.new_zeros(shape)
         self._touched = torch.full((rows,), -1)
@@ -187,7 +187,7 @@ class LazyVectors:
         self._moving = False
 
     def packed(self) -> dict[str, Tensor]:
-        """Return all of it, to be put aside; for rows that are in memory."""
+        """Return everything, to be saved; only for rows that are in memory."""
         assert isinstance(self._rows, Tensor)  # noqa: S101 - asked before
         clock = torch.tensor([self._step, self._first, int(self._moving)])
         return {"held": self._rows, "touched": self._touched, "since": self._since, "clock": clock}
@@ -203,7 +203,7 @@ class LazyVectors:
         vectors = self._rows.index_select(0, rows) if isinstance(self._rows, Tensor) else self._rows[rows]
         if not self._moving:
             return vectors
-        # A row that was never put is zero, whatever matrix it meets.
+        # A row that was never put is zero, whatever matrix it is multiplied by.
         moves = self._since[(self._touched[rows] - self._first).clamp(min=0)]
         if self._groups == 1:
             return moves[:, 0] @ vectors
@@ -238,16 +238,16 @@ class LazyVectors:
         self.put(chosen, values)
 
     def advance(self, carry: Float[Tensor, "groups slots slots"]) -> None:
-        """Pass one step for every row."""
-        carry = carry[: self._groups]  # no coordinate may be of the last ones
+        """Let one step pass for every row."""
+        carry = carry[: self._groups]  # the last groups may have no coordinates
         self._step += 1
         self._moving |= not torch.equal(carry, self._still[0])
         if not self._moving:  # then it does not matter when a row was put
             self._first = self._step
             return
-        # Small matrices by the thousand: a broadcast product is much quicker than a batched matmul.
+        # Thousands of small matrices: a broadcast product is much faster than a batched matmul.
         moved = (carry[..., None] * self._since[:, :, None]).sum(3)
         self._since = torch.cat([moved, self._still])
-        if self._step % FORGET == 0:  # steps that no row remembers
+        if self._step % FORGET == 0:  # forget steps at which no row was last put
             oldest = max(self._first, int(torch.where(self._touched < 0, self._step, self._touched).min()))
             self._since, self._first = self._since[oldest - self._first :], oldest

@@ -1,6 +1,6 @@
-"""ACC where the step is not linear in the gradient: read the step's finite change, not its derivative.
+"""ACC for steps that are not linear in the gradient: read the step's finite change, not its derivative.
 
-Taking an example out of a batch is not a small change of the gradient, and Adam's step (or a clipped one) is not linear
+Removing an example from a batch is not a small change of the gradient, and Adam's step (or a clipped one) is not linear
 in it. With u the backward vector of SGD-IE and O the optimizer's step,
 
     score_r = Σ_i ⟨u_{i+1}, O(s_i, ḡ_i − (1/|Z_i|) Σ_{z ∈ r∩Z_i} g(z)) − O(s_i, ḡ_i)⟩
@@ -8,8 +8,8 @@ in it. With u the backward vector of SGD-IE and O the optimizer's step,
 It is the first term of exact ACC's correction. For SGD the step is linear and this is SGD-IE itself. The cost is that
 of SGD-IE and of the batch's per-example gradients, whatever the number of examples: nothing is transported.
 
-The step's change of the parameters is read by the inner product as it is; its change of moments by whose root later
-steps divide saturates (``saturation.py``), since a derivative in them does not reach that far.
+The step's change of the parameters is read directly with the inner product; its change of moments by whose root later
+steps divide is read with saturation (``saturation.py``), since a derivative in them does not reach that far.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from leaveout.sweep.sweep import Sweep
 from leaveout.trajectory.left_out import LeftOut
 
 ROW = 8
-"""How many vectors of the state's size one left-out row takes while its jump is read."""
+"""How many vectors of the state's size one left-out row needs while its jump is read."""
 
 
 def jump_products(
@@ -89,7 +89,7 @@ def jump_products(
 
 
 def _with_gradients(sweep: Sweep, left_out: LeftOut, resources: Resources) -> Sweep:
-    """Return the sweep whose products bring the examples' gradients along, where most are wanted and all fit."""
+    """Return a sweep whose products come with per-example gradients, if most of these are needed and all fit."""
     trajectory = sweep.trajectory
     count, bytes_each = len(trajectory.run.record(0).ids), 2 * budget.param_bytes(trajectory)
     held = shard_rows(bytes_each, count) if resources.memory == "auto" else resources.chunk(bytes_each, count)
@@ -146,21 +146,21 @@ class Reading:
         needed = torch.isin(which, which[position])
         single = total.new_zeros((len(examples), total.shape[1]))
         self.add(single, (which[needed], needed.nonzero()[:, 0]), pulled)
-        # An example that occurs twice in the batch leaves once.
+        # An example that occurs twice in the batch is left out once.
         leaves = torch.unique(torch.stack([row, which[position]]), dim=1)
         add_rows(total, leaves[0], single[leaves[1]])
 
     def passed(self, pulled: Pulled) -> None:
-        """Go on to the step before."""
+        """Go on to the previous step."""
         if self.saturation:
             self.saturation.note(pulled.step.stepped, pulled.step.gradient, pulled.step.hypers)
 
     def packed(self) -> dict[str, Tensor]:
-        """Return what is carried, by names."""
+        """Return what is carried, by name."""
         return self.saturation.packed() if self.saturation else {}
 
 
 def _as_columns(stack: Tensor) -> Float[Tensor, "numbers vectors"]:
-    """Copy vectors into columns, laid out alike wherever they come from: how a product rounds depends on that."""
+    """Copy vectors into columns with the same layout wherever they come from: how a product rounds depends on it."""
     flat = flat_rows(stack).clone(memory_format=torch.contiguous_format)
     return flat.view(-1, 1) if len(flat) == 1 else flat.T.contiguous()

@@ -1,8 +1,8 @@
-"""How much the curvature of kinks does to a step, which tells whether it can be taken for curvature at all.
+"""How much the curvature of kinks changes a step, which tells whether it can be treated as curvature at all.
 
-A kink's curvature is an average over examples that cross it a little. Where the kinks of one batch change a vector by
-half of its length in a single step, and do so all along the run, they are crossed in leaps by single examples, and
-there is no average: vectors carried with that curvature grow without bound, and their scores are worthless.
+A kink's curvature is an average over examples that cross it by a little. If the kinks of one batch change a vector by
+half its length in a single step, and do so throughout the run, they are crossed in leaps by single examples, and there
+is no average: vectors carried with that curvature grow without bound, and the scores are worthless.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.trajectory import Trajectory
 
 LARGEST = 0.4
-"""The size from which on kinks are left without curvature."""
+"""The size from which kinks are left without curvature."""
 
 STEPS = 8
-"""Steps that are looked at."""
+"""The number of steps that are examined."""
 
 ROUNDS = 3
-"""Rounds of power iteration; more of them raise the size by a tenth or so."""
+"""Rounds of power iteration; more of them increase the size by a tenth or so."""
 
 
 def hessian(kinks: bool | str, trajectory: Trajectory) -> type[Curvature]:
-    """Choose the Hessian, with the curvature of kinks or without, or, for ``"auto"``, as the run calls for."""
+    """Choose the Hessian with or without the curvature of kinks; ``"auto"`` depends on the run."""
     return KinkedHessian if (are_mild(trajectory) if kinks == "auto" else kinks) else Hessian
 
 
@@ -41,9 +41,9 @@ def are_mild(trajectory: Trajectory) -> bool:
 
 
 def kink_size(trajectory: Trajectory) -> float | None:
-    """‖∂F_kinks − ∂F‖ in the parameters, which three quarters of a few steps reach; None where there are no kinks.
+    """Measure the ‖∂F_kinks − ∂F‖ in the parameters that three quarters of a few steps reach; None without kinks.
 
-    Not their mean: a few steps with large kinks do no harm.
+    This is not the mean: a few steps with large kinks do no harm.
     """
     kept = [index for index in trajectory.run.kept if index < len(trajectory)]
     count = min(len(kept), STEPS)
@@ -57,12 +57,12 @@ def kink_size(trajectory: Trajectory) -> float | None:
 
 
 def _size(trajectory: Trajectory, recorded: RecordedStep) -> float:
-    """The largest stretch of (∂F_kinks − ∂F)ᵀ at one step, by power iteration."""
+    """Estimate how much (∂F_kinks − ∂F)ᵀ stretches a vector at one step at most, by power iteration."""
     order = torch.Generator().manual_seed(0)
     vector = {
         name: torch.randn((1, *tensor.shape), generator=order, dtype=torch.float64).to(tensor)
         if name in trajectory.rule.groups
-        else torch.zeros_like(tensor)[None]  # a buffer of the model's
+        else torch.zeros_like(tensor)[None]  # a buffer of the model
         for name, tensor in recorded.before[PARAM].items()
     }
     size = 0.0
@@ -76,7 +76,7 @@ def _size(trajectory: Trajectory, recorded: RecordedStep) -> float:
 
 
 def _difference(trajectory: Trajectory, recorded: RecordedStep, vector: Params) -> Params:
-    """(∂F_kinks − ∂F)ᵀ·u, without what it does to the optimizer's own state."""
+    """Compute (∂F_kinks − ∂F)ᵀ·u in the parameters, without its part in the optimizer state."""
     task, vectors = trajectory.task, embed(vector, recorded.before)
     curved, plain = (
         LinearStep(trajectory.rule, recorded, kind(task, recorded.params, recorded.batch)).pull(vectors).state[PARAM]

@@ -1,4 +1,4 @@
-"""One recorded step s' = O(s, ḡ(θ; w)), linearised: Jacobian products, and what leaving examples out changes in it.
+"""One recorded step s' = O(s, ḡ(θ; w)), linearised: Jacobian products, and how leaving examples out changes it.
 
 ``O`` is the optimizer's elementwise step, ``ḡ(θ; w) = (1/|Z|) Σ w_z g(z, θ)`` the weighted batch gradient. So
 ``∂F = ∂_s O + ∂_g O · H(w)``: the optimizer's part is exact and cheap, and the curvature enters in one place.
@@ -42,17 +42,17 @@ Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
 """(row, position in the batch): the row leaves out the example at that position."""
 
 Keep: TypeAlias = Bool[Tensor, " pairs"] | None
-"""Which pairs are corrected; None: all of them. A row's pairs are all corrected or none."""
+"""Which pairs are corrected; None: all of them. Either all of a row's pairs are corrected, or none."""
 
 
 BLOCK = 1 << 19
-"""Numbers of a jump that are worked on at a time."""
+"""How many numbers of a jump are processed at a time."""
 
 
 class Pulled(NamedTuple):
-    """Vectors pulled back: in the state (``carried``: without curvature), the batch gradient and the weights.
+    """Vectors pulled back: to the state (``carried``: without curvature), to the batch gradient and to the weights.
 
-    ``arriving`` are the vectors before they were pulled back, ``step`` is the step that they went through.
+    ``arriving`` are the vectors before they were pulled back, ``step`` is the step they were pulled through.
     """
 
     state: State
@@ -72,8 +72,8 @@ class LinearStep:
     """The derivative of one step at its recorded state: with every example, and with each row's examples left out.
 
     ``path`` is applied to whatever reaches the step as a change of the batch gradient (a symmetric linear map, such as
-    a projection; by default nothing). ``after`` is the step computed again, F(s; w¹), to be compared with the recorded
-    state; it takes a gradient where nothing else does.
+    a projection; by default nothing). ``after`` is the recomputed step, F(s; w¹), to be compared with the recorded
+    state; it computes a gradient if nothing else does.
     """
 
     def __init__(
@@ -85,33 +85,33 @@ class LinearStep:
 
     @property
     def has_gradient(self) -> bool:
-        """Say whether the step can be computed again without a gradient of its own."""
+        """Say whether the step can be recomputed without another gradient."""
         return self.curvature.has_gradient
 
     @cached_property
     def gradient(self) -> Params:
-        """ḡ(θ; w¹): the one at hand, or as the recorded states tell it up to rounding, or computed."""
+        """ḡ(θ; w¹): known already, or recovered from the recorded states up to rounding, or computed."""
         if not self.curvature.has_gradient and (used := self.consumed) is not None:
             return used
         return self.curvature.gradient
 
     @cached_property
     def consumed(self) -> Params | None:
-        """The gradient that the recorded states say was used, or None."""
+        """The gradient that was used, if the recorded states tell, or None."""
         recorded = self._recorded
         return self._rule.consumed(recorded.before, recorded.after, self.hypers) if recorded.exact else None
 
     @cached_property
     def after(self) -> State:
-        """The step computed again."""
+        """The recomputed step."""
         return self._rule.step(self._recorded.before, self.curvature.gradient, self.hypers)
 
     def pull(
         self, vectors: State, products: Callable[[Params], tuple[Params, Float[Tensor, "vectors batch"]]] | None = None
     ) -> Pulled:
-        """Compute ∂F(w¹)ᵀ·u in the state, in the batch gradient, and in each example's weight.
+        """Compute ∂F(w¹)ᵀ·u for the state, for the batch gradient, and for each example's weight.
 
-        ``products`` is taken in place of the curvature's own where its values are known from elsewhere.
+        ``products`` is used in place of the curvature's own if its values are known from elsewhere.
         """
         state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self.hypers)
         along = self._path(along)
@@ -119,7 +119,7 @@ class LinearStep:
         return Pulled(_plus(state, curved), state, along, reads, vectors, self)
 
     def push(self, vectors: State, pairs: Pairs) -> State:
-        """Compute ∂F(w¹)·δ + γ: SGD-IE's step, with its examples' first-order effect. Uses the vectors up."""
+        """Compute ∂F(w¹)·δ + γ: SGD-IE's step, with its examples' first-order effect. Overwrites the vectors."""
         missed = self._marked(vectors, pairs)
         along = self.curvature.changes(vectors[PARAM], torch.ones_like(missed), -missed)
         return self._tangent(vectors, self._path(along))
@@ -139,7 +139,7 @@ class LinearStep:
     def push_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> State:
         """Compute ∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state.
 
-        Rows that are not to be kept take SGD-IE's step. Uses the vectors up.
+        Rows that are not kept take SGD-IE's step. Overwrites the vectors.
         """
         missed = self._marked(vectors, pairs)
         own_pairs = pairs if keep is None else _where(pairs, keep)
@@ -155,7 +155,10 @@ class LinearStep:
         return replace_rows(pushed, affected, {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent})
 
     def pull_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> tuple[State, Float[Tensor, " rows"]]:
-        """Compute ∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩; rows that are not kept as for SGD-IE."""
+        """Compute ∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩.
+
+        Rows that are not kept are treated as in SGD-IE.
+        """
         count = height(vectors[PARAM])
         reads = next(iter(vectors[PARAM].values())).new_zeros(count)
         state, along = self._rule.cotangent(self._at(count), vectors, self.hypers)
@@ -180,8 +183,8 @@ class LinearStep:
     def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Iterator[tuple[Block | Touched, Slots]]]:
         """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step.
 
-        Γ comes in blocks, some coordinates of all rows, small enough to stay in a processor's cache while in use; what
-        is zero since its gradient is may be left out.
+        Γ comes in blocks, some coordinates of all rows, small enough to stay in the CPU cache while in use; coordinates
+        that are zero because their gradient is may be left out.
         """
         affected, leaving = self._left_out(pairs)
         if not self._rule.by_coordinate:
@@ -196,14 +199,14 @@ class LinearStep:
         return rule.jumped(block.name, (before, after), (block.of(self.gradient), block.of_rows(leaving)), self.hypers)
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
-        """Mark with one where a row leaves out an example of the batch, zero elsewhere."""
+        """Return one where a row leaves out an example of the batch, zero elsewhere."""
         like = next(iter(vectors[PARAM].values()))
         marked = like.new_zeros((len(like), len(self._recorded.record.ids)))
         marked[pairs] = 1
         return marked
 
     def _at(self, count: int) -> tuple[State, Params]:
-        # A linear step has the same derivative everywhere, so that any gradient serves where none is at hand.
+        # A linear step has the same derivative everywhere, so any gradient will do if none is known.
         gradient = self._recorded.before[PARAM] if self._rule.linear else self.gradient
         return expand(self._recorded.before, count), expand({PARAM: gradient}, count)[PARAM]
 
@@ -213,13 +216,13 @@ class LinearStep:
         return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self.hypers)
 
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
-        """Return the recorded state with the batch gradient that lacks each row's examples."""
+        """Return the recorded state, and the batch gradient without each row's examples."""
         state, _ = self._at(height(gradient))
         return state, each(torch.sub, expand({PARAM: self.gradient}, height(gradient))[PARAM], gradient)
 
     @cached_property
     def stepped(self) -> State:
-        """The step with the gradient that jumps are counted from."""
+        """The step with the gradient from which jumps are measured."""
         return self._rule.step(self._recorded.before, self.gradient, self.hypers)
 
     def _jump(self, own: tuple[State, Params]) -> State:
@@ -228,9 +231,9 @@ class LinearStep:
         return {slot: each(torch.sub, stepped[slot], self.stepped[slot]) for slot in stepped}
 
     def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:
-        """Return the rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, on their path.
+        """Return the rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, after ``path``.
 
-        Where examples depend on each other, it is the change of the batch gradient when these are taken out.
+        If examples depend on each other, it is the change of the batch gradient when these are removed.
         """
         affected, local = torch.unique(pairs[0], return_inverse=True)
         if not len(affected):
@@ -250,7 +253,7 @@ class LinearStep:
         return {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
 
     def _padded(self, pairs: Pairs) -> tuple[Int[Tensor, " padded"], Int[Tensor, " padded"]]:
-        """Repeat the last pair up to one of a few lengths: few shapes to trace."""
+        """Repeat the last pair up to one of a few lengths, so that there are few shapes to trace."""
         row, position = pairs
         quantum = max(1, len(self._recorded.record.ids) // 8)
         more = -len(row) % quantum if len(row) != len(self._recorded.record.ids) else 0

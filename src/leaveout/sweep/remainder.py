@@ -1,7 +1,7 @@
 """What every row carries backward in place of its displacement: an observer of the backward sweep for one query.
 
-Per-example products H(z)·a serve twice: each row's remainder takes those of its own examples, and their mean is the
-H(Z)·a that the query vector needs anyway. So the observer hands the sweep its products, and costs none.
+Per-example products H(z)·a are used twice: each row's remainder takes those of its own examples, and their mean is the
+H(Z)·a that the query vector needs anyway. So the observer gives the sweep its products, and needs none of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_PAIRS = 2**40
 
 
 class Remainders:
-    """e_r of all rows: ``⟨bᵀ e_r, g(z)⟩`` is read where z occurs, then ``e_r ← Cᵀ e_r − (1/|Z|) H(z)·a``.
+    """The e_r of all rows: ``⟨bᵀ e_r, g(z)⟩`` is read where z occurs, then ``e_r ← Cᵀ e_r − (1/|Z|) H(z)·a``.
 
     Args:
         sweep: the run, the curvature, and which occurrences are corrected.
@@ -48,25 +48,25 @@ class Remainders:
         self.begun = False
 
     def packed(self) -> dict[str, Tensor]:
-        """Return everything that was gathered, to be put aside."""
+        """Return everything gathered so far, to be saved."""
         return {"plain": self.plain, "extra": self.extra, **self._rows.packed()}
 
     def unpack(self, gathered: dict[str, Tensor]) -> None:
-        """Restore what was put aside; nothing is before the first correction."""
+        """Restore what was saved; nothing is saved before the first correction."""
         self.plain, self.extra, self.begun = gathered["plain"], gathered["extra"], True
         self._rows.unpack(gathered)
 
     def products(
         self, recorded: RecordedStep, curvature: Curvature, along: Params
     ) -> tuple[Params, Float[Tensor, "1 batch"]]:
-        """Compute H(Z)·a and ⟨a, g(z)⟩/|Z| from those of the single examples; read and move the remainders by them."""
+        """Compute H(Z)·a and ⟨a, g(z)⟩/|Z| from those of single examples; read and move the remainders with them."""
         pairs = self._left_out.pairs(recorded.record.ids)
         keep = self._sweep.schedule.kept(recorded.record, self._left_out, pairs[0])
         step = drift(self._sweep.trajectory.rule, recorded.record.hypers, curvature.task.l2, self._like)
         self.begun |= keep is None or bool(keep.any())
         if self.begun:
             result = self._corrected(curvature, along, pairs, keep, (step.enter, step.carry.mT))
-        else:  # nothing has been corrected yet, nor is it here: SGD-IE's own step
+        else:  # nothing has been corrected yet, and nothing is here: SGD-IE's own step
             result = curvature.products(along)
             self._rows.advance(step.carry.mT)
         add_rows(self.plain, pairs[0], result[1][0, pairs[1]], alpha=-1)
@@ -102,7 +102,7 @@ class Remainders:
         return self._layout.unflatten(mean), reads
 
     def _own(self, curvature: Curvature, vector: Params, part: slice) -> tuple[Tensor, Tensor]:
-        """Compute g(z) and H(z)·a of a part of the batch, a row per example."""
+        """Compute g(z) and H(z)·a for a part of the batch, one row per example."""
         batch = curvature.batch
         size = size_of(batch)
         whole = part.start == 0 and part.stop >= size
@@ -113,9 +113,9 @@ class Remainders:
     def _of_pairs(
         self, matrix: Float[Tensor, "part width"], position: Int[Tensor, " pairs"], part: slice, size: int
     ) -> list[tuple[Int[Tensor, " some"], Float[Tensor, "some kept"]]]:
-        """List the pairs of a part of the batch, at most so many at a time, with their rows of the matrix, projected.
+        """List the pairs of a part of the batch, a limited number at a time, with their rows of the matrix, projected.
 
-        Without a copy where these are all rows in their order.
+        There is no copy if these are all rows in order.
         """
         matrix = matrix if self._project is None else self._project(matrix)
         if part.start == 0 and part.stop >= size:
@@ -127,7 +127,7 @@ class Remainders:
 
 
 def pair_count(sweep: Sweep, resources: Resources) -> int:
-    """Return how many pairs of rows and examples are looked at together."""
+    """Return how many pairs of rows and examples are processed together."""
     return resources.divided(4).chunk(budget.pair_bytes(sweep.trajectory), MOST_PAIRS)
 
 

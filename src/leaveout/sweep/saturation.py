@@ -1,18 +1,18 @@
-"""How a jump of the optimizer's moments is read: with saturation, where later steps divide by the root of one of them.
+"""How a jump of the optimizer's moments is read: with saturation, if later steps divide by the root of one of them.
 
 Adam's later steps move a coordinate by ``size · m / (√v + ε)``. A jump (Δm, Δv) of its moments changes them by
 
     V(Δm, Δv) = Σ_t U_t [(m_t + β₁^τ Δm) ψ_t(v_t + β₂^τ Δv) − m_t ψ_t(v_t)],      ψ(v) = size/(√v + ε),  τ = t − i
 
-with U_t what a move at step t is worth. Its derivatives at zero are what the backward vector holds, u_m and u_v, and
-``u_m Δm + u_v Δv`` has no bound: where the gradients of a batch cancel in a coordinate, v is a millionth of what it is
-without one of them. V is bounded, and has the form of a root: with A and B the parts of V that belong to Δm and to m_t,
+where U_t is what a move at step t is worth. Its derivatives at zero are what the backward vector holds, u_m and u_v,
+and ``u_m Δm + u_v Δv`` is unbounded: where the gradients of a batch cancel in a coordinate, v is a millionth of what it
+is without one of them. V is bounded, and has the form of a root: with A and B the parts of V due to Δm and to m_t,
 
     V ≈ u_m Δm (1 + Δv/w_A)^(−1/2) + 2 w_B u_v (1 − (1 + Δv/w_B)^(−1/2))
 
-where w is the second moment at which the root saturates, such that the second derivatives ∂²V/∂m∂v and ∂²V/∂v² are
-right too, for U_t that does not change with t. If no later gradient reaches the coordinate, w = v and this is V itself;
-if one does, w is as large as the later second moments. Both are sums over later steps, carried back beside the vectors.
+where w is the second moment at which the root saturates, chosen so that the second derivatives ∂²V/∂m∂v and ∂²V/∂v²
+are right too if U_t does not change with t. If no later gradient reaches the coordinate, w = v and this is V itself; if
+one does, w is as large as the later second moments. Both are sums over later steps, carried back with the vectors.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from leaveout.optim import Rule
 from leaveout.optim.definition import Division, Hyper, Slots
 
 FLOOR = 1 / 16
-"""A second moment counts as shrunk by this at most: beyond, a coordinate was the left-out example's alone."""
+"""A second moment counts as shrunk by at most this factor: beyond it, only the left-out example used a coordinate."""
 
 SMALLEST = 1e-30
-"""Of second moments; a hundredth of ε and less does not matter either."""
+"""The smallest second moment; a root of a hundredth of ε or less does not matter either."""
 
 PARTS = ("mean_weight", "mean_rate", "square_weight", "square_rate")
 
 
 class Saturation:
-    """Per coordinate 1/w_A and 1/w_B after the step that a backward sweep has come to, with the weights of their means.
+    """1/w_A and 1/w_B per coordinate after the step that a backward sweep has reached, with the weights of their means.
 
     The weights of 1/w_A's mean over later steps are β₁^τ ψ_t, those of 1/w_B's are β₂^τ |m_t| |ψ_t'|.
     """
@@ -47,17 +47,17 @@ class Saturation:
         self._held = {part: {name: torch.zeros_like(like[name]) for name in names} for part in PARTS}
 
     def read(self, block: Block | Touched, jump: Slots, division: Division) -> Slots:
-        """Return a jump whose inner product with the backward vector has a bound. Uses the jump up."""
+        """Return a jump whose inner product with the backward vector is bounded. Overwrites the jump."""
         square = jump[division.square]
         if division.mean is not None:
             jump[division.mean] *= _grown(square, block.of(self._held["mean_rate"])).rsqrt_()
-        # Half of 1 + Δv/w, so that the factor 2 needs no pass of its own.
+        # Half of 1 + Δv/w, so that the factor 2 does not need a separate pass.
         half = _grown(square, block.of(self._held["square_rate"]), 0.5)
         whole = torch.addcmul(half, half, half.rsqrt(), value=0.5**0.5)
         return {**jump, division.square: square.div_(whole)}
 
     def note(self, after: State, gradient: Params, hypers: Sequence[Hyper]) -> None:
-        """Count this step among the later ones: those before it come next."""
+        """Count this step among the later ones; those before it come next."""
         for name, division in self.divisions(hypers).items():
             least = max((division.eps / 100) ** 2, SMALLEST)
             square = after[division.square][name].double().clamp_min_(least)
@@ -72,21 +72,21 @@ class Saturation:
             self._mix("square", name, weight, bend, (division.square_keeps, division.square_keeps))
 
     def packed(self) -> dict[str, Tensor]:
-        """Return what is carried, by names."""
+        """Return what is carried, by name."""
         return {f"{part}/{name}": t for part, tensors in self._held.items() for name, t in tensors.items()}
 
     def unpack(self, saved: Mapping[str, Tensor]) -> None:
-        """Take up what was carried by an earlier process."""
+        """Restore what an earlier process carried."""
         self._held = {part: {name: saved[f"{part}/{name}"] for name in held} for part, held in self._held.items()}
 
     def divisions(self, hypers: Sequence[Hyper]) -> dict[str, Division]:
-        """How a step divides, by the parameters for which it does."""
+        """Return how a step divides, by the names of the parameters for which it does."""
         divisions = self._rule.divisions(hypers)
         by_name = ((name, divisions[group]) for name, group in self._rule.groups.items())
         return {name: division for name, division in by_name if division is not None}
 
     def _mix(self, part: str, name: str, weight: Tensor, rate: Tensor, keeps: tuple[float, float]) -> None:
-        """Add a step to a mean over later steps, and make it the mean as the step before sees it."""
+        """Add a step to a mean over later steps, and turn it into the mean as the previous step sees it."""
         weights, rates = self._held[f"{part}_weight"][name], self._held[f"{part}_rate"][name]
         both = weight + weights
         mean = torch.addcmul(weights.double() * rates, weight, rate).div_(both.clamp_min(SMALLEST))
@@ -95,5 +95,5 @@ class Saturation:
 
 
 def _grown(square: Tensor, rate: Tensor, share: float = 1.0) -> Tensor:
-    """1 + Δv/w, for every row; or a share of it."""
+    """Compute 1 + Δv/w for every row, or a share of it."""
     return torch.addcmul(rate.new_full((), share), square, rate * share).clamp_min_(FLOOR * share)

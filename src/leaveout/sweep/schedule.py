@@ -16,14 +16,14 @@ from leaveout.run.record import Record
 from leaveout.trajectory.left_out import LeftOut
 
 FIRST = (1, 2)
-"""At its first occurrence an example has not been missed yet; the first that can be corrected is in the next epoch."""
+"""An example's first occurrence has nothing to correct; the first that can be corrected is in the next epoch."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Each occurrence is corrected with a probability, within chosen epochs.
 
-    Whether it is depends on the seed, the step and the row alone: not on the order in which rows or steps are taken.
+    Whether it is depends only on the seed, the step and the row, not on the order in which rows or steps are taken.
 
     >>> Schedule(0.5).chosen(Record(3, 0, torch.arange(4), [], []), torch.arange(8)).tolist()
     [True, True, False, True, True, False, False, True]
@@ -55,7 +55,7 @@ class Schedule:
         return self.epochs is None or self.epochs[0] <= epoch < self.epochs[1]
 
     def check(self, run: Run) -> None:
-        """Refuse to choose among epochs that were not recorded."""
+        """Refuse a choice of epochs if epochs were not recorded."""
         if self.epochs is not None and run.record(len(run) - 1).epoch == 0:
             raise InputError(
                 "epochs= was given, but this run has one epoch only, or its loop did not say where epochs begin: "
@@ -65,7 +65,7 @@ class Schedule:
 
 
 def schedule_of(probability: float, epochs: int | str | tuple[int, int] | None, seed: int) -> Schedule:
-    """Return what an estimator's options ask for.
+    """Return the schedule that an estimator's options ask for.
 
     >>> schedule_of(1.0, 4, 0).epochs, schedule_of(1.0, "first", 0).epochs
     ((0, 4), (1, 2))

@@ -1,4 +1,4 @@
-"""Watches the vectors on their way through a run: says where they grow without bound, and stops where they break."""
+"""Watches the vectors of a sweep through a run: reports where they grow without bound, and stops where they break."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from leaveout.task.task import Task
 from leaveout.trajectory.recorded_step import RecordedStep
 
 LIMIT = 1000.0
-"""How many times a vector may grow on its way before it is said."""
+"""How many times larger a vector may grow before it is reported."""
 
 
 class Growth:
-    """The size of the vectors, step by step, in whichever direction they go.
+    """The size of the vectors, step by step, in whichever direction they are carried.
 
     A linearised step that stretches some direction (learning rate times curvature above 2, or negative curvature)
-    makes vectors grow geometrically while it lasts. What is watched is the largest growth from a low point to a later
+    makes vectors grow geometrically while that lasts. What is tracked is the largest growth from a low point to a later
     high point. ``steady`` divides displacements by the number of steps that have added to them.
 
     The first step of an optimizer that starts without state is not a low point: Adam's is lr·g/|g|, which hardly
@@ -39,7 +39,7 @@ class Growth:
         self._most, self._from, self._to = 1.0, -1, -1
 
     def note(self, recorded: RecordedStep, vectors: State) -> None:
-        """Note the vectors after a step (or, going back, before it); refuse those that are not finite."""
+        """Note the vectors after a step (or, going backward, before it); refuse those that are not finite."""
         size = _size(vectors[PARAM])
         index = recorded.record.index
         self._count += 1
@@ -60,12 +60,12 @@ class Growth:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The steps between which it happened, the earlier first; (-1, -1) where nothing grew."""
+        """The steps between which it happened, the earlier first; (-1, -1) if nothing grew."""
         first, last = sorted((self._from, self._to))
         return first, last
 
     def tell(self) -> None:
-        """Warn of what has been seen."""
+        """Warn about the growth that was seen, if it was too large."""
         if self._most > LIMIT:
             warnings.warn(f"{self._seen()}; {REMEDY}", LeaveoutWarning, stacklevel=3)
 
@@ -117,7 +117,7 @@ def _is_smooth(task: Task, params: Params, example: Batch) -> bool:
 
 
 def _starts(recorded: RecordedStep) -> bool:
-    """Say whether the step is a run's first, of an optimizer whose state was all zero before it."""
+    """Say whether the step is a run's first, with an optimizer whose state was all zero before it."""
     if recorded.record.index > 0:
         return False
     tensors = [tensor for name, slot in recorded.before.items() if name != PARAM for tensor in slot.values()]

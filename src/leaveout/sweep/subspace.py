@@ -23,7 +23,8 @@ def top_directions(
 ) -> Float[Tensor, "rank width"]:
     """Return orthonormal rows that span the top eigenvectors of H̄, the mean batch Hessian at evenly spaced steps.
 
-    By subspace iteration ``Q ← orth(H̄ Q)`` from a seeded random start, with a few directions more than are kept.
+    They come from subspace iteration ``Q ← orth(H̄ Q)`` from a seeded random start, with a few more directions than are
+    kept.
     """
     count = min(len(trajectory), SAMPLES)
     chosen = {round(i) for i in torch.linspace(0, len(trajectory) - 1, count).tolist()}
@@ -45,12 +46,12 @@ def top_directions(
                 product[:, place : place + chunk] += layout.flatten(curvature.products(columns)[0]).T
         product /= len(curvatures)
     cost.hvps += (ROUNDS + 1) * width * len(curvatures)
-    # Which of the directions are curved most: the eigenvectors of H̄ within their span.
+    # Pick the most curved directions: the eigenvectors of H̄ within the span.
     values, vectors = torch.linalg.eigh(basis.T @ product)
     return (basis @ vectors[:, values.abs().argsort(descending=True)[:rank]]).T
 
 
 def _curvature(trajectory: Trajectory, index: int, kind: type[Curvature]) -> Curvature:
-    """Return the curvature at one step; of the step itself, nothing else is kept."""
+    """Return the curvature at one step; nothing else of the step is kept."""
     recorded = trajectory.recorded_step(index)
     return kind(recorded.task, recorded.params, recorded.batch)

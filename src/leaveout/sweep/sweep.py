@@ -1,7 +1,7 @@
 """Carries vectors through the steps of a run, forward and backward: the only such loops.
 
-Forward, a displacement per row, δ ← ∂F·δ + (what the row's examples did). Backward, a vector per query, u ← ∂Fᵀ·u,
-read off at every occurrence of every example; both give the same inner products ⟨u_N, δ_N⟩.
+Forward, there is one displacement per row, δ ← ∂F·δ + (what the row's examples did). Backward, there is one vector per
+query, u ← ∂Fᵀ·u, which is read at every occurrence of every example; both give the same inner products ⟨u_N, δ_N⟩.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ Products: TypeAlias = Callable[[RecordedStep, Curvature, Params], tuple[Params, 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One way through a run: what carries the vectors, and which gradient is read.
+    """One way to sweep through a run: what carries the vectors, and which gradient is read.
 
-    What a sweep may use, and where its products are counted, is said where it is taken.
+    The resources that a sweep may use, and where its products are counted, are arguments of its methods.
 
     Args:
         trajectory: the run and its task.
         kind: the curvature that carries vectors through the linearised step; with ``Flat`` they stay where they are.
         corrected: linearise each row's counterfactual step instead of the recorded one.
-        schedule: where, if not everywhere.
-        path: a symmetric linear map that every change of a batch gradient goes through.
+        schedule: where to do so, if not everywhere.
+        path: a symmetric linear map that is applied to every change of a batch gradient.
     """
 
     trajectory: Trajectory
@@ -70,7 +70,7 @@ class Sweep:
         return moved
 
     def course(self, left_out: LeftOut, resources: Resources, cost: Cost) -> Iterator[tuple[RecordedStep, State]]:
-        """Yield δ of every row on its way: each step, from the first, with the displacements after it."""
+        """Yield each step, from the first, with the displacements δ of all rows after it."""
         moved = zeros(self.trajectory.initial(), len(left_out))
         growth = Growth(self.trajectory.task, steady=True)
         chunk = budget.chunk(resources, self.trajectory, len(left_out))
@@ -115,10 +115,10 @@ class Sweep:
         saved: SavedSweep | None = None,
         products: Products | None = None,
     ) -> Iterator[tuple[RecordedStep, Pulled]]:
-        """Yield the query vectors on their way back: each step, from the last, with what reaches it.
+        """Carry the query vectors backward: yield each step, from the last, with what reaches it.
 
-        ``products`` is an observer that gives each step's products itself, since it has them from elsewhere, and keeps
-        within the budget itself.
+        ``products`` is an observer that provides each step's products, since it has them from elsewhere, and stays
+        within the budget on its own.
         """
         vectors = saved.vectors if saved else embed(queries, self.trajectory.final(), self.trajectory.slot)
         growth, count = Growth(self.trajectory.task), height(queries)
@@ -140,7 +140,7 @@ class Sweep:
         growth.tell()
 
     def onward(self, recorded: RecordedStep, pulled: Pulled) -> State:
-        """The vectors that reach the step before: without curvature they stay as they are, but for averages."""
+        """Return the vectors that reach the previous step; without curvature, only averages change them."""
         if self.curved:
             return pulled.state
         averaged = self.trajectory.run.averaged
@@ -157,12 +157,12 @@ class Sweep:
 
     @property
     def _rough(self) -> bool:
-        """Say whether the gradient at hand is not the one that the step was taken with, or not linear in weights."""
+        """Say whether the gradient at hand is not the one the step was taken with, or is not linear in the weights."""
         return self.trajectory.trained.autocast is not None or self.trajectory.task.coupled
 
     @property
     def _seen_along(self) -> bool:
-        """Say whether a step can be checked along one vector: where the gradient is linear in the weights."""
+        """Say whether a step can be checked along one vector: the gradient must be linear in the weights."""
         return self.path is None and not self._rough
 
     def _shared(
@@ -179,7 +179,7 @@ class Sweep:
         return totals
 
     def _private(self, left_out: LeftOut, query: Params, resources: Resources, cost: Cost) -> Float[Tensor, " rows"]:
-        """Carry a vector per row, u + e_k: the shared vector with the row's own remainder."""
+        """Carry one vector per row, u + e_k: the shared vector plus the row's own remainder."""
         check_symmetric(self.trajectory.task, self.kind)
         count = len(left_out)
         stacked = {name: tensor.expand(count, *tensor.shape) for name, tensor in query.items()}
@@ -206,7 +206,7 @@ class Sweep:
         return LinearStep(self.trajectory.rule, recorded, curvature, self.path)
 
     def _check(self, recorded: RecordedStep, step: LinearStep) -> None:
-        """Compute every step again whose gradient is at hand; of the others some, the first and the last."""
+        """Recompute every step whose gradient is known; of the others, some, including the first and the last."""
         index = recorded.record.index
         cast = self.trajectory.trained.autocast is not None
         if (step.has_gradient and not cast) or index % CHECK_EVERY == 0 or index == len(self.trajectory) - 1:

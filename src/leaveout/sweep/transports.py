@@ -1,7 +1,7 @@
 """How a displacement gets from one occurrence of its example to the next without a product per row and step.
 
-The whole transport V·δ is approximated at once: where the batch's curvature is dropped, the example's own is dropped
-too, because the two nearly cancel. So what travels freely collects plain gradients, not corrected ones.
+The transport V·δ is approximated as a whole: where the batch's curvature is dropped, the example's own is dropped too,
+because the two nearly cancel. So what is transported freely collects plain gradients, not corrected ones.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Subspace:
 
 
 def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> LazyVectors:
-    """Make room for a vector per row: in memory if the budget holds them, otherwise in a file, which is slower."""
+    """Make room for one vector per row: in memory if the budget holds them, otherwise in a file, which is slower."""
     needed = rows * len(rule.slots) * len(group) * like.element_size()
     return LazyVectors(rows, len(rule.slots), group, like, disk=needed > resources.divided(4).bytes)
 
 
 def turns(count: int, size: int) -> list[slice]:
-    """Cut so many pairs into runs of at most ``size``.
+    """Cut ``count`` pairs into chunks of at most ``size``.
 
     >>> turns(5, 2)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
@@ -72,15 +72,15 @@ class Transport(ABC):
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
-        """Yield the rows and H(z)·δ_r for every pair, zero where it is not corrected: at most ``size`` pairs at a time.
+        """Yield the rows and H(z)·δ_r for every pair, zero if it is not corrected, at most ``size`` pairs at a time.
 
-        Then the step passes, without the examples. Where it takes several turns, the gradients that the step needs
-        are not kept from them but taken again.
+        Then the step is taken, without the examples. If there are several turns, the gradients that the step needs are
+        not kept from them but recomputed.
         """
 
     @abstractmethod
     def advance(self, recorded: RecordedStep) -> None:
-        """Pass a step that no row has an example in."""
+        """Take a step in which no row has an example."""
 
 
 class Free(Transport):
@@ -102,7 +102,7 @@ class Free(Transport):
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
-        """Yield H(z)·δ_r for every pair, and go on."""
+        """Yield H(z)·δ_r for every pair, then take the step."""
         curvature = self.kind(recorded.task, recorded.params, recorded.batch)
         gradients: Params | None = None
         for part in turns(len(row), size):
@@ -113,11 +113,11 @@ class Free(Transport):
         self.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
-        """Pass a step."""
+        """Take a step."""
         self._vectors.advance(self._drift(recorded).carry)
 
     def now(self, row: Int[Tensor, " pairs"]) -> Float[Tensor, "pairs width"]:
-        """Return each pair's row's displacement of the parameters."""
+        """Return the displacement of the parameters of each pair's row."""
         return self._vectors.now(row)[:, 0]
 
     def move(
@@ -129,7 +129,7 @@ class Free(Transport):
         size: int,
         gradients: Params | None = None,
     ) -> None:
-        """Pass the step, and take the pairs' examples away; their gradients may be at hand."""
+        """Take the step, and remove the pairs' examples; their gradients may be given."""
         step = self._drift(recorded)
         self._vectors.advance(step.carry)
         enter = step.enter[self._layout.group].T / -len(recorded.record.ids)  # slots x width
@@ -142,7 +142,7 @@ class Free(Transport):
 
 
 class SubspaceTransport(Transport):
-    """δ = d + Qᵀ(z − Q·d): d travels freely, z = Q·δ by the exact step within the span of Q's rows."""
+    """δ = d + Qᵀ(z − Q·d): d is transported freely, z = Q·δ by the exact step within the span of Q's rows."""
 
     def __init__(self, trajectory: Trajectory, layout: Layout, free: Free, basis: Float[Tensor, "rank width"]) -> None:
         self._trajectory, self._layout, self._free, self._basis = trajectory, layout, free, basis
@@ -150,13 +150,13 @@ class SubspaceTransport(Transport):
         self._inside = {slot: basis.new_zeros(shape) for slot in trajectory.rule.slots}
 
     def products(self, keep: Keep) -> int:
-        """Count as many more as the subspace has directions."""
+        """Count the products of a step, including one per direction of the subspace."""
         return len(self._basis) + 2 * super().products(keep)
 
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
-        """Yield H(z)·δ_r for every pair, and go on."""
+        """Yield H(z)·δ_r for every pair, then take the step."""
         curvature = self._free.kind(recorded.task, recorded.params, recorded.batch)
         terms, gradients = [], None
         for part in turns(len(row), size):
@@ -174,13 +174,13 @@ class SubspaceTransport(Transport):
         self._free.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
-        """Pass a step."""
+        """Take a step."""
         nobody = torch.zeros(0, dtype=torch.int64)
         self._move(recorded, nobody, self._basis.new_zeros((0, len(self._basis))))
         self._free.advance(recorded)
 
     def _move(self, recorded: RecordedStep, row: Int[Tensor, " pairs"], terms: Float[Tensor, "pairs rank"]) -> None:
-        """Take the optimizer's own step on the coordinates, with the batch's curvature within the span."""
+        """Take the optimizer's own step on the coordinates z, with the batch's curvature within the span."""
         hypers, rule = recorded.record.hypers, self._trajectory.rule
         if any(hyper != hypers[0] for hyper in hypers):
             raise UnsupportedError(

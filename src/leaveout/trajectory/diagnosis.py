@@ -1,4 +1,4 @@
-"""Why a recorded step does not follow: the gradient that training used, compared with the one computed again.
+"""Why a recorded step does not follow: the gradient that training used, compared with the recomputed one.
 
 Most optimizers have a slot that is affine in the gradient, ``O(s, g)_b = O(s, 0)_b + a·g``: Adam's m, a momentum
 buffer, the parameters under plain SGD. The gradient that was used can be read off it.
@@ -26,7 +26,7 @@ REMEDY = (
 
 
 def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hyper]) -> Params | None:
-    """The gradient that led from one state to the next, or None where no slot tells it.
+    """Return the gradient that led from one state to the next, or None if no slot determines it.
 
     ``g = (b' − O(s, 0)_b) / a`` with ``a = O(s, 1)_b − O(s, 0)_b``, for a slot b that is affine in g with a ≠ 0.
     """
@@ -48,11 +48,11 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
 
 
 def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
-    """What the difference looks like, with likely causes in order, and what to do."""
+    """Describe the difference, with likely causes in order, and what to do."""
     hypers = recorded.record.hypers
     clipped = rule._clipped(rule.flowing(recomputed, hypers))
     moving = [n for n, g in rule.groups.items() if not hypers[g].get(STILL) and not hypers[g].get(IDLE)]
-    rule = rule.following(None, ()).restricted(moving)  # the optimizer alone: what it was given is compared
+    rule = rule.following(None, ()).restricted(moving)  # the optimizer alone: the gradient it received is compared
     clipped = {name: clipped[name] for name in moving}
     used = consumed_gradient(rule, recorded.before, recorded.after, recorded.record.hypers)
     if used is None or not all(bool(torch.isfinite(tensor).all()) for tensor in used.values()):
@@ -70,7 +70,7 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
 
 
 def _divisor(recorded: RecordedStep) -> int:
-    """How many times a micro-batch's own denominator it was divided by, as the task has it."""
+    """Return what the task divides a micro-batch's loss by in addition to its own denominator."""
     accumulation = recorded.trained.accumulation
     return (
         accumulation if isinstance(accumulation, int) else len(recorded.record.parts) if accumulation == "mean" else 1
@@ -82,7 +82,7 @@ def _only(rule: Rule, state: State) -> State:
 
 
 def _compared(used: Params, recomputed: Params, examples: int, divisor: int = 1) -> str:
-    """The two gradients' directions and lengths, in words.
+    """Compare the directions and lengths of the two gradients, in words.
 
     >>> g = {"w": torch.tensor([3.0, 4.0])}
     >>> _compared({"w": g["w"] / 4}, g, 8)[:106]
@@ -114,7 +114,7 @@ def _compared(used: Params, recomputed: Params, examples: int, divisor: int = 1)
 
 
 def _length_cause(length: float, ratio: float, examples: int, divisor: int) -> str:
-    """What makes a gradient longer or shorter, the most telling sign first."""
+    """Suggest what made a gradient longer or shorter, the most telling sign first."""
     clip = next((c for c in CLIPS if abs(length / c - 1) < 1e-3), None)
     if ratio < 1 and clip is not None:
         return f"was it clipped? Its norm is {clip:g}: give clip_norm={clip:g}."
@@ -152,5 +152,5 @@ def _dot(left: Tensor, right: Tensor) -> float:
 
 
 def called(slot: str) -> str:
-    """What a slot is called in a sentence."""
+    """Return what a slot is called in a sentence."""
     return "the parameters" if slot == PARAM else slot

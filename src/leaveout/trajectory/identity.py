@@ -1,4 +1,4 @@
-"""What tells one computation on a run from another, so that parts of it can be kept and found again."""
+"""What distinguishes one computation on a run from another, so that parts of it can be saved and found again."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from leaveout.run.reader import Run
 from leaveout.task.task import Task
 
 SAMPLE = 64
-"""Training examples that a task is known by."""
+"""Training examples that identify a task."""
 
 
 def identity(run: Run, task: Task, params: Params, *asked: object) -> str:
-    """Everything that shards of the same work share.
+    """Return everything that shards of the same work have in common, as text.
 
     Args:
-        run: known by its manifest, which has the checksums of all its files, and how it is read.
-        task: known by some training examples' losses: another task or other data give others.
-        params: at which these are taken.
-        asked: anything else that tells the work from other work.
+        run: identified by its manifest, which has the checksums of all its files, and by how it is read.
+        task: identified by the losses of some training examples, which another task or other data would change.
+        params: the parameters at which these losses are computed.
+        asked: anything else that distinguishes this work from other work.
     """
     step = max(1, task.size // SAMPLE)
-    if task.random_data:  # its losses are others each time
+    if task.random_data:  # its losses differ each time
         return f"{version('leaveout')} {run.manifest} {len(run)} {run.interpolate} {asked}"
     with torch.no_grad():
         losses = tensor_checksum(task.losses(params, task.read(range(0, task.size, step))))

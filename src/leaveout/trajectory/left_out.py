@@ -1,4 +1,4 @@
-"""Who is left out: single examples or named groups, one row of the scores each."""
+"""What is left out: single examples or named groups, each a row of the scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LeftOut:
 
     @cached_property
     def _sorted(self) -> Int[Tensor, " examples"]:
-        """The examples in order."""
+        """The examples in ascending order."""
         return self.examples[self._order]
 
     @cached_property
@@ -44,7 +44,7 @@ class LeftOut:
 
     @cached_property
     def _is_everyone(self) -> bool:
-        """Say whether these are the first examples, each by itself and in order: then a row is its example's number."""
+        """Say whether these are the first examples, one per row and in order, so that a row is its example's number."""
         return torch.equal(self.examples, torch.arange(len(self)))
 
     @cached_property
@@ -52,7 +52,7 @@ class LeftOut:
         return self.lengths.cumsum(0) - self.lengths
 
     def pairs(self, ids: Int[Tensor, " batch"]) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
-        """(row, position in the batch) for every example of the batch that a row leaves out.
+        """Return (row, position in the batch) for every example of the batch that a row leaves out.
 
         >>> rows, positions = leave_out(3, groups=[[0, 2], [2]]).pairs(torch.tensor([2, 1, 0]))
         >>> list(zip(rows.tolist(), positions.tolist()))
@@ -70,22 +70,22 @@ class LeftOut:
         return owner[first.repeat_interleave(count) + within], positions
 
     def named(self) -> dict[str, list[int]] | None:
-        """The groups' members by their names; None where rows are single examples."""
+        """Return the members of each group by name; None if rows are single examples."""
         if not isinstance(self.names[0], str):
             return None
         parts = self.examples.split(self.lengths.tolist())
         return {str(name): part.tolist() for name, part in zip(self.names, parts, strict=True)}
 
     def identity(self) -> str:
-        """A hash of which examples each row leaves out."""
+        """Return a hash of which examples each row leaves out."""
         return hashlib.sha256(b"".join(t.numpy().tobytes() for t in (self.lengths, self.examples))).hexdigest()
 
     def keys(self, row: Int[Tensor, " pairs"]) -> Int[Tensor, " pairs"]:
-        """What tells rows apart, also in a chunk of them: the first of each row's examples."""
+        """Return what tells rows apart, also within a chunk of them: the first example of each row."""
         return self.examples[self._starts[row]]
 
     def chunks(self, size: int) -> Iterator[LeftOut]:
-        """The rows in runs of at most ``size``."""
+        """Yield the rows in chunks of at most ``size``."""
         starts = [*self._starts[::size].tolist(), len(self.examples)]
         for number, start in enumerate(range(0, len(self), size)):
             rows = slice(start, start + size)
@@ -93,7 +93,7 @@ class LeftOut:
 
 
 def leave_out(size: int, ids: Sequence[int] | Tensor | None = None, groups: Groups | None = None) -> LeftOut:
-    """Rows for every example, for chosen ones, or for groups of them.
+    """Return rows for every example, for chosen examples, or for groups of them.
 
     >>> leave_out(3).names
     (0, 1, 2)
@@ -125,13 +125,13 @@ def leave_out(size: int, ids: Sequence[int] | Tensor | None = None, groups: Grou
 
 
 def rows_of(names: tuple[int | str, ...], groups: Sequence[Sequence[int]]) -> LeftOut:
-    """A row for each of these groups of examples, which must be known to exist."""
+    """Return a row for each of these groups of examples, which must be known to exist."""
     examples = torch.tensor([i for group in groups for i in group], dtype=torch.int64)
     return LeftOut(names, examples, torch.tensor([len(group) for group in groups]))
 
 
 def _checked(ids: Any, size: int, what: str) -> list[int]:
-    """The numbers of examples that exist, from whatever was given for them."""
+    """Return the given example numbers as a list, after checking that the examples exist."""
     numbers = []
     for given in _listed(ids, what):
         number = _whole(given)
@@ -159,10 +159,10 @@ def _listed(given: Any, what: str) -> list[Any]:
 
 
 def _whole(given: Any) -> int | None:
-    """A whole number as int; None for anything else, such as a truth value or a text of digits."""
+    """Return a whole number as int; None for anything else, such as a boolean or a string of digits."""
     if isinstance(given, bool | str | bytes) or str(getattr(given, "dtype", "")).endswith("bool"):
         return None
     try:
         return int(given) if int(given) == given else None
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from tensors of several numbers
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from tensors with several numbers
         return None

@@ -1,4 +1,4 @@
-"""A run's task in the modes that its steps were taken in: modules may be switched to evaluation mode midway."""
+"""A run's task in the modes in which its steps were taken: modules may be switched to evaluation mode midway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leaveout.task.checks import mode_matters
 from leaveout.task.task import Task
 
 Mode: TypeAlias = frozenset[str] | None
-"""The modules in training mode; None for runs that do not say so."""
+"""The modules in training mode; None for runs that do not record them."""
 
 
 class View(NamedTuple):
@@ -38,7 +38,7 @@ class Modes:
     Args:
         run: the recorded run.
         task: what was trained.
-        layers: the parameters that are looked at, if not all.
+        layers: the parameters to look at, if not all.
     """
 
     def __init__(self, run: Run, task: Task, layers: str | Sequence[str] | None = None) -> None:
@@ -58,13 +58,13 @@ class Modes:
         return self._view(self._first)
 
     def of(self, record: Record) -> View:
-        """The task as a step saw it."""
+        """Return the task as a step saw it."""
         if not self._several and not self._scaled:
             return self.first
         return self._view(record.training if self._several else self._first, record.scale)
 
     def compared_at(self, key: int, params: Params) -> Modes:
-        """The same, with derivatives that are compared at another state, too; ``key`` names it."""
+        """Return the same with derivatives that are also compared at another state, which ``key`` names."""
         other = copy.copy(self)
         other._views, other._compared = {}, (key, params)
         return other
@@ -72,7 +72,7 @@ class Modes:
     def _view(self, training: tuple[str, ...] | None, scale: float = 1.0) -> View:
         mode = None if training is None else frozenset(training)
         if self._several and mode is not None and self._first is not None:
-            # Only what computes something else in training mode counts.
+            # Only modules that compute something different in training mode count.
             mode = frozenset(self._first) if not self._matters & (mode ^ set(self._first)) else mode
         if (mode, scale) not in self._views:
             whole = self._task.as_recorded(mode, self._buffers, self._cast, scale)

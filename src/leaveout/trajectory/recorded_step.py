@@ -1,4 +1,4 @@
-"""One recorded step with everything that it needs."""
+"""One recorded step with everything it needs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from leaveout.task.task import Task
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One recorded step with everything that it needs: its batch and the states around it.
+    """One recorded step with everything it needs: its batch and the states before and after it.
 
-    ``params`` are all parameters before the step, also where the states hold chosen ones only. ``task`` is the task in
-    the modes of this step, for derivatives; ``trained`` the same with the rounding of mixed precision, for values.
-    ``exact`` is false where the states are interpolated, and the one does not lead to the other.
+    ``params`` are all parameters before the step, even if the states hold only chosen ones. ``task`` is the task in the
+    modes of this step, for derivatives; ``trained`` is the same with the rounding of mixed precision, for values.
+    ``exact`` is false if the states are interpolated, so that one does not lead to the other.
     """
 
     record: Record

@@ -1,4 +1,4 @@
-"""Exact replay: the recorded run trained again with some examples left out, many such models side by side."""
+"""Exact replay: retraining along the recorded run with some examples left out, many such models side by side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from leaveout.trajectory.stack import Stack
 from leaveout.trajectory.trajectory import Trajectory
 
 Weights: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""The examples' weights at a step, a row per model, from the step's ids and a tensor of the dtype to be used."""
+"""The examples' weights at a step, one row per model, from the step's ids and a tensor of the dtype to use."""
 
 
 def counterfactuals(
@@ -33,10 +33,10 @@ def counterfactuals(
     *,
     start: State | None = None,
 ) -> Params:
-    """Final parameters of the run again, once for each row with its examples weighted ``weight``, and once with none.
+    """Replay the run, once per row with its examples weighted ``weight`` and once unchanged; return final parameters.
 
-    The models are trained side by side; the last of the stack is the one with every example, whose way must be the
-    recorded one. With ``start`` all of them begin there instead of at the recorded start, and take another way.
+    The models are trained side by side; the last in the stack is the one with every example, which must follow the
+    recorded run. With ``start``, all of them begin there instead of at the recorded start, and follow another path.
     """
     weights = partial(_weights, left_out, weight, len(left_out) + 1)
     if start is not None:
@@ -50,7 +50,7 @@ def counterfactuals(
 def courses(
     trajectory: Trajectory, left_out: LeftOut, weight: float, resources: Resources, cost: Cost
 ) -> Iterator[tuple[RecordedStep, Params]]:
-    """The trainings of ``counterfactuals`` on their way: each step with all models' parameters after it."""
+    """Yield each step of the replays in ``counterfactuals``, with all models' parameters after it."""
     for recorded, stack in _on_their_way(trajectory, left_out, weight, resources, cost):
         yield recorded, trajectory.scored(stack.rows())
 
@@ -58,7 +58,7 @@ def courses(
 def _on_their_way(
     trajectory: Trajectory, left_out: LeftOut, weight: float, resources: Resources, cost: Cost
 ) -> Iterator[tuple[RecordedStep, Stack]]:
-    """The same, with the model that has every example compared with the recorded one after each step."""
+    """Yield the same, and compare the model that has every example with the recorded one after each step."""
     count = len(left_out) + 1
     travelled, strayed = 0.0, False
     steps = stacked(
@@ -74,7 +74,7 @@ def _on_their_way(
 
 
 def _check_statistics(task: Task, stack: Stack, step: int) -> None:
-    """Refuse a batch of which BatchNorm is left with one value, whose variance is not defined."""
+    """Refuse a batch that leaves BatchNorm with a single value, whose variance is undefined."""
     if not all(bool(torch.isfinite(tensor).all()) for name in task.buffers for tensor in stack.each(name)):
         raise InputError(
             f"At step {step}, after leaving examples out, a batch has a single value per channel, and BatchNorm has no "
@@ -87,9 +87,9 @@ def _check_statistics(task: Task, stack: Stack, step: int) -> None:
 def stacked(
     trajectory: Trajectory, start: State, count: int, weights: Weights, resources: Resources, cost: Cost
 ) -> Iterator[tuple[RecordedStep, Stack]]:
-    """Take every recorded step with ``count`` models from one start: each step with all models' states after it.
+    """Take every recorded step with ``count`` models from one start; yield each step with all models' states after it.
 
-    ``weights(ids, like)`` has the examples' weights at a step, a row per model, in the dtype of ``like``.
+    ``weights(ids, like)`` gives the examples' weights at a step, one row per model, in the dtype of ``like``.
     """
     stack = Stack(start, count, trajectory.rule)
     like = next(iter(start[PARAM].values()))
@@ -103,7 +103,7 @@ def stacked(
 def final(
     trajectory: Trajectory, start: State, count: int, weights: Weights, resources: Resources, cost: Cost
 ) -> Params:
-    """Give all models' parameters at the end of ``stacked``."""
+    """Return all models' parameters at the end of ``stacked``."""
     stack = Stack(start, count, trajectory.rule)
     for _, stack in stacked(trajectory, start, count, weights, resources, cost):  # noqa: B007 - the last one counts
         pass
@@ -111,9 +111,9 @@ def final(
 
 
 def moved_start(trajectory: Trajectory, jitter: float, seed: int) -> State:
-    """θ_0 + jitter·‖θ_0‖·ε/‖ε‖ with ε normal by ``seed``; the optimizer's own state stays.
+    """Return θ_0 + jitter·‖θ_0‖·ε/‖ε‖ with normal ε drawn with ``seed``; the optimizer state does not change.
 
-    Where the run starts at zero, ‖θ_N‖ takes the place of ‖θ_0‖.
+    If the run starts at zero, ‖θ_N‖ takes the place of ‖θ_0‖.
     """
     state = trajectory.initial()
     trained = {name: state[PARAM][name] for name in trajectory.rule.groups}  # not the model's buffers
@@ -136,9 +136,10 @@ def _warn_of_rounding(step: int, share: float) -> None:
 
 
 def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Resources, cost: Cost) -> Params:
-    """As ``counterfactuals`` with weight zero, but in a fresh order: each epoch the examples change places at random.
+    """Retrain as ``counterfactuals`` does with weight zero, but in a new order: examples are permuted in each epoch.
 
-    Start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded.
+    The start, step sizes and batch sizes are the recorded ones; with all examples this is another run, not the recorded
+    one.
     """
     start, count = trajectory.initial(), len(left_out) + 1
     stack, like = Stack(start, count, trajectory.rule), next(iter(start[PARAM].values()))

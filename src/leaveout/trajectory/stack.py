@@ -1,4 +1,4 @@
-"""Models that are trained side by side, as one stack of them or each by itself on a thread."""
+"""Models that are trained side by side, as one stack or each on its own on a thread."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from leaveout.task.trace.tracer import WARM_UP
 from leaveout.trajectory.twins import on_threads, twins
 
 LARGE = 1_000_000
-"""Bytes that a batch leaves for its backward pass, above which a stack of models takes longer than a loop."""
+"""Bytes kept for a batch's backward pass above which a stack of models takes longer than a loop."""
 
 LONG = 32 * LARGE
-"""... above which operations take so long that calling them hardly counts, and a trace is slow to pay."""
+"""... above which operations take so long that the cost of calling them hardly counts, and a trace pays off late."""
 
 MANY = 256
-"""Gradients of such a model after which it does."""
+"""The number of gradients of such a model after which it pays off."""
 
 
 class Stack:
-    """The states of models trained side by side, of which those that are still the same are one.
+    """The states of models trained side by side; models that are still identical share one state.
 
-    A model is that of the last row until the first step at which its weights are not: up to there it need not be
-    computed. The last row's model comes first, then the others in the order in which they went their own way.
+    A model is identical to the last row's until the first step at which its weights differ; until then it need not be
+    computed. The last row's model comes first, then the others in the order in which they diverged from it.
 
     Args:
         start: the state that all begin with.
@@ -45,10 +45,10 @@ class Stack:
         self._parts = [_each(lambda tensor: tensor[None].clone(), start)]
         self._rows = torch.tensor([count - 1], device=next(iter(start[PARAM].values())).device)
         self._count, self._rule = count, rule
-        self._ways: dict[Task, Apart | None] = {}  # none for those whose models go as one stack
+        self._ways: dict[Task, Apart | None] = {}  # None for those whose models are one stack
 
     def step(self, task: Task, weights: Tensor, batch: Batch, hypers: Sequence[Hyper]) -> int:
-        """Take a step with every model, each with its row of the examples' weights; return how many there were."""
+        """Take a step with every model, each with its row of the examples' weights; return the number of models."""
         if task not in self._ways:
             self._ways[task] = _way(task, self.last()[PARAM], batch)
         joining, apart = self._joining(weights), self._ways[task]
@@ -62,7 +62,7 @@ class Stack:
         return len(self._rows)
 
     def each(self, name: str) -> Iterator[Tensor]:
-        """The values of one parameter or buffer, of some models at a time."""
+        """Return the values of one parameter or buffer, for some models at a time."""
         return (part[PARAM][name] for part in self._parts)
 
     def last(self) -> State:
@@ -70,14 +70,14 @@ class Stack:
         return _each(lambda tensor: tensor[0], self._parts[0])
 
     def rows(self) -> State:
-        """Return every row's parameters, and their average where there is one, in the rows' own order."""
+        """Return every row's parameters, and their average if there is one, in the order of the rows."""
         place = torch.zeros(self._count, dtype=torch.int64, device=self._rows.device)
         place[self._rows] = torch.arange(len(self._rows), device=self._rows.device)
         asked = {slot: params for slot, params in self._joined().items() if slot in (PARAM, AVERAGE)}
         return _each(lambda tensor: tensor[place], asked)
 
     def _joining(self, weights: Tensor) -> Tensor:
-        """Note the rows that go their own way from here on, as their weights are others than the last row's."""
+        """Add and return the rows that diverge from here on, since their weights differ from the last row's."""
         if len(self._rows) == self._count:
             return self._rows[:0]
         differing = (weights != weights[-1]).any(1)
@@ -87,7 +87,7 @@ class Stack:
         return more
 
     def _joined(self, more: int = 0) -> State:
-        """All models as one stack, with so many further copies of the first."""
+        """Return all models as one stack, with ``more`` further copies of the first."""
         if len(self._parts) == 1 and not more:
             return self._parts[0]
         first = self._parts[0]
@@ -100,7 +100,7 @@ class Stack:
         }
 
     def _alone(self) -> list[State]:
-        """Every model as a stack of one."""
+        """Return every model as a stack of one."""
         if all(height(part[PARAM]) == 1 for part in self._parts):
             return self._parts
         places = [(part, row) for part in self._parts for row in range(height(part[PARAM]))]
@@ -108,18 +108,18 @@ class Stack:
 
 
 def is_apart(task: Task, footprint: int) -> bool:
-    """Say whether models are stepped one after the other on each of the processor's threads, not all at once.
+    """Say whether models are stepped one after the other on each of the CPU's threads, not all at once.
 
-    The latter is quicker for small models, whose operations take less time than to be called. The choice depends on
+    The latter is faster for small models, whose operations take less time to run than to call. The choice depends on
     nothing but the task, so that the same replay has the same rounding wherever and whenever it is done.
     ``footprint`` is what a batch's forward pass keeps for its backward pass, in bytes.
     """
-    # Casts inside vmap would round in another way than in training.
+    # Casts inside vmap would round differently than in training.
     return task.autocast is not None or not task.abilities.stacks or footprint > LARGE
 
 
 def _way(task: Task, params: Params, batch: Batch) -> Apart | None:
-    """How models are stepped by a task; None: all at once."""
+    """Return how a task steps its models; None: all at once."""
     footprint = LONG + 1 if task.autocast else task.footprint(params, batch)
     if not is_apart(task, footprint):
         return None
@@ -130,10 +130,10 @@ def _way(task: Task, params: Params, batch: Batch) -> Apart | None:
 
 @dataclass(frozen=True)
 class Apart:
-    """Models stepped one at a time, by each of the ``tasks`` on a thread of its own.
+    """Models stepped one at a time by each of the ``tasks``, each on a thread of its own.
 
-    ``pays`` is the number of gradients after which tracing pays; None: never. A model's gradient and state are still
-    near the processor when it steps; those of all of them would not be.
+    ``pays`` is the number of gradients after which tracing pays off; None: never. A model's gradient and state are
+    still in the cache when it takes its step; those of all models would not be.
     """
 
     tasks: list[Task]
@@ -142,7 +142,7 @@ class Apart:
     def stepped(
         self, models: list[State], weights: Tensor, batch: Batch, step: Callable[[State, Params], State]
     ) -> list[State]:
-        """Take a step with every model, a stack of one, along (1/|Z|) Σ w_z g(z)."""
+        """Take a step with every model, each a stack of one, along (1/|Z|) Σ w_z g(z)."""
 
         def given(row: int) -> tuple[Params, Tensor, Batch]:
             return {name: tensor[0] for name, tensor in models[row][PARAM].items()}, weights[row], batch
@@ -159,9 +159,10 @@ class Apart:
 
 
 def _in_range(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
-    """ḡ(θ; w); where the recorded scale of a float16 loss overflows with these weights, by half of it, and so on.
+    """Compute ḡ(θ; w), halving the recorded scale of a float16 loss as long as it overflows with these weights.
 
-    The step was taken, so it is taken here too. A power of two changes no digit of what neither over- nor underflows.
+    Training took the step, so it is taken here too. A power of two changes no digit of a value that neither overflows
+    nor underflows.
     """
     value = _gradient(task, params, weights, batch)
     while task.loss_scale > 1 and not all(bool(torch.isfinite(tensor).all()) for tensor in value.values()):
@@ -172,7 +173,7 @@ def _in_range(task: Task, params: Params, weights: Tensor, batch: Batch) -> Para
 
 
 def _gradient(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
-    """Compute ḡ(θ; w) of one model, the quickest way; all models of a replay round alike, if not as training did."""
+    """Compute ḡ(θ; w) of one model the fastest way; all models of a replay round alike, if not as training did."""
     with Quicker():
         return task.gradient(params, weights, batch, alone=True)
 

@@ -1,4 +1,4 @@
-"""Whether a recorded step follows from its batch and the task."""
+"""Checks whether a recorded step follows from its batch and the task."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from leaveout.trajectory.diagnosis import REMEDY, called, diagnosis
 from leaveout.trajectory.recorded_step import RecordedStep
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""How far a recomputed step may lie from the recorded one, relative to its length; rounding stays far below."""
+"""How far a recomputed step may be from the recorded one, relative to its length; rounding stays far below this."""
 
 CAST = 8
-"""The same under ``torch.autocast``, in units of the last place of the type that was cast to."""
+"""The same under ``torch.autocast``, in units in the last place of the dtype that was cast to."""
 
 ADDED_UP = 10
-"""How many times as far buffers may lie after many steps, each from the one computed before."""
+"""How many times as far away buffers may be after many steps, each computed from the one before."""
 
 DRAWS, NOISE = 16, 16
-"""How often parameters are moved to see what rounding can do, and by how many units of their last place."""
+"""How often parameters are perturbed to see what rounding can do, and by how many units in the last place."""
 
 Lengths: TypeAlias = dict[str, float]
 """A length for each slot of the state."""
@@ -34,18 +34,18 @@ Lengths: TypeAlias = dict[str, float]
 class StepCheck:
     """Refuses steps that do not follow from their batch and the task.
 
-    A step follows if, computed again, every slot of the state ends within a tolerance of the recorded one: the
-    parameters relative to the length of their step, ‖θ' − θ‖, and a buffer b relative to what the gradient brought to
-    it, ‖b' − O(s, 0)_b‖. Where one does not, the step is taken from parameters moved by as little as rounding would
-    move them: a ReLU whose input is zero up to rounding was on or off by chance, and the gradient jumps with it. What
-    such a jump explains is not a mismatch.
+    A step follows if, when it is recomputed, every slot of the state ends within a tolerance of the recorded one: the
+    parameters relative to the length of their step, ‖θ' − θ‖, and a buffer b relative to what the gradient contributed
+    to it, ‖b' − O(s, 0)_b‖. If a slot does not, the step is taken from parameters perturbed as little as rounding would
+    perturb them: a ReLU whose input is zero up to rounding was on or off by chance, and the gradient jumps with it. A
+    difference that such a jump explains is not a mismatch.
     """
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
 
     def step(self, recorded: RecordedStep, predicted: State) -> None:
-        """``‖predicted − recorded‖ ≤ tolerance · length`` in every slot, plus what rounding can do."""
+        """Check ``‖predicted − recorded‖ ≤ tolerance · length`` in every slot, allowing for what rounding can do."""
         if not recorded.exact:
             return
         lengths = self._lengths(recorded)
@@ -64,7 +64,7 @@ class StepCheck:
             )
 
     def arrival(self, recorded: RecordedStep, predicted: State, travelled: float) -> None:
-        """The same for the last of several steps that were computed one from the other over this distance."""
+        """Check the same for the last of several steps, computed one from the other, that travelled this distance."""
         if not recorded.exact:
             return
         sizes = _sizes(recorded, travelled)
@@ -83,11 +83,11 @@ class StepCheck:
             )
 
     def way(self, recorded: RecordedStep, predicted: State, travelled: float) -> float | None:
-        """The same for a model that takes the run's steps from states of its own.
+        """Check the same for a model that takes the run's steps from its own states.
 
-        Rounding can grow on such a way until the model has left the recorded one. Then the step is taken once more,
-        from the recorded state. If it follows in every slot, nothing is wrong but rounding, and how far that has led
-        the parameters is given, as a share of the way travelled.
+        Rounding errors can grow along the way until the model has left the recorded one. Then the step is taken once
+        more, from the recorded state. If it follows in every slot, rounding is the only cause; what is returned is how
+        far it has moved the parameters, as a share of the distance travelled.
         """
         if not recorded.exact:
             return None
@@ -97,10 +97,10 @@ class StepCheck:
         return missed[PARAM] / max(travelled, 1e-300) if PARAM in missed else None
 
     def along(self, recorded: RecordedStep, vector: State, carried: State, slope: float) -> None:
-        """A step of a linear rule, seen along one vector u, at no extra cost.
+        """Check a step of a linear rule along one vector u, at no extra cost.
 
-        ``⟨u, s'⟩ = ⟨Aᵀu, s⟩ + ⟨(∂O/∂g)ᵀu, ḡ⟩`` holds for every u; ``slope`` is the last term, computed again. Where it
-        does not hold, the whole step is computed again: how far it ends away cannot be seen along one vector.
+        ``⟨u, s'⟩ = ⟨Aᵀu, s⟩ + ⟨(∂O/∂g)ᵀu, ḡ⟩`` holds for every u; ``slope`` is the last term, recomputed. If it does
+        not hold, the whole step is recomputed: one vector alone does not show how far away it ends.
         """
         if not recorded.exact:
             return
@@ -112,9 +112,9 @@ class StepCheck:
         self._along(recorded, missed, length, _allowed(recorded, PARAM, length))
 
     def slope(self, recorded: RecordedStep, vector: Params, used: Params, slope: float) -> None:
-        """The same of any rule, where the recorded states tell which gradient ḡ was ``used``.
+        """Check the same for any rule, if the recorded states determine which gradient ḡ was ``used``.
 
-        ``slope`` is ⟨a, ḡ⟩ along a vector a, computed again. What was read off a buffer has the buffer's rounding.
+        ``slope`` is ⟨a, ḡ⟩ along a vector a, recomputed. A gradient that was read off a buffer has its rounding.
         """
         if not recorded.exact:
             return
@@ -126,7 +126,7 @@ class StepCheck:
         self._along(recorded, abs(observed - slope) / max(size, 1e-300), length, allowed)
 
     def _along(self, recorded: RecordedStep, missed: float, length: float, allowed: float) -> None:
-        """Compute the whole step again where it is off along a vector by more than is allowed."""
+        """Recompute the whole step if it is off along a vector by more than is allowed."""
         if missed <= allowed:
             return
         self.step(recorded, self.taken(recorded, recorded.params))
@@ -140,12 +140,12 @@ class StepCheck:
             )
 
     def taken(self, recorded: RecordedStep, params: Params) -> State:
-        """The step with the gradient at these parameters."""
+        """Take the step with the gradient at these parameters."""
         value = gradient(recorded.trained, params, recorded.batch)
         return self._rule.step(recorded.before, value, recorded.record.hypers)
 
     def _lengths(self, recorded: RecordedStep) -> Lengths:
-        """How far the step moved the parameters, and what the gradient brought to each buffer."""
+        """Measure how far the step moved the parameters, and what the gradient contributed to each buffer."""
         moved = {PARAM: distance(recorded.after[PARAM], recorded.before[PARAM])}
         if len(recorded.after) > 1:
             nothing = each(torch.zeros_like, recorded.before[PARAM])
@@ -160,7 +160,7 @@ class StepCheck:
         return any(missed[slot] > 2 * apart[slot] for slot in missed)
 
     def _apart(self, recorded: RecordedStep, missed: Lengths) -> Lengths:
-        """How far apart the slots can end by rounding of the parameters alone; no more draws than are needed."""
+        """Measure how far apart the slots can end by rounding of the parameters alone, in as few draws as needed."""
         order = torch.Generator().manual_seed(0)
 
         def moved(tensor: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class StepCheck:
 
 
 def _misses(recorded: RecordedStep, predicted: State, lengths: Lengths, times: int = 1) -> Lengths:
-    """How far the prediction is from the recorded state, for the slots where that is beyond the tolerance."""
+    """Measure how far the prediction is from the recorded state, for the slots where that exceeds the tolerance."""
     missed: Lengths = {}
     for slot, params in recorded.after.items():
         missed[slot] = distance(predicted[slot], params)
@@ -193,12 +193,12 @@ def _misses(recorded: RecordedStep, predicted: State, lengths: Lengths, times: i
 
 
 def _sizes(recorded: RecordedStep, travelled: float) -> Lengths:
-    """What a deviation that may have added up is relative to: the way of the parameters, the buffers themselves."""
+    """Return what accumulated deviations are relative to: the parameters' distance travelled, the buffers' norms."""
     return {slot: travelled if slot == PARAM else norm(params) for slot, params in recorded.after.items()}
 
 
 def _allowed(recorded: RecordedStep, slot: str, length: float) -> float:
-    """The tolerance of that length, and what rounding of the slot may add."""
+    """Return the tolerance for that length, plus what rounding of the slot may add."""
     dtype = next(iter(recorded.after[slot].values())).dtype
     cast = recorded.trained.autocast
     tolerance = (

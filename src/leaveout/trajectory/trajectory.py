@@ -32,10 +32,10 @@ from leaveout.trajectory.step_check import StepCheck
 
 
 class Trajectory:
-    """A run seen through the task that it was trained on; with ``layers``, through some of its parameters.
+    """A run together with the task it was trained on; with ``layers``, for some of its parameters.
 
-    ``task`` and ``rule``, and the states that are given out, are then those of the chosen parameters alone. ``trained``
-    is the task with the rounding of mixed precision, for values; ``task`` is without it, for derivatives.
+    ``task``, ``rule`` and the returned states are then those of the chosen parameters alone. ``trained`` is the task
+    with the rounding of mixed precision, for values; ``task`` is without it, for derivatives.
 
     Raises:
         MismatchError: if the task's model or data are not those of the run, saying what differs.
@@ -62,11 +62,11 @@ class Trajectory:
         return len(self.run)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travels without the last state: other processes read it themselves."""
+        """Leave out the last state when pickling: other processes read it themselves."""
         return {name: value for name, value in self.__dict__.items() if name != "_final"}
 
     def compared(self) -> Trajectory:
-        """The same, after its derivatives have been compared at the run's last state as they were at the task's own."""
+        """Return the same after comparing its derivatives at the run's last state, as was done at the task's own."""
         modes = self._modes.compared_at(self.run.fingerprint, self.final_whole()[PARAM])
         if len(self.run.manifest.modes) <= 1 and modes.first.task.abilities == self.task.abilities:
             return self
@@ -76,7 +76,7 @@ class Trajectory:
         return other
 
     def check_examples(self) -> None:
-        """Refuse examples that depend on each other at the run's last state; a few forward passes tell."""
+        """Refuse examples that depend on each other at the run's last state, as a few forward passes show."""
         params = self.final_whole()[PARAM]
         if not self.task.check or self.task.coupled:
             return
@@ -85,15 +85,15 @@ class Trajectory:
             refuse([f"at the run's last state, {problem}"])
 
     def initial(self) -> State:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return self._own(self._state(0))
 
     def final(self) -> State:
-        """The state after the last step."""
+        """Return the state after the last step."""
         return self._own(self.final_whole())
 
     def final_whole(self) -> State:
-        """The state after the last step, of all parameters; not to be written to, as it is read once."""
+        """Return the state of all parameters after the last step; it is read only once, so do not write to it."""
         return self._final
 
     @cached_property
@@ -107,15 +107,15 @@ class Trajectory:
 
     @property
     def slot(self) -> str:
-        """The slot of the state that queries are asked of: the parameters, or their average."""
+        """The slot of the state at which queries are evaluated: the parameters, or their average."""
         return AVERAGE if self.run.averaged else PARAM
 
     def scored(self, state: State) -> Params:
-        """Of a state, or a stack of them, the parameters that queries are asked of; counts are not averaged."""
+        """Return the parameters of a state, or of a stack, at which queries are evaluated; counts are not averaged."""
         return {**state[PARAM], **state[self.slot]}
 
     def forward(self) -> Iterator[RecordedStep]:
-        """The steps from the first to the last."""
+        """Yield the steps from the first to the last."""
         before = self._state(0)
         for start, stop in pairwise(self._known):
             states = self._between(before, self._state(stop), start, stop)
@@ -124,7 +124,10 @@ class Trajectory:
                 before = after
 
     def backward(self, before: int | None = None) -> Iterator[RecordedStep]:
-        """The steps from the last to the first, or those before one; the states between two kept ones are together."""
+        """Yield the steps from the last to the first, or those before one.
+
+        The states between two kept ones are held together.
+        """
         kept = self._known
         first = len(self) if before is None else before
         places = range(bisect_left(kept, first))
@@ -140,7 +143,7 @@ class Trajectory:
             after = state
 
     def recorded_step(self, index: int) -> RecordedStep:
-        """One step."""
+        """Return one step."""
         place = bisect_right(self._known, index)
         start, stop = self._known[place - 1], self._known[place]
         first = self._state(start)
@@ -149,7 +152,7 @@ class Trajectory:
         return self._recorded_step(index, before, after)
 
     def _between(self, first: State, last: State, start: int, stop: int) -> Iterator[State]:
-        """The states after steps start, ..., stop − 1: computed again or interpolated up to the kept last one."""
+        """Yield the states after steps start, ..., stop − 1: recomputed or interpolated up to the last, kept one."""
         if self.run.interpolate:
             for index in range(start + 1, stop):
                 yield _mixed(first, last, (index - start) / (stop - start))
@@ -158,7 +161,7 @@ class Trajectory:
         yield last
 
     def _replayed(self, first: State, last: State, start: int, stop: int) -> Iterator[State]:
-        """The states between two kept ones, by taking the recorded steps; they must lead to the second."""
+        """Yield the states between two kept ones by taking the recorded steps, which must lead to the second."""
         state, travelled = first, 0.0
         for index in range(start, stop):
             record = self.run.record(index)
@@ -176,13 +179,13 @@ class Trajectory:
             state = after
 
     def _state(self, index: int) -> State:
-        """A kept state or the last one, where the task computes."""
+        """Return a kept state or the last one, on the task's device."""
         state = self._end() if index == len(self) and index not in self.run.kept[-1:] else self.run.state(index)
-        # Not a view of its shard: forward mode makes zeros as large as the memory that a tensor is a view of.
+        # Not a view of its shard: forward mode allocates zeros as large as the memory that a tensor is a view of.
         return {slot: each(lambda t: t.to(self.task.device), state[slot]) for slot in self._rule.slots}
 
     def _end(self) -> State:
-        """The last state of a run that ends between two kept ones: replayed up to the second, which must be reached."""
+        """Return the last state of a run that ends between two kept ones, by a replay that must reach the second."""
         if self.run.end is None:
             start = self.run.kept[-1]
             stop = self.run.on_disk[len(self.run.kept)]
@@ -191,11 +194,11 @@ class Trajectory:
         return {slot: each(torch.clone, params) for slot, params in self.run.end.items()}
 
     def batch(self, index: int) -> Batch:
-        """The batch of a step, checked against what was recorded of it."""
+        """Return the batch of a step, checked against what was recorded of it."""
         return self._batch(self.run.record(index), self._state(0)[PARAM])
 
     def shuffled(self, record: Record, ids: Int[Tensor, " batch"], params: Params) -> Batch:
-        """Other examples in the places of a step's own, with its random draws and denominators."""
+        """Return a batch of other examples in the places of a step's own, with its random draws and denominators."""
         starts = [0, *accumulate(part.length for part in record.parts)]
         read = [self.task.read(ids[a:b].tolist()) for a, b in pairwise(starts)]
         return self._prepared(record, read, params)
@@ -205,7 +208,7 @@ class Trajectory:
         return prepared(self._modes.of(record).whole, parts, params)
 
     def _batch(self, record: Record, params: Params) -> Batch:
-        """The micro-batches of a step as training saw them; ``params`` are any that the model can be called with."""
+        """Return a step's micro-batches as training saw them; ``params`` are any that the model can be called with."""
         starts = [0, *accumulate(part.length for part in record.parts)]
         leaves = len(record.fingerprint) // len(record.parts)
         kept = self.run.batches(record.index)

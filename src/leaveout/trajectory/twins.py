@@ -1,4 +1,4 @@
-"""One task on several threads at once: a call swaps parameters within modules, so each thread has its own modules."""
+"""One task on several threads at once: a call swaps parameters inside modules, so each thread has its own modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B = TypeVar("B")
 
 
 def twins(task: Task) -> list[Task]:
-    """Return the task and copies of it, one per thread of the processor; the task alone if its model is elsewhere.
+    """Return the task and copies of it, one per CPU thread; the task alone if its model is on another device.
 
     Copies share the parameters, which every call replaces. A model that cannot be copied has no twins.
     """
@@ -42,7 +42,7 @@ def _threads(device: torch.device) -> int:
 
 def on_threads(tasks: Sequence[Task], function: Callable[[Task, A], B], items: Sequence[A]) -> list[B]:
     """Apply a function of a task and an item to all items, each twin on a thread of its own."""
-    # The choice of an attention kernel belongs to the whole process: one thread must not undo it for another. Under
-    # autocast the kernel of the training rounds as the training did.
+    # The choice of an attention kernel applies to the whole process: one thread must not undo it for another. Under
+    # autocast, the kernel that training used rounds as training did.
     with sdpa_kernel(SDPBackend.MATH) if tasks[0].autocast is None else nullcontext():
         return spread([partial(function, task) for task in tasks], items)

@@ -1,4 +1,4 @@
-"""How fast and how faithful it is, as ratios measured in one run on the machine at hand."""
+"""Benchmarks of speed and fidelity, as ratios measured in one run on the machine at hand."""
 
 from leaveout.paper.bench.cases import CASES
 from leaveout.paper.bench.problems import CLOCKS

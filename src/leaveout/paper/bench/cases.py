@@ -1,4 +1,4 @@
-"""One function a claim: each measures both sides in the same run."""
+"""One function per claim: each measures both sides in the same run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIVE = [
 
 def image_sweeps() -> list[Row]:
     """Compare SGD-IE with plain training, and ACC with SGD-IE, on the MNIST network."""
-    dataset, task, run = images(5_120, 4)  # several epochs, as trainings have
+    dataset, task, run = images(5_120, 4)  # several epochs, as in most training runs
     training, sgdie, acc = quickest(
         8,
         lambda: plain_training(task, run, copy.deepcopy(task.model), nn.CrossEntropyLoss()),
@@ -60,11 +60,11 @@ def kinked_sweeps() -> list[Row]:
 
 
 def example_count() -> list[Row]:
-    """Compare what a step costs for few and for many examples: it must not depend on their number."""
+    """Compare the cost of a step for few and for many examples: it must not depend on their number."""
     each, peak = {}, 0
     for n, epochs in ((1000, 40), (50_000, 1)):
         dataset, task, run = images(n, epochs)
-        ACC().score(run.head(40), task, dataset.val, resources=QUIET)  # traces, and the first touch of memory
+        ACC().score(run.head(40), task, dataset.val, resources=QUIET)  # tracing, and touching memory for the first time
         cost = ACC().score(run, task, dataset.val, resources=QUIET).cost
         each[n], peak = cost.seconds / len(run), cost.peak_memory
     how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms per step; {peak / 1e9:.1f} GB at n = 50,000"
@@ -100,7 +100,7 @@ def replays() -> list[Row]:
 
 
 def _parts(task: Task, run: Run, replay: float, acc: float) -> str:
-    """Time the derivatives alone: 400 models' gradients, and how the gradient changes along 400 rows."""
+    """Time the derivatives alone: the gradients of 400 models, and the change of the gradient along 400 rows."""
     recorded = Trajectory(run, task).recorded_step(len(run) // 2)
     stack = {n: t + 0.01 * torch.randn(400, *t.shape) for n, t in recorded.params.items()}
     weights = torch.ones(400, 100)

@@ -1,4 +1,4 @@
-"""What recording, its files, replays, plans and imports cost: one function per claim, both sides in one run."""
+"""What recording, its files, replays, plans and imports cost: one function per claim, each measuring both sides."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recording() -> list[Row]:
 
 
 def recording_gpt() -> list[Row]:
-    """Measure what recording adds to the training of a GPT by AdamW; the disk's own speed is left out."""
+    """Measure what recording adds to training a GPT with AdamW; the disk's own speed is left out."""
     train_set, _ = texts(640, 100)
     loop = _loop(small_gpt(), train_set, 32, lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3))
     ways = (partial(loop, None), partial(loop, "all"), partial(loop, "auto"), partial(loop, "all", memory=False))
@@ -55,7 +55,7 @@ def recording_gpt() -> list[Row]:
 
 
 def disk() -> list[Row]:
-    """Measure the bytes on disk per parameter and step of a run by AdamW that has every state."""
+    """Measure the bytes on disk per parameter and step of an AdamW run that keeps every state."""
     _, _, run = language(960, 3)
     size = sum(file.stat().st_size for file in run.path.iterdir())
     width = nbytes({PARAM: run.final()[PARAM]}) / 4
@@ -65,7 +65,7 @@ def disk() -> list[Row]:
 
 
 def _loop(model: nn.Module, train_set: Dataset, size: int, optimizer: Callable) -> Callable[..., None]:
-    """Build an ordinary training loop over one epoch, recorded where it is told which states to keep."""
+    """Build an ordinary training loop over one epoch, which is recorded if it is told which states to keep."""
     loader = DataLoader(train_set, batch_size=size, shuffle=True)
     loss = nn.CrossEntropyLoss()
 
@@ -86,7 +86,7 @@ def _loop(model: nn.Module, train_set: Dataset, size: int, optimizer: Callable) 
 
 
 def image_replays() -> list[Row]:
-    """Compare exact replays of 32 images with as many plain trainings."""
+    """Compare exact replays of 32 images with as many plain training runs."""
     dataset, task, run = images(2_560, 4)
     plain, replay = _replayed(task, run, dataset.val, 32, torch.optim.SGD, 0.05, rounds=1)
     how = f"{len(run)} steps of 64, 4 epochs: {replay:.1f} s, a plain training {plain:.2f} s"
@@ -94,7 +94,7 @@ def image_replays() -> list[Row]:
 
 
 def text_replays() -> list[Row]:
-    """Compare exact replays of 64 texts with as many plain trainings."""
+    """Compare exact replays of 64 texts with as many plain training runs."""
     val, task, run = language(960, 1)
     plain, replay = _replayed(task, run, val, 64, torch.optim.AdamW, 1e-3, rounds=1)
     how = (
@@ -107,7 +107,7 @@ def text_replays() -> list[Row]:
 def _replayed(
     task: Task, run: Run, query: Dataset, count: int, kind: Callable, lr: float, rounds: int = 2
 ) -> tuple[float, float]:
-    """Measure a plain training over the run's batches, and Replay of ``count`` examples spread over the data."""
+    """Time plain training over the run's batches, and Replay of ``count`` examples spread over the data."""
     ids = torch.linspace(0, task.size - 1, count).long().tolist()
     plans = [run.record(i).ids for i in range(len(run))]
     start = run.state(0)[PARAM]
@@ -129,7 +129,7 @@ def _replayed(
 
 
 def plans() -> list[Row]:
-    """Compare what ``plan`` predicts with what then happens."""
+    """Compare the times that ``plan`` predicts with the actual ones."""
     rows = []
     cheap: list[Estimator] = [TracIn(), SGDIE(), ACC()]
     for what, (dataset, task, run), methods in (
@@ -153,7 +153,7 @@ def planning() -> list[Row]:
         dataset, task, run = images(n, 1)
         taken, table = seconds(lambda: plan(task, dataset.val, run, resources=QUIET))  # noqa: B023 - called at once
         each = table["seconds"]
-        shared = each.drop(["ACC(exact)", "Replay"], errors="ignore")  # those by rows take hours for all of them
+        shared = each.drop(["ACC(exact)", "Replay"], errors="ignore")  # row by row, these take hours for all examples
         how = (
             f"predicts {shared.sum():.0f} s for {', '.join(shared.index)} together, of which it took "
             f"{taken / shared.sum():.2f}; {each.drop(shared.index).sum() / 3600:.0f} hours for all examples by "
@@ -164,13 +164,13 @@ def planning() -> list[Row]:
 
 
 def _alone(method: Estimator, run: Run, task: Task, query: Dataset) -> float:
-    """Time a method by itself, without what others left to be swept up."""
+    """Time a method on its own, without the garbage that others left to be collected."""
     gc.collect()
     return method.score(run, task, query, resources=QUIET).cost.seconds
 
 
 def imports() -> list[Row]:
-    """Measure the processor time of ``import leaveout`` beyond ``import torch``, and of ``leaveout --version``."""
+    """Measure the CPU time of ``import leaveout`` beyond ``import torch``, and of ``leaveout --version``."""
     python = sys.executable
     names = "import leaveout as lo; lo.Recorder, lo.Task, lo.SGDIE, lo.verify"
     bare, alone, used, version = (

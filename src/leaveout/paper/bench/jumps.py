@@ -1,4 +1,4 @@
-"""What the jump costs on images: beside SGD-IE, and for few and many examples."""
+"""What the jump costs on images: compared with SGD-IE, and for few and many examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STEPS = 20
 
 
 def jumps() -> list[Row]:
-    """Compare the jump with SGD-IE on the MNIST network trained by AdamW, and its step at two numbers of examples."""
+    """Compare the jump with SGD-IE on the MNIST network trained with AdamW, and its step for few and many examples."""
     _, many = _timed(10_000)
     sgdie, acc = _timed(1_280)
     how = f"{STEPS} steps of 64, AdamW: SGD-IE {sgdie:.2f} s, ACC(jump) {acc:.2f} s, the quickest of four each"
@@ -22,7 +22,7 @@ def jumps() -> list[Row]:
 
 
 def _timed(n: int) -> tuple[float, float]:
-    """Return the seconds of SGD-IE and of the jump over the first steps of a run of n images."""
+    """Return the seconds that SGD-IE and the jump take over the first steps of a run on n images."""
     dataset, task, whole = images(n, 1, adam=True)
     run = whole.head(STEPS)
     sgdie, acc = quickest(

@@ -1,4 +1,4 @@
-"""Large problems by their shapes alone, for ``leaveout plan --model``: models and one example on the meta device."""
+"""Large problems as shapes alone, for ``leaveout plan --model``: models and one example on the meta device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Module:
-    """Build the 25.6 million parameters of ResNet-50; the last block is ``blocks.15``."""
+    """Build ResNet-50, with 25.6 million parameters; its last block is ``blocks.15``."""
     model = nn.Sequential()
     model.add_module(
         "stem",
@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits of every token's successor."""
+        """Return the logits of every token's successor."""
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
             x = layer(x)
@@ -73,7 +73,7 @@ class LanguageModel(nn.Module):
 
 
 class Layer(nn.Module):
-    """Causal attention and a network for each token."""
+    """Causal attention and a feed-forward network."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -92,21 +92,21 @@ class Layer(nn.Module):
 
 
 def imagenet() -> Described:
-    """Build ResNet-50 on one image, trained with momentum; its last block is scored."""
+    """Describe ResNet-50 on one image, trained with momentum; its last block is scored."""
     with torch.device("meta"):
         image, label = torch.empty(1, 3, 224, 224), torch.empty(1, dtype=torch.int64)
         return Described(resnet50(), image, label, F.cross_entropy, ("blocks.15.*",), slots=2)
 
 
 def language_model(layers: tuple[str, ...] = ("*",)) -> Described:
-    """Build a model of 100 million parameters on one text of 512 tokens, trained with momentum; all of it is scored."""
+    """Describe a model of 100 million parameters on one text of 512 tokens, trained with momentum and scored whole."""
     with torch.device("meta"):
         model, text = LanguageModel(37_400, 768, 10, 12, 512), torch.empty(1, 512, dtype=torch.int64)
         return Described(model, text, text, _next_token, layers, slots=2)
 
 
 def language_model_last() -> Described:
-    """Build the same, with its last layer scored."""
+    """Describe the same with only its last layer scored."""
     return language_model(("layers.9.*",))
 
 

@@ -1,4 +1,4 @@
-"""Long and wide: very many recorded steps, and very many examples in one scoring pass, with memory watched."""
+"""Long and wide runs: very many recorded steps, and very many examples in one scoring pass, with memory monitored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from leaveout.run.train import train
 from leaveout.task.task import Task
 
 SETTLED = 0.5
-"""The share of the time after which resident memory should grow no more."""
+"""The share of the time after which resident memory should no longer grow."""
 
 HEAD = """# Load
 
@@ -46,7 +46,7 @@ pages are touched and down at the next one: a slope of a few hundred bytes, wher
 reflects where in this sawtooth the samples begin and end. A leak of one state per step would show as 10 KB.
 """
 EPOCHS = 12
-"""Of the wide run: enough for several shards."""
+"""Epochs of the wide run: enough for several shards."""
 
 
 class Resident:
@@ -57,7 +57,7 @@ class Resident:
         self.samples: list[tuple[float, int]] = []
 
     def _sample(self) -> None:
-        while True:  # not at the end, when what was held is free again
+        while True:  # no sample at the end, when what was held is free again
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             self.samples.append((perf_counter(), pages * os.sysconf("SC_PAGE_SIZE")))
             if self._stop.wait(self._every):
@@ -65,7 +65,7 @@ class Resident:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Sample while this lasts."""
+        """Sample within this context."""
         thread = threading.Thread(target=self._sample, daemon=True)
         thread.start()
         try:
@@ -76,22 +76,22 @@ class Resident:
 
     @property
     def peak(self) -> int:
-        """The largest."""
+        """The largest sample."""
         return max(size for _, size in self.samples)
 
     def growth(self, steps: int) -> float:
-        """Estimate bytes per step once it has settled, for steps that take the same time each."""
+        """Estimate the growth in bytes per step once memory has settled, if all steps take the same time."""
         time, size = np.array(self.samples).T
         time = time - time[0]
         late = time >= SETTLED * time[-1]
         if late.sum() < 2:
-            return float("nan")  # over before it could be told
+            return float("nan")  # over too soon to tell
         slope = np.polyfit(time[late], size[late], 1)[0]
         return float(slope * time[-1] / steps)
 
 
 def watched(what: str, steps: int, function: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
-    """Call a function of so many steps; return what it took, and what it gave."""
+    """Call a function of so many steps; return what it cost, and its result."""
     resident = Resident()
     used = process_time()
     with resident.watched():
@@ -153,7 +153,7 @@ def wide_run(examples: int, *, width: int = 64, size: int = 1000) -> Iterator[di
 
 
 def write(rows: list[dict[str, Any]], out: Path) -> None:
-    """Write ``load.json`` and ``load.md``; cases that were not measured now stay as they are there."""
+    """Write ``load.json`` and ``load.md``; cases that were not measured this time keep their figures."""
     machine = f"Threads: {torch.get_num_threads()}; PyTorch {torch.__version__}, Python {platform.python_version()}."
     out.mkdir(parents=True, exist_ok=True)
     measured = {row["case"] for row in rows}

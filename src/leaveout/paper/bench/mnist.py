@@ -1,4 +1,4 @@
-"""All of MNIST: every one of 50,000 images scored along 20 epochs, and what exact replays say of it."""
+"""All of MNIST: all 50,000 images scored along 20 epochs, and what exact replays say about the scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHEET = 40
 EPOCHS = 20
 SCORES = "acc.safetensors"
 CHECKS = ("verify", "verify with moves")
-"""Under which names the figures have a check of the recorded start alone, and one with moved starts."""
+"""The names, among the figures, of a check from the recorded start alone and of one with moved starts."""
 
 
 def measure(
@@ -35,9 +35,9 @@ def measure(
 ) -> dict[str, Any]:
     """Train, score and verify; write the most harmful images as one sheet, and the figures as JSON.
 
-    With ``work``, run, scores and finished replays stay there, and the same call goes on with them. With ``moves``, the
-    images are replayed from moved starts too, and that check stands beside the other one; with ``groups``, groups of
-    growing size are as well, where single images have no reproducible effect.
+    With ``work``, the run, the scores and finished replays stay there, and the same call continues from them. With
+    ``moves``, the images are also replayed from moved starts, and that check is stored next to the other one; with
+    ``groups``, so are groups of growing size if single images have no reproducible effect.
     """
     work = work or folder()
     dataset = data.load("mnist", n_train=n, n_val=10_000)
@@ -66,7 +66,7 @@ def measure(
 
 
 def _scored(task: Task, noisy: Noisy, val: Examples, work: Path) -> tuple[dict[str, Any], Scores]:
-    """Train and score; return figures of both, and ACC's scores."""
+    """Train and score; return figures for both, and ACC's scores."""
     resources, there = Resources(memory="6GB"), (work / "run").exists()
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.05)
     recorded, run = seconds(
@@ -82,7 +82,7 @@ def _scored(task: Task, noisy: Noisy, val: Examples, work: Path) -> tuple[dict[s
         "steps": len(run),
         "seconds": {
             "plain training": plain,
-            "recorded training": None if there else recorded,  # the rest of it only
+            "recorded training": None if there else recorded,  # only the rest of it was timed
             "SGD-IE and ACC": acc.cost.seconds,
         },
         "scoring / plain training": acc.cost.seconds / plain,

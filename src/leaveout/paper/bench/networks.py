@@ -1,4 +1,4 @@
-"""The networks that people have, slim enough for two cores: a GPT, LoRA adapters on a wider one, a ResNet-18."""
+"""The kinds of networks people use, slim enough for two cores: a GPT, LoRA adapters on a wider one, a ResNet-18."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANK = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """A recorded run with its task and queries, and how to train the same steps by an ordinary loop."""
+    """A recorded run with its task and queries, and how to train the same steps in an ordinary loop."""
 
     task: Task
     run: Run
@@ -34,7 +34,7 @@ class Problem:
     optimizer: Callable[[Any], torch.optim.Optimizer]
 
     def train(self) -> None:
-        """Train the run's steps again by an ordinary PyTorch loop: nothing recorded, nothing checked."""
+        """Train the run's steps again in an ordinary PyTorch loop: nothing recorded, nothing checked."""
         model, loss = copy.deepcopy(self.start), nn.CrossEntropyLoss()
         optimizer = self.optimizer([param for param in model.parameters() if param.requires_grad])
         x, y = self.task.train_set.tensors  # type: ignore[attr-defined]
@@ -46,9 +46,9 @@ class Problem:
 
 
 def small_gpt(steps: int, *, width: int = 128, adapters: bool = False, queries: int = 32) -> Problem:
-    """Train a GPT on the first 64 words of newsgroup texts by AdamW: four layers, 2,000 words, batches of 32.
+    """Train a GPT on the first 64 words of newsgroup texts with AdamW: four layers, 2,000 words, batches of 32.
 
-    1.3 million parameters at width 128; with ``adapters``, LoRA's alone are trained.
+    It has 1.3 million parameters at width 128; with ``adapters``, only LoRA's are trained.
     """
     tokens = sequences(WORDS, LENGTH)
     chosen, val, _ = data.split(len(tokens), 32 * steps, queries, 0)
@@ -61,7 +61,7 @@ def small_gpt(steps: int, *, width: int = 128, adapters: bool = False, queries: 
 
 
 def slim_resnet(steps: int, width: int = 16, size: int = 64) -> Problem:
-    """Train a ResNet-18 with BatchNorm on CIFAR-10 by momentum, in batches; its width is 64 in the original."""
+    """Train a ResNet-18 with BatchNorm on CIFAR-10 with momentum, in batches; the original's width is 64."""
     loaded = data.load("cifar10", n_train=size * steps, n_val=100)
     parts = [TensorDataset(part.x.reshape(-1, 3, 32, 32), part.y) for part in (loaded.train, loaded.val)]
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def recorded(
     optimizer: Callable[[Any], torch.optim.Optimizer],
     size: int,
 ) -> Problem:
-    """Train one epoch, recorded with every state."""
+    """Train one epoch and record every state."""
     start = copy.deepcopy(model)
     task = Task(model, nn.CrossEntropyLoss(), train_set)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -86,7 +86,7 @@ def recorded(
 
 
 class Adapted(nn.Module):
-    """A frozen linear map with a trained one of low rank added to it, W x + B A x: LoRA."""
+    """A frozen linear map plus a trained one of low rank, W x + B A x: LoRA."""
 
     def __init__(self, linear: nn.Linear, rank: int = RANK) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Adapted(nn.Module):
         self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs of both."""
+        """Return the sum of both outputs."""
         return self.linear(x) + (x @ self.down.T) @ self.up.T
 
 

@@ -25,17 +25,17 @@ QUIET = Resources(progress=False)
 
 
 def folder(*, memory: bool = False) -> Path:
-    """Make a new place for a run, removed by the system in its own time; in memory, where there is such a place."""
+    """Create a new place for a run, which the system removes in its own time; in memory, if there is such a place."""
     place = "/dev/shm" if memory and Path("/dev/shm").is_dir() else None  # noqa: S108 - with a name of its own
     return Path(tempfile.mkdtemp(prefix="leaveout-bench-", dir=place)) / "run"
 
 
 CLOCKS: list[Callable[[], float]] = [time.perf_counter]
-"""What measures time: the last one, which is the processor's own on a machine that has other work."""
+"""Clocks, of which the last one is used: that of CPU time on a machine that has other work."""
 
 
 def seconds(function: Callable[[], T]) -> tuple[float, T]:
-    """Measure how long a call took, and what it gave."""
+    """Measure how long a call takes; return that and its result."""
     clock = CLOCKS[-1]
     start = clock()
     result = function()
@@ -43,7 +43,7 @@ def seconds(function: Callable[[], T]) -> tuple[float, T]:
 
 
 def quickest(rounds: int, *functions: Callable[[], object]) -> list[float]:
-    """Measure the least seconds of each function, taken in turns: what else a machine does only ever adds to them."""
+    """Measure the least seconds of each function, called in turns: other work on the machine only ever adds to them."""
     times = [[seconds(function)[0] for function in functions] for _ in range(rounds)]
     return [min(column) for column in zip(*times, strict=True)]
 
@@ -51,7 +51,7 @@ def quickest(rounds: int, *functions: Callable[[], object]) -> list[float]:
 def binary(
     name: str, model: str, *, n: int = 400, size: int = 100, epochs: int = 30, seed: int = 0, l2: float = 0.0
 ) -> tuple[Data, Task, Run]:
-    """Train logistic regression or the 8-8 network on a two-class set by plain SGD at 0.1."""
+    """Train logistic regression or the 8-8 network on a two-class data set with plain SGD at 0.1."""
     dataset = data.load(name, n_train=n, n_val=400, seed=seed)
     net = models.build(model, seed=seed, features=dataset.train.x.shape[1])
     task = Task(net, nn.BCEWithLogitsLoss(), dataset.train, l2=l2)
@@ -60,7 +60,7 @@ def binary(
 
 
 def images(n: int, epochs: int, *, size: int = 64, adam: bool = False) -> tuple[Data, Task, Run]:
-    """Train the convolutional network on n MNIST images by SGD, or by AdamW."""
+    """Train the convolutional network on n MNIST images with SGD, or with AdamW."""
     dataset = data.load("mnist", n_train=n, n_val=1000)
     net = models.build("mnist-cnn", seed=0)
     task = Task(net, nn.CrossEntropyLoss(), dataset.train)
@@ -70,19 +70,19 @@ def images(n: int, epochs: int, *, size: int = 64, adam: bool = False) -> tuple[
 
 
 def texts(n: int, queries: int) -> tuple[TensorDataset, TensorDataset]:
-    """Take sequences of 64 words of 20News, 2,000 different ones, each with the words that follow."""
+    """Return sequences of 64 words from 20News, with 2,000 different words, each with the words that follow."""
     tokens = sequences(2_000, 64)
     train, val, _ = data.split(len(tokens), n, queries, 0)
     return tuple(TensorDataset(tokens[rows][:, :-1], tokens[rows][:, 1:]) for rows in (train, val))  # type: ignore[return-value]
 
 
 def small_gpt() -> nn.Module:
-    """Build a GPT of four layers of width 128 on 64 of 2,000 words: 1.3 million parameters."""
+    """Build a GPT with four layers of width 128 for 64 of 2,000 words: 1.3 million parameters."""
     return models.build("gpt", seed=0, words=2_000, width=128, layers=4, heads=4, positions=64)
 
 
 def language(n: int, epochs: int, *, keep: str = "all") -> tuple[TensorDataset, Task, Run]:
-    """Train the GPT on n texts in batches of 32 by AdamW; the first value is 100 other texts to ask about."""
+    """Train the GPT on n texts in batches of 32 with AdamW; the first value is 100 other texts as queries."""
     train_set, val = texts(n, 100)
     net = small_gpt()
     task = Task(net, nn.CrossEntropyLoss(), train_set)

@@ -1,4 +1,4 @@
-"""What scoring costs on the models that people have: one function per claim, both sides measured in the same run."""
+"""What scoring costs on the kinds of models people use: one function per claim, both sides measured in one run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gpt_sweeps() -> list[Row]:
 
 
 def gpt_products() -> list[Row]:
-    """Compare what a step of SGD-IE and TracIn computes, without all that is around it, with a step of training."""
+    """Compare the product that a step of SGD-IE or TracIn computes, and nothing around it, with a training step."""
     problem = small_gpt(2, queries=8)
     trajectory = Trajectory(problem.run, problem.task).compared()
     task, recorded = trajectory.task, trajectory.recorded_step(1)
@@ -77,7 +77,7 @@ def resnet_sweep() -> list[Row]:
 
 
 def resnet_jump() -> list[Row]:
-    """Compare the jump with training under BatchNorm: it takes the gradient of each batch without each example."""
+    """Compare the jump with training under BatchNorm: it takes each batch's gradient without each of its examples."""
     steps, size = 8, 16
     problem = slim_resnet(steps, size=size)
     score = _scored(problem, ACC(), "mean")
@@ -89,7 +89,7 @@ def resnet_jump() -> list[Row]:
 
 
 def adapter_sweep() -> list[Row]:
-    """Compare SGD-IE with training where LoRA adapters alone are trained."""
+    """Compare SGD-IE with training if only LoRA adapters are trained."""
     steps = 8
     problem = small_gpt(steps, width=512, adapters=True)
     training, sgdie = _timed(problem, SGDIE())
@@ -111,7 +111,7 @@ def image_tracin() -> list[Row]:
 
 
 def short_run() -> list[Row]:
-    """Compare SGD-IE with training on a short run of the MNIST network, from cold: tracing is paid first."""
+    """Compare SGD-IE with training on a short run of the MNIST network, from a cold start: tracing is included."""
     dataset, task, run = images(9_024, 1)
     training, cold = quickest(
         3,
@@ -123,8 +123,8 @@ def short_run() -> list[Row]:
 
 
 def query_vectors() -> list[Row]:
-    """Compare SGD-IE for 64 queries, a vector each, with 64 times one."""
-    steps = 4  # with fewer, what is paid once per sweep would be 64 times too much on the one side
+    """Compare SGD-IE for 64 queries, one vector each, with 64 times one."""
+    steps = 4  # with fewer, the fixed costs of a sweep would count 64 times too much on one side
     problem = small_gpt(steps, queries=64)
     one, each = (_scored(problem, SGDIE(), queries) for queries in ("mean", "each"))
     one()
@@ -135,21 +135,21 @@ def query_vectors() -> list[Row]:
 
 
 def scoring_memory() -> list[Row]:
-    """Compare the largest resident size of a process that scores the GPT's run with one that trains it."""
+    """Compare the peak memory of a process that scores the GPT's run with that of one that trains it."""
     training, scoring = (_peak(what) for what in ("train", "score"))
     how = f"{GPT}, 8 steps: {training / 1e6:,.0f} MB and {scoring / 1e6:,.0f} MB, PyTorch itself included"
     return [Row("peak memory, SGD-IE / training, GPT", scoring / training, "<=", 2.5, how)]
 
 
 def _peak(what: str) -> int:
-    """Measure it in a process of its own."""
+    """Measure peak memory in a separate process."""
     command = [sys.executable, "-c", f"from leaveout.paper.bench import sweeps; sweeps.alone({what!r})"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - the command above
     return int(done.stdout.split()[-1])
 
 
 def alone(what: str) -> None:
-    """Train the GPT or score its run, and print the largest resident size meanwhile."""
+    """Train the GPT or score its run, and print the largest resident size reached."""
     from leaveout.compute.cost import Cost
 
     problem, cost = small_gpt(8), Cost()
@@ -160,7 +160,7 @@ def alone(what: str) -> None:
 
 
 def _timed(problem: Problem, *estimators: Estimator) -> list[float]:
-    """Measure the least seconds of training and of each estimator, in turns, with everything traced before."""
+    """Measure the least seconds of training and of each estimator, in turns, with everything traced beforehand."""
     scored = [_scored(problem, estimator, "mean") for estimator in estimators]
     for score in scored:
         score()

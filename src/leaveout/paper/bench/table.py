@@ -135,7 +135,7 @@ Measured by `leaveout load`; [what the columns mean](load.md).
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure and what it should be: at most (``<=``) or at least (``>=``) the target."""
+    """One measured figure, which should be at most (``<=``) or at least (``>=``) its target."""
 
     what: str
     value: float
@@ -156,7 +156,7 @@ def run_cases(cases: Sequence[Callable[[], list[Row]]]) -> Iterator[Row]:
 
 
 def write(rows: Sequence[Row], folder: Path) -> None:
-    """Write ``benchmarks.json`` and ``benchmarks.md``; rows that were not measured again stay."""
+    """Write ``benchmarks.json`` and ``benchmarks.md``; rows that were not measured again are kept."""
     machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "python": platform.python_version()}
     folder.mkdir(parents=True, exist_ok=True)
     rows = list(({row.what: row for row in _written(folder)} | {row.what: row for row in rows}).values())
@@ -175,7 +175,7 @@ def write(rows: Sequence[Row], folder: Path) -> None:
 
 
 def load_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what ``leaveout load`` measured."""
+    """Return what ``leaveout load`` measured, as the lines of a table."""
     lines = ["| what | time | CPU time | per step | peak memory | growth per step | on disk |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     for row in rows:

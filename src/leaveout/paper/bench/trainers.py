@@ -1,4 +1,4 @@
-"""What recording costs in a trainer that people use, and adapters of a model of some size."""
+"""What recording costs in a widely used trainer, and for adapters of a fairly large model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = 200
 
 
 def trainer_recording() -> list[Row]:
-    """Measure what recording adds to a Hugging Face ``Trainer`` on a tiny BERT, with its defaults."""
+    """Measure what recording with its defaults adds to a Hugging Face ``Trainer`` on a tiny BERT."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes: dict[str, Any] = {
@@ -34,7 +34,7 @@ def trainer_recording() -> list[Row]:
         torch.manual_seed(0)
         _trained(BertForSequenceClassification(config), data, path, epochs=2)
 
-    train(folder())  # what is imported and allocated once
+    train(folder())  # imports and allocations that happen only once
     plain, recorded, on_disk = quickest(
         6, lambda: train(None), lambda: train(folder(memory=True)), lambda: train(folder())
     )
@@ -44,7 +44,7 @@ def trainer_recording() -> list[Row]:
 
 
 def adapters() -> list[Row]:
-    """Measure disk and time of recording LoRA adapters of a million parameters on a model of a hundred million."""
+    """Measure the disk space and time of recording LoRA adapters, a million parameters on a hundred million."""
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -80,7 +80,7 @@ def adapters() -> list[Row]:
 
 
 def _sentences(count: int, length: int, label: Any) -> Any:
-    """Make up sentences; without a rule for their labels, they are their own."""
+    """Make up sentences; without a rule for labels, each sentence is its own."""
     order = torch.Generator().manual_seed(0)
     words = torch.randint(WORDS, (count, length), generator=order)
     return [{"input_ids": row, "labels": row if label is None else label(row)} for row in words]
