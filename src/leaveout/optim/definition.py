@@ -53,7 +53,8 @@ class Definition:
 
     A file in this package defines a subclass and names an instance ``OPTIMIZER``; the registry finds it. The step
     repeats torch's single-tensor arithmetic operation by operation, out of place, so that a replay follows the
-    recorded run to the last bit. ``torch.func`` differentiates it, unless the file defines ``transposed``.
+    recorded run to the last bit. ``torch.func`` differentiates it, unless the file defines ``transposed`` or
+    ``pulled``.
     """
 
     name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Carries vectors through the steps of a run, forward and backward: the only such loops.
+"""Carries vectors through the steps of a run, forward and backward.
 
 Forward, there is one displacement per row, δ ← ∂F·δ + (what the row's examples did). Backward, there is one vector per
 query, u ← ∂Fᵀ·u, which is read at every occurrence of every example; both give the same inner products ⟨u_N, δ_N⟩.

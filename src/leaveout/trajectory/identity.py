@@ -12,7 +12,7 @@ from leaveout.run.reader import Run
 from leaveout.task.task import Task
 
 SAMPLE = 64
-"""Training examples that identify a task."""
+"""How many training examples identify a task, at least; fewer than twice as many."""
 
 
 def identity(run: Run, task: Task, params: Params, *asked: object) -> str:

@@ -81,7 +81,7 @@ class LeftOut:
         return hashlib.sha256(b"".join(t.numpy().tobytes() for t in (self.lengths, self.examples))).hexdigest()
 
     def keys(self, row: Int[Tensor, " pairs"]) -> Int[Tensor, " pairs"]:
-        """Return what tells rows apart, also within a chunk of them: the first example of each row."""
+        """Return the first example of each row, which stays the same within a chunk of the rows."""
         return self.examples[self._starts[row]]
 
     def chunks(self, size: int) -> Iterator[LeftOut]:

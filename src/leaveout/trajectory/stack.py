@@ -111,7 +111,7 @@ def is_apart(task: Task, footprint: int) -> bool:
     """Say whether models are stepped one after the other on each of the CPU's threads, not all at once.
 
     The latter is faster for small models, whose operations take less time to run than to call. The choice depends on
-    nothing but the task, so that the same replay has the same rounding wherever and whenever it is done.
+    the task and the run's first batch alone, so that a replay rounds alike wherever and whenever it is done.
     ``footprint`` is what a batch's forward pass keeps for its backward pass, in bytes.
     """
     # Casts inside vmap would round differently than in training.
