@@ -35,8 +35,8 @@ NAMES = {
 def write_tensors_checked(file: Path, tensors: Mapping[str, Tensor | Rows]) -> int:
     """Write a safetensors file atomically, and return its CRC-32.
 
-    A list of tensors becomes one tensor with a row for each. Large tensors that are already contiguous and on the CPU are
-    not copied in memory: for a shard of many megabytes, a second copy and a second read would cost as much as the rest.
+    A list of tensors becomes one tensor with a row for each. Large tensors that are already contiguous and on the CPU
+    are not copied in memory: for a shard of many megabytes, a second copy and read would cost as much as the rest.
     """
     # Wide dtypes first: the format requires every tensor to start at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-_first(item[1]).element_size(), item[0]))
