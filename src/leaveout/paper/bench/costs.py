@@ -34,8 +34,8 @@ def recording() -> list[Row]:
         dataset, task, _ = images(n, 1)
         loop = _loop(task.model, dataset.train, 64, lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
         ways = (partial(loop, None), partial(loop, "auto"), partial(loop, "auto", memory=False))
-        plain, recorded, written = quickest(5, *ways)
-        how = f"keep='auto', {plain:.2f} s and {recorded:.2f} s, {IN_MEMORY} {written:.2f} s; the quickest of five each"
+        plain, recorded, written = quickest(10, *ways)
+        how = f"keep='auto', {plain:.2f} s and {recorded:.2f} s, {IN_MEMORY} {written:.2f} s; the quickest of ten each"
         rows.append(Row(f"recorded / unrecorded training, {what}", recorded / plain, "<=", 1.08, how))
     return rows
 
