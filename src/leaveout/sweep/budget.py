@@ -78,14 +78,14 @@ def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
     return resources.chunk(2 * product_bytes(trajectory), count)
 
 
-def threads(trajectory: Trajectory, chunk: int | None) -> int | None:
+def threads(resources: Resources, trajectory: Trajectory) -> int | None:
     """Return how many vectors go through a product at a time where they go one by one; None where they go together.
 
     One by one is quicker for large models. The choice depends on nothing but the run, so that rounding does not either.
     """
-    if chunk is None or trajectory.activations <= LARGE:
+    if trajectory.activations <= LARGE:
         return None
-    return min(chunk, cores(trajectory.task.device))
+    return chunk(resources, trajectory, cores(trajectory.task.device))
 
 
 def cores(device: torch.device) -> int:

@@ -23,6 +23,7 @@ from leaveout.task.derivatives import (
     example_gradients,
     example_products,
     gradient,
+    gradients_each,
     gradients_with,
     is_single,
     kink_widths,
@@ -108,7 +109,9 @@ class Curvature:
 
     def missing(self, left_out: Float[Tensor, "rows batch"]) -> Params:
         """Compute ḡ(w¹) − ḡ(w without its examples) for each row of marks, even if examples depend on each other."""
-        less = gradients_with(self.task, self.params, self.batch, 1 - left_out, self.chunk)
+        kept = 1 - left_out
+        less = self.threads and gradients_each(self.task, self.params, self.batch, kept, self.threads)
+        less = less or gradients_with(self.task, self.params, self.batch, kept, self.chunk)
         return {name: self.gradient[name] - tensor for name, tensor in less.items()}
 
     def own_where(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from leaveout._util.trees import Params
+from leaveout.compute.threads import spread
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch, leaves, map_leaves
 from leaveout.task.forms import COUPLED, Form
@@ -53,6 +55,26 @@ def staged(task: Task, name: str, function: Callable, shared: tuple, others: tup
     if not task.abilities.vmap:
         return None
     return task.tracer.staged(_named(task, name), _written_out(function), shared, others)
+
+
+def stacked(function: Callable[[int], Any], count: int, threads: int) -> Any:
+    """Call a function for each row, one row per thread at a time, and stack the results."""
+    whole: list[Tensor] = []
+    begun = Lock()
+
+    def into(row: int) -> Any:
+        result = function(row)
+        parts = leaves(result)
+        with begun:
+            if not whole:  # written as they come, so that results are not held twice
+                whole.extend(part.new_empty((count, *part.shape)) for part in parts)
+        for stack, part in zip(whole, parts, strict=True):
+            stack[row] = part
+        return map_leaves(lambda _: 0, result)
+
+    nest, *_ = spread([into] * threads, range(count))
+    given = iter(whole)
+    return map_leaves(lambda _: next(given), nest)
 
 
 def _named(task: Task, name: str) -> str:

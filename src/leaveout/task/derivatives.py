@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.func import grad, jvp
 
 from leaveout._util.trees import Params, each, height, inner, pullback
-from leaveout.compute.threads import spread
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch
-from leaveout.task.calls import by_chunks, form_of, ones, run, staged
+from leaveout.task.calls import by_chunks, form_of, ones, run, stacked, staged
 from leaveout.task.curvature_maps import HESSIAN, CurvatureMap, pushed, transposed
 from leaveout.task.elementary import Elementary
 from leaveout.task.forms import Form
@@ -78,23 +77,20 @@ def directional_each(
     What does not depend on the vector is computed once: the forward pass, and the gradients of all activations. For
     large models that is quicker than all vectors at once, whose activations do not fit into a processor's cache.
     """
-    form, count = task.abilities.vector, height(vectors)
+    form = task.abilities.vector
     first = each(lambda t: t[0], vectors)
     along = form and staged(task, f"directional {form.name}", partial(_product, task, form), (params, batch), (first,))
     if not along:
         return None
-    stack: Params = {}
-    reads = next(iter(vectors.values())).new_empty((count, size_of(batch)))
+    values: list[Params] = []
 
-    def one(row: int) -> Params | None:
-        *value, curved, reads[row] = along(each(lambda t: t[row], vectors))
-        for name, tensor in curved.items():
-            stack[name][row] = tensor
-        return value[0] if value else None
+    def one(row: int) -> tuple[Params, Tensor]:
+        *value, curved, reads = along(each(lambda t: t[row], vectors))
+        values.extend(value)
+        return curved, reads
 
-    stack |= each(torch.empty_like, vectors)
-    value, *_ = spread([one] * threads, range(count))
-    return value, stack, reads
+    curved, reads = stacked(one, height(vectors), threads)
+    return (values[0] if values else None), curved, reads
 
 
 def _product(task: Task, form: Form, params: Params, batch: Batch, vector: Params) -> tuple:
@@ -190,6 +186,18 @@ def gradients_with(
         return (), task.over_models(lambda one: task.gradient(p, one, b))(w)
 
     return by_chunks(task, "gradients_with", gradients, (params, batch), (weights,), chunk)[1]
+
+
+def gradients_each(
+    task: Task, params: Params, batch: Batch, weights: Float[Tensor, "rows batch"], threads: int
+) -> Params | None:
+    """As ``gradients_with``, one row per thread at a time; None if that cannot be had."""
+
+    def value(p: Params, b: Batch, w: Tensor) -> Params:
+        return task.gradient(p, w, b, alone=True)
+
+    with_weights = staged(task, "gradient with weights", value, (params, batch), (weights[0],))
+    return with_weights and stacked(lambda row: with_weights(weights[row]), len(weights), threads)
 
 
 def kink_widths(task: Task, params: Params, batch: Batch) -> Params:
