@@ -47,6 +47,16 @@ NETWORKS = {
     "norms": lambda: nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.LazyLinear(4)
     ),
+    "overlapping": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 1, 1),
+        nn.Conv2d(4, 3, 2),
+        nn.ReLU(),
+        nn.MaxPool2d((2, 3)),
+        nn.Flatten(),
+        nn.LazyLinear(4),
+    ),
     "viewing": Viewing,
     "one number": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=(1,)), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)),
     "from behind": lambda: nn.Sequential(nn.Conv2d(2, 4, 3), Behind(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)),
@@ -113,6 +123,22 @@ def test_products_of_networks(network, dtype, relaid):
             assert b.is_contiguous(), name
             torch.testing.assert_close(b, a, rtol=0, atol=200 * torch.finfo(dtype).eps * float(a.abs().max()))
     assert all(trace is not None for trace in task.tracer._traces.values())
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("network", ["plain", "overlapping"])
+def test_curvature_of_kinks_through_max_pooling(network, relaid):
+    """Slopes go back through max-pooling twice: once they are added to zeros at the places that it chose."""
+    task = task_of(network, torch.float64).kinked()
+    params = {name: p.detach() for name, p in task.parameters().items()}
+    batch, vector = task.read(range(6)), {name: torch.randn_like(p) for name, p in params.items()}
+    traced = batches.leaves(products.directional(task, params, batch, vector)[1:])
+    used = [node for node in relaid.pop().graph.nodes if node.users]
+    assert any(node.target is torch.ops.aten.max_pool2d_with_indices_backward.default for node in used)
+    assert not any(node.target is torch.ops.aten.scatter_add.default and node.meta["val"].ndim == 3 for node in used)
+    task.tracer = _Plain()
+    for a, b in zip(batches.leaves(products.directional(task, params, batch, vector)[1:]), traced, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-13 * float(a.abs().max()))
 
 
 @pytest.mark.parametrize("cache", [1, 1 << 20])

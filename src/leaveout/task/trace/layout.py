@@ -104,6 +104,8 @@ def _lay_out(node: fx.Node) -> None:
         kernel.replace_all_uses_with(kernels)
     elif node.target is aten.threshold_backward.default and _is_stack(node):
         _lay_out_stack(node)
+    elif node.target is aten.scatter_add.default and (spread := _pool_backward(node)) is not None:
+        node.replace_all_uses_with(spread)
     elif node.target is torch.Tensor.contiguous:  # no kink depends on it here
         node.replace_all_uses_with(given[0])
     elif node.target in IMAGES:
@@ -142,6 +144,29 @@ def _lay_out_stack(node: fx.Node) -> None:
     with graph.inserting_after(node):
         shaped = _noted(graph.call_function(aten.reshape.default, (node, list(whole.shape))), whole)
     node.replace_all_uses_with(shaped, lambda user: user is not shaped)
+
+
+def _pool_backward(node: fx.Node) -> fx.Node | None:
+    """Values added to zeros at the places that max-pooling chose: as its backward operation does it, by channels."""
+    given: tuple[Any, ...] = node.args
+    zeros, _, index, values = given
+    places = _pooled(_source(index))
+    pool = places.args[0] if places.target is operator.getitem else places
+    whole = node.meta["val"]
+    is_flat = pool.target is POOL and whole.shape == pool.args[0].meta["val"].flatten(2).shape
+    if not is_flat or zeros.target is not aten.full.default or zeros.args[1] != 0 or not _is_image(pool.args[0]):
+        return None
+    graph, image = node.graph, places.meta["val"]
+    kernel, *options = pool.args[1:]
+    options += [kernel, [0, 0], [1, 1], False][len(options) :]
+    with graph.inserting_before(node):
+        slopes = _noted(graph.call_function(aten.reshape.default, (_source(values), list(image.shape))), image)
+    laid_out = _wrapped(node, _channels_last, [slopes, places])
+    room = _room_for(node, pool.args[0].meta["val"])
+    with graph.inserting_before(node):
+        backward = aten.max_pool2d_with_indices_backward.default
+        made = graph.call_function(backward, (laid_out[0], room, kernel, *options, laid_out[1]))
+        return _noted(graph.call_function(aten.reshape.default, (made, list(whole.shape))), whole)
 
 
 def _room_for(node: fx.Node, images: Tensor) -> fx.Node:
