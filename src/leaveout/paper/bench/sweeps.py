@@ -114,11 +114,11 @@ def short_run() -> list[Row]:
     """Compare SGD-IE with training on a short run of the MNIST network, from a cold start: tracing is included."""
     dataset, task, run = images(9_024, 1)
     training, cold = quickest(
-        3,
+        8,
         lambda: plain_training(task, run, copy.deepcopy(task.model), nn.CrossEntropyLoss()),
         lambda: SGDIE().score(run, task.untraced(), dataset.val, resources=QUIET),
     )
-    how = f"{len(run)} steps of 64: training {training:.2f} s, SGD-IE {cold:.2f} s, the quickest of three each"
+    how = f"{len(run)} steps of 64: training {training:.2f} s, SGD-IE {cold:.2f} s, the quickest of eight each"
     return [Row("SGD-IE from cold / training, MNIST CNN, 141 steps", cold / training, "<=", 2.3, how)]
 
 

@@ -154,7 +154,7 @@ def _pool_backward(node: fx.Node) -> fx.Node | None:
     pool = places.args[0] if places.target is operator.getitem else places
     whole = node.meta["val"]
     is_flat = pool.target is POOL and whole.shape == pool.args[0].meta["val"].flatten(2).shape
-    if not is_flat or zeros.target is not aten.full.default or zeros.args[1] != 0 or not _is_image(pool.args[0]):
+    if not (is_flat and _is_image(pool.args[0]) and _is_zeros(zeros)):
         return None
     graph, image = node.graph, places.meta["val"]
     kernel, *options = pool.args[1:]
@@ -167,6 +167,13 @@ def _pool_backward(node: fx.Node) -> fx.Node | None:
         backward = aten.max_pool2d_with_indices_backward.default
         made = graph.call_function(backward, (laid_out[0], room, kernel, *options, laid_out[1]))
         return _noted(graph.call_function(aten.reshape.default, (made, list(whole.shape))), whole)
+
+
+def _is_zeros(node: Any) -> bool:
+    """Whether it is zeros, made at every call or kept as a constant."""
+    if node.op == "get_attr":
+        return not bool(getattr(node.graph.owning_module, node.target).any())
+    return node.target is aten.full.default and node.args[1] == 0
 
 
 def _room_for(node: fx.Node, images: Tensor) -> fx.Node:
