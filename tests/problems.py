@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.builtin import models
 from oracle import Oracle
 
 CHECK = False
@@ -45,6 +46,13 @@ def mlp() -> nn.Module:
 def conv() -> nn.Module:
     layers = (nn.Conv2d(1, 2, 2), nn.Softplus(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(2, 3))
     return nn.Sequential(*layers).double()
+
+
+def tiny_gpt() -> tuple[nn.Module, TensorDataset]:
+    """A transformer of one layer on 20 sequences of nine words."""
+    tokens = torch.randint(9, (20, 6), generator=torch.Generator().manual_seed(0))
+    model = models.build("gpt", seed=0, words=9, width=8, layers=1, heads=2, positions=5).double()
+    return model, TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], nn.Module, float]] = {

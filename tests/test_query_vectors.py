@@ -7,10 +7,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
-from leaveout.builtin import models
 from leaveout.sweep import budget
 from leaveout.task.trace.stages import stages
 from leaveout.task.trace.tracer import Tracer
+from problems import tiny_gpt
 
 QUERIES = 4
 
@@ -23,10 +23,7 @@ def one_by_one(monkeypatch):
 
 
 def text():
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(9, (20, 6), generator=draw)
-    model = models.build("gpt", seed=0, words=9, width=8, layers=1, heads=2, positions=5).double()
-    return model, TensorDataset(tokens[:, :-1], tokens[:, 1:]), lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3)
+    return *tiny_gpt(), lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3)
 
 
 def images(*layers):

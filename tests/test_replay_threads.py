@@ -6,12 +6,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout.builtin import models
 from leaveout.compute.threads import spread
 from leaveout.estimators import query
 from leaveout.sweep import budget
 from leaveout.trajectory import stack, twins
 from leaveout.trajectory.trajectory import Trajectory
+from problems import tiny_gpt
 
 IDS = [0, 3, 7, 11, 12, 19]
 
@@ -25,10 +25,7 @@ def two_threads(monkeypatch):
 
 
 def text():
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(9, (20, 6), generator=draw)
-    model = models.build("gpt", seed=0, words=9, width=8, layers=1, heads=2, positions=5).double()
-    return model, TensorDataset(tokens[:, :-1], tokens[:, 1:]), lambda p: torch.optim.AdamW(p, lr=0.01)
+    return *tiny_gpt(), lambda p: torch.optim.AdamW(p, lr=0.01)
 
 
 def images():
