@@ -26,7 +26,8 @@ see [load](load.md); for a whole data set, [all of MNIST](mnist.md).
 NOTES = """
 ## Close to their targets
 
-Some ratios are so close to their targets that on two shared cores one run meets them and the next does not.
+Some ratios are so close to their targets that on two shared cores one run meets them and the next does not. The machine
+also has a fast and a slow mode of elementwise work, a factor of two for minutes at a time.
 
 *Replay / plain loops*: 0.0170 to 0.0228. The next row shows how much of a step the gradients take; reading and checking
 the recorded step costs the same for one network as for 400.
@@ -36,93 +37,83 @@ matrix products. A hidden layer of exact ACC takes two products forward and five
 two; the first layer, whose inputs do not move, takes one and one, as the gradient does. On wide inputs, where the first
 layer dominates, the two are closer (the rates above).
 
-*Recording*: 1.02 to 1.17 on the MNIST network, 1.06 to 1.21 on the tiny BERT. What a step costs is Python and small
-calls, each several times as long as by itself, since the training's kernels have just had the cache. Batches' rows are
-added up in the training, and the rest of their hashing is done for all batches of a shard at once by the thread that
-writes. The copy of the parameters by whose norm a NaN, or a change between steps, is found is also the state that is
-kept, and is made in parts that PyTorch copies on one thread. What is left on the BERT is reading each parameter's count
-of steps, that copy and its norm; of the writing, a checksum and two copies. A short run waits for the disk four times
-at its end.
+*Recording*: 1.05 to 1.11 on the MNIST network, 1.08 to 1.13 on the GPT, 1.06 to 1.21 on the tiny BERT; figures below 1
+on the GPT, measured before with two rounds, were noise. On the small networks what a step costs is Python and small
+calls, each four or five times as long as on its own, because the training's kernels have just used the cache: row sums
+of the batch, hyperparameters, a copy of the parameters and its norm, the states of random generators. Batches are
+hashed, and shards written, on a separate thread. On the GPT, of 20 steps, half is that thread's work on cores that the
+training uses too: a checksum and a copy of 6 MB per step.
 
-*Replay of 32, MNIST CNN*: 0.46, and 0.64 to 0.91 before. Each model's gradient goes by a trace on a thread of its own,
-with images laid out by channels throughout: some 8 ms of processor time (one thread), where it took 13 in the layout of
-the training and an ordinary step takes 13 to 14. Such a trace rounds in another way than the recorded training did; all
-models of a replay, the one with every example among them, round alike, so that this cancels as other rounding does. The
-steps before an example's first use, an eighth of these four epochs, are not taken.
+*Replay of 32, MNIST CNN*: 0.46 to 0.55, and 0.64 to 0.91 before. Each model's gradient is traced and runs on its own
+thread, with images laid out by channels throughout. Such a trace rounds differently from the recorded training; all
+models of a replay, including the one with every example, round alike, so this cancels as other rounding does. The steps
+before an example's first use, an eighth of these four epochs, are not taken.
 
-*Replay of 64, GPT*: 0.49, and 0.53 to 0.60 before, when one model's linear layers were computed as those of a stack of
-models are. One shard holds all models, and each takes its gradient and steps in place, with cross-entropy and attention
-from elementary operations: they round in another way than the recorded training, all models of a replay alike. What is
-left is the number of steps: with one epoch a replay takes half of them, (N + 1)/2 of N, and each of the 65 models
-computes the 100 queries' losses, about as much as one step. So the count is 0.56 with 30 steps; that one model
-on each of two threads wastes less than one on both brings it below. The gradient at an example's first use could be had
-from one pass for all examples of its batch, as ḡ − g_k/|Z|. In float32 that would leave rounding where the exact
-gradient is zero (the words that only this text has), which Adam's division makes large; so each replay takes its own.
+*Replay of 64, GPT*: 0.49 to 0.50, and 0.53 to 0.60 before. One shard holds all models, and each takes its gradient and
+steps in place, with cross-entropy and attention computed from elementary operations. What is left is the number of
+steps: with one epoch a replay takes half of them, (N + 1)/2 of N, and each of the 65 models computes the 100 queries'
+losses, about as much work as one step. So the count is 0.56 with 30 steps; one model on each of two threads wastes less
+than one model on both, which brings it below. The gradient at an example's first use could be had from one pass for all
+examples of its batch, as ḡ − g_k/|Z|. In float32 that would leave rounding where the exact gradient is zero (the words
+that only this text has), which Adam's division makes large; so each replay takes its own.
 
 *ACC / SGD-IE*: 1.30 to 1.54. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and
-moves each example's 13,750 numbers in and out of its row.
+moves each example's 13,750 numbers in and out of its row. The jump on the MNIST network went from 1.41 to 1.58 because
+SGD-IE became faster by more (0.67 to 0.56 s) than the jump did (0.95 to 0.88 s).
 
 ## What the limits are
 
-Counted in matrix products: a linear layer takes one forward and two back in training, three in all. With x its inputs,
-W its weights, v the vector and a dot for what changes along v, SGD-IE's product takes three forward (x·W, x·v, ẋ·W) and
-five back, eight in all, and no gradient is formed. What comes on top is elementwise: normalisation, attention and the
-loss twice over, the optimizer's derivative, and reading and checking the recorded steps.
+Counted in matrix products: a linear layer takes one forward and two backward in training, three in all. With x its
+inputs, W its weights, v the vector and a dot for what changes along v, SGD-IE's product takes three forward (x·W, x·v,
+ẋ·W) and five backward, eight in all, and no gradient is formed. The rest is elementwise: normalisation, attention and
+the loss twice over, the optimizer's derivative, and reading and checking the recorded steps.
 
 | what | products | limit |
 | --- | --- | --- |
 | SGD-IE / training | 8 of 3 | 2.67 |
 | TracIn / training | 3 of 3 | 1 |
 | SGD-IE / training, adapters: frozen weights have no gradient and no vector | 4 of 2 | 2 |
-| SGD-IE for many vectors / as many times one: each has its own six, only the gradient is shared | 6 of 8 | 0.75 |
+| SGD-IE for many vectors / as many times one: each has its own six, the other two are shared | 6 of 8 | 0.75 |
 
-So a third for 64 vectors cannot be reached on a network that is bound by its matrix products; small ones, bound by the
-calls, reach it (the row with 100 outputs above). Every step's gradient is compared with the recorded one along the
-query's vector, which costs nothing; the first, the last and every sixteenth step are computed again as a whole, which
-costs a gradient each and weighs more the shorter a run is.
+So a third for 64 vectors cannot be reached on a network that is bound by its matrix products; small networks, bound by
+call overhead, reach it (the row with 100 outputs above). Every step's gradient is compared with the recorded one along
+a query vector, which costs nothing; the first, the last and every sixteenth step are recomputed in full, which costs a
+gradient each and weighs more the shorter a run is.
 
 The targets of the products alone are this count, or near it, not goals that were set beforehand. Whole sweeps of 32
-steps on that GPT take 2.74 to 2.94 and 1.33 to 1.54 times training. Beside the product, a step reads its state and
+steps on that GPT take 2.73 to 2.94 and 1.33 to 1.54 times training. Besides the product, a step reads its state and
 takes the optimizer's derivative, some twenty elementwise passes over the parameters; the rest is paid once per sweep:
-three steps computed again, the queries' gradient, memory that is handed back and asked for again.
+three steps recomputed, the queries' gradient, memory that is returned and requested again. Elementwise operations of a
+trace write over operands that nothing needs any more, which makes the product 5% faster on the GPT and the ResNet.
 
-*ResNet-18*: with 16 steps 3.83 before, and 3.45 now that elementwise derivatives do not mix images by pixels with
-images by channels, which took three times as long as one layout does; the row has 32 steps, as the GPT's has, of which
-three are computed again. The product alone is at the count above; BatchNorm takes some 20 elementwise passes over the
-images, where a step of training has one fused kernel each way.
+*ResNet-18*: 2.72, 3.00 before operations were in place. BatchNorm takes some 20 elementwise passes over the images,
+where a step of training has one fused kernel each way. The jump under BatchNorm takes the gradient of the batch without
+each example, one by one on each thread: 21 times training, 34 before. One such gradient takes as long as a step of
+training.
 
-*From cold*: 2.37, and 2.44 to 2.61 before; a sweep with everything traced takes 1.85 to 2.0: the comparison of
-derivatives at the last state and the trace of the product are paid once. The gradient of the steps that are computed
-again is not traced, since ten calls do not pay for it, and a trace's first results serve all its comparisons.
+*From cold*: 2.16 to 2.43, and 2.37 to 2.70 before; a sweep with everything traced takes 1.9. Of 2.7 s, the trace takes
+0.3, the comparison of derivatives at the last state 0.13, the gradient of the 1,000 queries 0.13, the ten steps
+recomputed in full 0.1.
 
-*Kinks*: 1.16 and 1.18 by the clock with two threads; before, 1.25 and 1.17. What comes on top are elementwise passes
-over the activations, which two threads quicken less than they do the convolutions.
+*Kinks*: 1.15 to 1.24 on the MNIST network and 1.16 to 1.20 on the digits. The rest are elementwise passes over the
+activations, which two threads speed up less than they do the convolutions.
 
-*64 query vectors*: 58.7 s for two steps, 0.46 s per vector and step, where the product for one vector takes 0.39 s: a
-stack of products is no quicker than one after the other, as the count says. With two steps the row's ratio was 0.40,
-since the run with one vector pays all that is paid once; it is not in the table for that reason. The case now takes
-four steps.
+*64 query vectors*: 0.52 with 16 steps, where 64 vectors at once took more than 64 times one. Vectors go through the
+product one at a time on each thread; the forward pass and the gradients of all activations, which do not depend on the
+vector, are computed once per step. The product then takes 0.70 of what it takes for a single vector, below the count,
+because one vector on each of two threads wastes less than one on both. The row is lower still because a sweep for one
+vector pays alone for what is paid once.
 
-The case on many vectors (`query_vectors`) has no row above, as it has not been measured on a quiet machine.
+*Adapters*: nearly all the time that SGD-IE takes the first time on adapters of a large frozen model is the comparison
+of derivatives, in float64, when the task is made and at the last state: with 101 million weights, 60 calls of the model
+and 41 s of 52 s of processor time (one thread; a second scoring takes 10.5 s). From 16 million weights on two examples
+are taken instead of three, and kinds that differ only in the axis of `vmap` are compared once.
 
-*Adapters*: nearly all that SGD-IE takes the first time on adapters of a large frozen model is the comparison of
-derivatives, in float64, when the task is made and at the last state. On a model of 101 million weights that was 94
-calls of the model, of three examples, and 79 s of processor time of 90 (one thread; a second scoring takes 10.5 s). Now
-the losses of the gradients serve the check that examples do not depend on each other, inner products are compared in
-the one way that is used, and with 16 million weights or more two examples are taken, not three; what differs only in
-the axis that `vmap` goes along is not compared twice. That is 60 calls of the model, and 41 s of 52: the references
-take a quarter, and each composition of forward and reverse mode is still compared once at each of the two states.
-Products that recur often enough to be traced have no part for frozen weights; in the first six of a sweep, PyTorch
-multiplies by tangents of zero, two products of six.
-
-The jump's limit is not a product. The examples' gradients come with SGD-IE's product for one matrix product per layer
-more, as counted (a ninth). The optimizer's step is then taken once per example of the batch: 18 passes over 42 million
-numbers on the GPT, and three inner products. A fifth of the numbers, the rows of the embedding that an example does not
-touch, are passed over. Gradients of weight matrices came transposed, and each block copied nine arrays to match them;
-now the trace multiplies the other way round, to the same bits. With this the row is 1.43 to 1.55 by the clock with two
-threads, where it was 1.59 to 1.75: elementwise work on this machine is at times half as quick for minutes. A single
-kernel by `torch.compile` was tried: it is quicker, but compiling it takes longer than a sweep of a few dozen steps can
-save, so it is not used.
+The jump's limit is not a product. The examples' gradients come with SGD-IE's product for one more matrix product per
+layer, as counted (a ninth). The optimizer's step is then taken once per example of the batch: 18 passes over 42 million
+numbers on the GPT, and three inner products; the rows of the embedding that an example does not touch, a fifth of the
+numbers, are skipped. With two threads the row is 1.43 to 1.55. A single kernel by `torch.compile` was tried: it is
+faster, but compiling it takes longer than a sweep of a few dozen steps can save, so it is not used.
 """
 
 LOAD = """
