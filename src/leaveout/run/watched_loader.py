@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -87,7 +88,8 @@ class IndexedLoader:
                         "optimizer.step().",
                         code="loader-ids-unknown",
                     )
-                yield torch.tensor(self._drawn.popleft()), batch
+                # By way of numpy, which reads a list several times as fast.
+                yield torch.from_numpy(np.array(self._drawn.popleft(), dtype=np.int64)), batch
 
     @contextmanager
     def _noting(self) -> Iterator[DataLoader]:
