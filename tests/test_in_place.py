@@ -53,6 +53,7 @@ def pair(size=SMALLEST):
         (lambda a, b: [(a[:1] * b[:1]).expand(SMALLEST) + b], 0),  # one number cannot hold them all
         (lambda a, b: [(a * b)[: SMALLEST // 2].exp()], 0),  # small: no gain
         (lambda a, b: [torch.nn.functional.gelu(a * b) + b], 2),
+        (lambda a, b: [(a * b).conj_physical() + b], 1),  # of real numbers it returns what it was given
     ],
 )
 def test_what_nothing_needs_any_more_is_written_over(function, count):

@@ -81,7 +81,7 @@ def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
 def threads(resources: Resources, trajectory: Trajectory) -> int | None:
     """Return how many vectors go through a product at a time where they go one by one; None where they go together.
 
-    One by one is quicker for large models. The choice depends on nothing but the run, so that rounding does not either.
+    One by one is faster for large models. Which of the two depends on the run's first batch alone.
     """
     if trajectory.activations <= LARGE:
         return None

@@ -72,7 +72,8 @@ def stacked(function: Callable[[int], Any], count: int, threads: int) -> Any:
             stack[row] = part
         return map_leaves(lambda _: 0, result)
 
-    nest, *_ = spread([into] * threads, range(count))
+    rows = range(count)
+    nest, *_ = spread([into] * threads, rows) if threads > 1 else map(into, rows)  # one has all of the processor
     given = iter(whole)
     return map_leaves(lambda _: next(given), nest)
 

@@ -86,7 +86,7 @@ def directional_each(
 
     def one(row: int) -> tuple[Params, Tensor]:
         *value, curved, reads = along(each(lambda t: t[row], vectors))
-        values.extend(value)
+        values[:] = values or value
         return curved, reads
 
     curved, reads = stacked(one, height(vectors), threads)

@@ -100,7 +100,7 @@ def _used_up(
         return None
     for operand in node.all_input_nodes:
         own = _blocks(operand, observed, same)
-        rest = (each for each in node.all_input_nodes if each is not operand)
+        rest = (each for each in (*node.all_input_nodes, node) if each is not operand)
         others = set().union(*(_blocks(each, observed, same) for each in rest))
         if observed[operand].kind == made and not own & others and all(last[block] is node for block in own):
             return operand
