@@ -91,7 +91,7 @@ def stacked(
 
     ``weights(ids, like)`` gives the examples' weights at a step, one row per model, in the dtype of ``like``.
     """
-    stack = Stack(start, count, trajectory.rule)
+    stack = Stack(start, count, trajectory.rule, len(trajectory))
     like = next(iter(start[PARAM].values()))
     for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {count - 1}"):
         record = recorded.record
@@ -142,7 +142,7 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
     one.
     """
     start, count = trajectory.initial(), len(left_out) + 1
-    stack, like = Stack(start, count, trajectory.rule), next(iter(start[PARAM].values()))
+    stack, like = Stack(start, count, trajectory.rule, len(trajectory)), next(iter(start[PARAM].values()))
     task, order = trajectory.task, torch.Generator().manual_seed(seed)
     epoch, places = None, torch.arange(task.size)
     for index in resources.track(range(len(trajectory)), len(trajectory), f"training {count}"):

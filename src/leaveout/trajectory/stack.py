@@ -39,18 +39,20 @@ class Stack:
         start: the state that all begin with.
         count: how many models there are.
         rule: the optimizer's step.
+        steps: how many steps each of them takes, if that is known: where there will be many, tracing pays at once.
     """
 
-    def __init__(self, start: State, count: int, rule: Rule) -> None:
+    def __init__(self, start: State, count: int, rule: Rule, steps: int = 0) -> None:
         self._parts = [_each(lambda tensor: tensor[None].clone(), start)]
         self._rows = torch.tensor([count - 1], device=next(iter(start[PARAM].values())).device)
         self._count, self._rule = count, rule
+        self._expected = count * steps // 2  # a model begins with the first step that uses its example
         self._ways: dict[Task, Apart | None] = {}  # None for those whose models are one stack
 
     def step(self, task: Task, weights: Tensor, batch: Batch, hypers: Sequence[Hyper]) -> int:
         """Take a step with every model, each with its row of the examples' weights; return the number of models."""
         if task not in self._ways:
-            self._ways[task] = _way(task, self.last()[PARAM], batch)
+            self._ways[task] = _way(task, self.last()[PARAM], batch, self._expected)
         joining, apart = self._joining(weights), self._ways[task]
         if apart is not None:
             models = [*self._alone(), *(_each(lambda t: t[:1].clone(), self._parts[0]) for _ in joining)]
@@ -118,13 +120,13 @@ def is_apart(task: Task, footprint: int) -> bool:
     return task.autocast is not None or not task.abilities.stacks or footprint > LARGE
 
 
-def _way(task: Task, params: Params, batch: Batch) -> Apart | None:
-    """Return how a task steps its models; None: all at once."""
+def _way(task: Task, params: Params, batch: Batch, expected: int) -> Apart | None:
+    """Return how a task steps its models, given how many gradients are expected; None: all at once."""
     footprint = LONG + 1 if task.autocast else task.footprint(params, batch)
     if not is_apart(task, footprint):
         return None
-    pays = WARM_UP if footprint <= LONG else MANY
-    traced = task.autocast is None and task.abilities.vmap and (pays == WARM_UP or not task.tracer.images)
+    traced = task.autocast is None and task.abilities.vmap and (footprint <= LONG or not task.tracer.images)
+    pays = WARM_UP if footprint <= LONG or expected >= 2 * MANY else MANY
     return Apart(twins(task), pays if traced else None)
 
 
