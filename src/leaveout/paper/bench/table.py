@@ -49,7 +49,7 @@ thread, with images laid out by channels throughout. Such a trace rounds differe
 models of a replay, including the one with every example, round alike, so this cancels as other rounding does. The steps
 before an example's first use, an eighth of these four epochs, are not taken.
 
-*Replay of 64, GPT*: 0.49 to 0.50, and 0.53 to 0.60 before. One shard holds all models, and each takes its gradient and
+*Replay of 64, GPT*: 0.42 to 0.52, and 0.53 to 0.60 before. One shard holds all models, and each takes its gradient and
 steps in place, with cross-entropy and attention computed from elementary operations. What is left is the number of
 steps: with one epoch a replay takes half of them, (N + 1)/2 of N, and each of the 65 models computes the 100 queries'
 losses, about as much work as one step. So the count is 0.56 with 30 steps; one model on each of two threads wastes less
@@ -91,7 +91,7 @@ where a step of training has one fused kernel each way. The jump under BatchNorm
 each example, one by one on each thread: 21 times training, 34 before. One such gradient takes as long as a step of
 training.
 
-*From cold*: 2.16 to 2.43, and 2.37 to 2.70 before; a sweep with everything traced takes 1.9. Of 2.7 s, the trace takes
+*From cold*: 2.12 to 2.43, and 2.37 to 2.70 before; a sweep with everything traced takes 1.9. Of 2.7 s, the trace takes
 0.3, the comparison of derivatives at the last state 0.13, the gradient of the 1,000 queries 0.13, the ten steps
 recomputed in full 0.1.
 
