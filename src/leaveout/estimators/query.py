@@ -133,7 +133,7 @@ class Query:
         return torch.cat(losses), total
 
     def _losses_with_gradient(self) -> Float[Tensor, " examples"] | None:
-        """Compute all losses together with their gradient; None if an example fails, which others will name."""
+        """Compute all losses in the pass that takes their gradient; None if that fails, without saying for which."""
         try:
             return self._mean[0]
         except LeaveoutError:

@@ -75,7 +75,7 @@ def directional_each(
     """As ``directional``, for every vector of a stack, one vector per thread at a time; None if that cannot be had.
 
     What does not depend on the vector is computed once: the forward pass, and the gradients of all activations. For
-    large models that is quicker than all vectors at once, whose activations do not fit into a processor's cache.
+    large models that is faster than all vectors at once, whose activations do not fit into the cache.
     """
     form = task.abilities.vector
     first = each(lambda t: t[0], vectors)

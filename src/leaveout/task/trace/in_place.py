@@ -1,6 +1,6 @@
 """Elementwise operations that write over an operand which nothing needs any more: the same results to the last bit.
 
-Memory that has just been read is in the processor's cache, and new memory is not.
+Memory that has just been read is in the cache; new memory is not.
 """
 
 from __future__ import annotations
