@@ -101,8 +101,8 @@ activations, which two threads speed up less than they do the convolutions.
 *64 query vectors*: 0.52 with 16 steps, where 64 vectors at once took more than 64 times one. Vectors go through the
 product one at a time on each thread; the forward pass and the gradients of all activations, which do not depend on the
 vector, are computed once per step. The product then takes 0.70 of what it takes for a single vector (the row with eight
-vectors), below the count, because one vector on each of two threads wastes less than one on both. The row is lower still because a sweep for one
-vector pays alone for what is paid once.
+vectors), below the count, because one vector on each of two threads wastes less than one on both. The row is lower
+still because a sweep for one vector pays alone for what is paid once.
 
 *Adapters*: nearly all the time that SGD-IE takes the first time on adapters of a large frozen model is the comparison
 of derivatives, in float64, when the task is made and at the last state: with 101 million weights, 60 calls of the model
