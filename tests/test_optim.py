@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from leaveout._util.trees import PARAM, State, expand
 from leaveout.errors import UnsupportedError
-from leaveout.optim import Rule, buffers, hypers_of, optimizers, registry, rule_of, unwrapped
+from leaveout.optim import HyperReader, Rule, buffers, optimizers, registry, rule_of, unwrapped
 from optimizer_cases import CASES, make_of
 from refusal import refused
 
@@ -46,7 +46,7 @@ def follow(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRSched
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         gradient = {name: param.grad.clone() for name, param in params.items()}
-        state = rule.step(state, gradient, hypers_of(optimizer, rule, params).hypers)
+        state = rule.step(state, gradient, HyperReader(optimizer, rule, params).next().hypers)
         optimizer.step()
         schedule.step()
     return state, state_of(model, optimizer, rule)
@@ -138,7 +138,7 @@ def test_a_fused_step_is_taken_again_to_the_last_bit(case: str, dtype: torch.dty
     rule, params = rule_of(optimizer, model), {n: p for n, p in model.named_parameters() if p.requires_grad}
     torch.manual_seed(0)
     for _ in range(4):
-        before, hypers = state_of(model, optimizer, rule), hypers_of(optimizer, rule, params).hypers
+        before, hypers = state_of(model, optimizer, rule), HyperReader(optimizer, rule, params).next().hypers
         gradient = {name: torch.randn_like(param) for name, param in params.items()}
         for name, param in params.items():
             param.grad = gradient[name].clone()
@@ -152,7 +152,7 @@ def test_a_stack_of_models_takes_the_steps_of_each(case: str) -> None:
     optimizer = make_of(case)(model)
     follow(model, optimizer, LambdaLR(optimizer, lambda t: 1.0), steps=3)
     rule, params = rule_of(optimizer, model), {n: p for n, p in model.named_parameters() if p.requires_grad}
-    state, hypers = state_of(model, optimizer, rule), hypers_of(optimizer, rule, params).hypers
+    state, hypers = state_of(model, optimizer, rule), HyperReader(optimizer, rule, params).next().hypers
     torch.manual_seed(0)
     gradients = {parameter: torch.randn(4, *tensor.shape).double() for parameter, tensor in params.items()}
     together = rule.steps(expand(state, 4), gradients, hypers)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import leaveout as lo
 from leaveout._util.trees import PARAM, State
-from leaveout.optim import Rule, hypers_of, optimizers, rule_of
+from leaveout.optim import HyperReader, Rule, optimizers, rule_of
 from leaveout.run import writer as writing
 from optimizer_cases import CASES, Steps, make_of, unrounded
 from problems import data_for, flat, mostly_full
@@ -107,7 +107,7 @@ def test_derivatives_of_a_step_are_those_of_torchs_own(case: str, monkeypatch: p
     model, optimizer = steps.at(4)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     rule, names = rule_of(optimizer, model), list(params)
-    hypers = hypers_of(optimizer, rule, params).hypers
+    hypers = HyperReader(optimizer, rule, params).next().hypers
     size = len(at)
 
     def split(vector: Tensor) -> tuple[State, dict[str, Tensor]]:

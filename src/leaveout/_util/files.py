@@ -13,7 +13,6 @@ import stat
 import tempfile
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from zlib_ng.zlib_ng import crc32
 
 from leaveout.errors import InputError, RunError
 
@@ -168,28 +168,28 @@ def checksum(file: Path) -> int:
     crc = 0
     with file.open("rb") as opened:
         while block := opened.read(BLOCK):
-            crc = zlib.crc32(block, crc)
+            crc = crc32(block, crc)
     return crc
 
 
 def tensor_checksum(tensor: Tensor, start: int = 0) -> int:
     """Compute the CRC-32 of a tensor's dtype, shape and values."""
-    crc = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), start)
+    crc = crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), start)
     data = tensor.detach().cpu().contiguous().flatten()
     if data.stride(0) != 1:  # a single value of a larger tensor counts as contiguous
         data = data.clone(memory_format=torch.contiguous_format)
-    return zlib.crc32(data.view(torch.uint8).numpy().data, crc) if data.numel() else crc
+    return crc32(data.view(torch.uint8).numpy().data, crc) if data.numel() else crc
 
 
 def _seal(words: str, tensors: dict[str, Tensor]) -> int:
-    crc = zlib.crc32(words.encode())
+    crc = crc32(words.encode())
     for key in sorted(tensors):
-        crc = tensor_checksum(tensors[key], zlib.crc32(key.encode(), crc))
+        crc = tensor_checksum(tensors[key], crc32(key.encode(), crc))
     return crc
 
 
 def _json_checksum(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from zlib_ng.zlib_ng import crc32
 
 from leaveout._util.files import write_opened
 
@@ -55,7 +55,7 @@ def write_tensors_checked(file: Path, tensors: Mapping[str, Tensor | Rows]) -> i
         nonlocal crc
         start = memoryview(len(words).to_bytes(8, "little") + words)
         for piece in chain([start], _pieces([value for _, value in ordered])):
-            crc = zlib.crc32(piece, crc)
+            crc = crc32(piece, crc)
             opened.write(piece)
 
     write_opened(file, write)

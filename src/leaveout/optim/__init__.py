@@ -5,7 +5,7 @@ A new optimizer is one new file here, with a subclass of ``definition.Definition
 
 from leaveout.optim.averaging import AVERAGE
 from leaveout.optim.definition import IDLE, STILL, Definition, Hyper, Slots
-from leaveout.optim.reading import Settings, buffers, hypers_of, rule_of, unwrapped
+from leaveout.optim.reading import HyperReader, Settings, buffers, rule_of, unwrapped
 from leaveout.optim.registry import optimizers
 from leaveout.optim.rule import Rule, values
 
@@ -15,11 +15,11 @@ __all__ = [
     "STILL",
     "Definition",
     "Hyper",
+    "HyperReader",
     "Rule",
     "Settings",
     "Slots",
     "buffers",
-    "hypers_of",
     "optimizers",
     "rule_of",
     "unwrapped",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from leaveout.optim.registry import optimizers
 from leaveout.optim.rule import DTYPES, TYPE, Rule, allowed_extras, has_kernel
 
 NOTHING: Mapping[str, Any] = {}
+
+CONSTANT = {bool, int, float, str, type(None)}
+"""Types whose values never change."""
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -65,50 +69,88 @@ class Settings(NamedTuple):
     places: tuple[int, ...] | None = None
 
 
-def hypers_of(
-    optimizer: torch.optim.Optimizer, rule: Rule, params: dict[str, Tensor], *, gradients: bool = False
-) -> Settings:
-    """Return the hyperparameters as the next step will use them.
+class HyperReader:
+    """Reads what the next step will use; the settings of a group are read again only if one was assigned since.
 
-    With ``gradients``, these exist already, and the counters of a parameter without one do not matter.
+    Args:
+        optimizer: the optimizer, or a wrapper that holds it.
+        rule: its rule.
+        params: the parameters that are trained, by name.
     """
-    optimizer, definition = unwrapped(optimizer), rule.definition
-    held, given = optimizer.state, optimizer.param_groups
-    members: list[list[Tensor]] = [[] for _ in given]
-    for name, number in rule.groups.items():
-        members[number].append(params[name])
-    settings = [_group_hypers(optimizer, rule, number, own) for number, own in enumerate(members)]
-    if gradients:
-        members = [[param for param in own if param.grad is not None] for own in members]
-    counts = [
-        {definition.counted(group, held.get(param, NOTHING)) for param in own}
-        for group, own in zip(given, members, strict=True)
-    ]
-    if all(len(own) == 1 for own in counts):  # as in most training runs
-        alike: list[Hyper] = [dict(zip(definition.counters, own.pop(), strict=True)) for own in counts]
-        return Settings([{**row, **own} for row, own in zip(settings, alike, strict=True)])
-    rows: list[Hyper] = [{} for _ in settings]
-    places: dict[tuple[int, tuple[float, ...]], int] = {}
-    used: list[int] = []
-    for name, number in rule.groups.items():
-        param, place = params[name], number
-        if not gradients or param.grad is not None:
-            counted = definition.counted(given[number], held.get(param, {}))
-            known = places.get((number, counted))
-            if known is None:
-                row = {**settings[number], **dict(zip(definition.counters, counted, strict=True))}
-                if rows[number]:
-                    known = len(rows)
-                    rows.append(row)
-                else:
-                    known, rows[number] = number, row
-                places[number, counted] = known
-            place = known
-        used.append(place)
-    for number, group in enumerate(given):  # groups in which no parameter moves
-        fresh = dict(zip(definition.counters, definition.counted(group, {}), strict=True))
-        rows[number] = rows[number] or {**settings[number], **fresh}
-    return Settings(rows, tuple(used) if len(rows) > len(settings) else None)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, params: Mapping[str, Tensor]) -> None:
+        self._optimizer, self._rule, self._params = unwrapped(optimizer), rule, params
+        self._members: dict[int, list[Tensor]] = {}
+        for name, number in rule.groups.items():
+            self._members.setdefault(number, []).append(params[name])
+        self._read: dict[int, tuple[list[Any], Hyper]] = {}
+
+    def next(self, *, gradients: bool = False) -> Settings:
+        """Return the hyperparameters as the next step will use them.
+
+        With ``gradients``, these exist already, and the counters of a parameter without one do not matter.
+        """
+        definition, held = self._rule.definition, self._optimizer.state
+        groups = [(group, self._members.get(number, [])) for number, group in enumerate(self._optimizer.param_groups)]
+        settings = [self._settings(number, group, own) for number, (group, own) in enumerate(groups)]
+        counts = [
+            {
+                definition.counted(group, held.get(param, NOTHING))
+                for param in own
+                if not gradients or param.grad is not None
+            }
+            for group, own in groups
+        ]
+        if all(len(own) == 1 for own in counts):  # as in most training runs
+            alike: list[Hyper] = [dict(zip(definition.counters, own.pop(), strict=True)) for own in counts]
+            return Settings([{**row, **own} for row, own in zip(settings, alike, strict=True)])
+        return self._uneven(settings, gradients=gradients)
+
+    def _settings(self, number: int, group: Group, params: list[Tensor]) -> Hyper:
+        values, settings = self._read.get(number, ([], {}))
+        if len(values) == len(group) and all(map(is_, values, group.values())):
+            return settings
+        settings = _group_hypers(self._optimizer, self._rule, number, params)
+        if all(_is_constant(value) for name, value in group.items() if name != "params"):
+            self._read[number] = list(group.values()), settings
+        else:
+            self._read.pop(number, None)
+        return settings
+
+    def _uneven(self, settings: list[Hyper], *, gradients: bool) -> Settings:
+        """Return a row for each group, and further rows for parameters with counts of their own."""
+        definition, held, given = self._rule.definition, self._optimizer.state, self._optimizer.param_groups
+        rows: list[Hyper] = [{} for _ in settings]
+        places: dict[tuple[int, tuple[float, ...]], int] = {}
+        used: list[int] = []
+        for name, number in self._rule.groups.items():
+            param, place = self._params[name], number
+            if not gradients or param.grad is not None:
+                counted = definition.counted(given[number], held.get(param, {}))
+                known = places.get((number, counted))
+                if known is None:
+                    row = {**settings[number], **dict(zip(definition.counters, counted, strict=True))}
+                    if rows[number]:
+                        known = len(rows)
+                        rows.append(row)
+                    else:
+                        known, rows[number] = number, row
+                    places[number, counted] = known
+                place = known
+            used.append(place)
+        for number, group in enumerate(given):  # groups in which no parameter moves
+            fresh = dict(zip(definition.counters, definition.counted(group, {}), strict=True))
+            rows[number] = rows[number] or {**settings[number], **fresh}
+        return Settings(rows, tuple(used) if len(rows) > len(settings) else None)
+
+
+def _is_constant(value: Any) -> bool:
+    """Say whether a setting can change only by assignment, unlike a tensor or a list.
+
+    >>> _is_constant((0.9, 0.999)), _is_constant([0.9, 0.999]), _is_constant(torch.tensor(0.1))
+    (True, False, False)
+    """
+    return all(map(_is_constant, value)) if type(value) is tuple else type(value) in CONSTANT
 
 
 def buffers(optimizer: torch.optim.Optimizer, rule: Rule, param: Tensor) -> dict[str, Tensor]:

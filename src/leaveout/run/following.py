@@ -20,8 +20,8 @@ from leaveout.optim import AVERAGE, Hyper, Rule
 EVERY = 8
 """One state in this many is stored whole; a backward sweep holds this many at a time."""
 
-PROVEN = 2
-"""How many steps are recomputed as a test while recording, before states are stored as gradients."""
+PROVEN = 3
+"""How many of the first steps that are stored as gradients are recomputed as a test while recording."""
 
 _VERSION = attrgetter("_version")
 
@@ -127,6 +127,10 @@ class Choice:
             self._sizes[short] = size_of(kept)
         return self._sizes[short]
 
+    def begin(self, start: State) -> None:
+        """Note the state before the first step, which is stored whole."""
+        self._remember(0, start)
+
     def kept(
         self, index: int, given: Callable[[], Used | None], hypers: list[Hyper], state: Callable[[], State]
     ) -> State | Used:
@@ -134,31 +138,30 @@ class Choice:
         follows_kept, self._kept = self._kept == index - 1, index
         near = self._allowed and follows_kept and index - self._whole < EVERY
         step = given() if near else None
-        if step is None:
-            return self._noted(index, state())
-        if self._proven < PROVEN:
-            return self._tried(index, step, hypers, state())
+        if step is None or self._proven < PROVEN:
+            whole = state()
+            proof = step is not None and self._leads_to(index, step, hypers, whole)
+            self._remember(index, whole)
+            if step is None or not proof:
+                self._whole = index
+                return whole
         return step.copied() if self._in_place else step
 
     def written_to(self) -> None:
         """Note that this loop writes to its gradients in place: from the next whole state on, they are copied."""
         self._in_place, self._kept = True, -1
 
-    def _noted(self, index: int, state: State) -> State:
-        self._whole = index
-        if self._allowed and self._proven < PROVEN:
-            self._last = index, state
-        return state
-
-    def _tried(self, index: int, given: Used, hypers: list[Hyper], state: State) -> State:
+    def _leads_to(self, index: int, given: Used, hypers: list[Hyper], state: State) -> bool:
         """Recompute the step: states may be stored as gradients only if the result agrees to the last bit."""
-        if self._last is not None and self._last[0] == index - 1:
-            self._allowed = follows(self._rule, self._last[1], given, hypers, state)
-            self._proven += 1
-        self._noted(index, state)
-        if self._proven == PROVEN:
-            self._last = None
-        return state
+        if self._last is None or self._last[0] != index - 1:
+            return False
+        self._allowed = follows(self._rule, self._last[1], given, hypers, state)
+        self._proven += 1
+        return self._allowed
+
+    def _remember(self, index: int, state: State) -> None:
+        """Hold the state for as long as the next step may have to be recomputed from it."""
+        self._last = (index, state) if self._allowed and self._proven < PROVEN else None
 
 
 class Following:

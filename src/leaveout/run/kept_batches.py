@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import random
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
+from zlib_ng import zlib_ng
 
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.task import batches
@@ -79,7 +79,7 @@ def packed(batch: Batch, start: str) -> dict[str, Tensor]:
     for place, leaf in enumerate(batches.leaves(batch)):
         data = leaf.detach().cpu().contiguous()
         raw = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else np.zeros(0, np.uint8)
-        written[f"{start}{place}"] = torch.frombuffer(bytearray(zlib.compress(raw.tobytes(), 1)), dtype=torch.uint8)
+        written[f"{start}{place}"] = torch.frombuffer(bytearray(zlib_ng.compress(raw.tobytes(), 2)), dtype=torch.uint8)
         written[f"{start}{place}/shape"] = torch.tensor([DTYPES.index(data.dtype), *data.shape])
     return written
 
@@ -96,7 +96,10 @@ def _tensor(bytes_: Tensor, shape: Tensor) -> Tensor:
     expected = int(np.prod(size, dtype=object)) * dtype.itemsize
     if min(size, default=0) < 0 or expected > MOST_BYTES:
         raise ValueError("a shape beyond all bounds")
-    raw = zlib.decompressobj().decompress(bytes_.numpy().tobytes(), expected + 1)
+    try:
+        raw = zlib_ng.decompressobj().decompress(bytes_.numpy().tobytes(), expected + 1)
+    except zlib_ng.error as error:  # type: ignore[misc]
+        raise ValueError(str(error)) from None
     if len(raw) != expected:
         raise ValueError("a tensor of another size than its shape says")
     if not size or not expected:

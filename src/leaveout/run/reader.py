@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from leaveout._util import notebook
 from leaveout._util.files import checksum, plain, tensor_checksum
@@ -110,7 +110,7 @@ class Run:
     @property
     def fingerprint(self) -> int:
         """A number that identifies this run: its manifest has the checksums of all its files."""
-        return zlib.crc32(f"{self.manifest} {len(self)}{' average' if self.averaged else ''}".encode())
+        return zlib_ng.crc32(f"{self.manifest} {len(self)}{' average' if self.averaged else ''}".encode())
 
     @cached_property
     def rule(self) -> Rule:
@@ -240,7 +240,7 @@ class Run:
             try:
                 tensors = _load(file, set(), start)
                 read.append(kept_batches.unpacked(tensors, start, self.manifest.structure))
-            except (ValueError, KeyError, IndexError, TypeError, AttributeError, zlib.error) as error:
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
                 raise RunError(
                     f"{file} does not hold the batch of step {index} ({error!r}): {AGAIN}", code="run-damaged"
                 ) from None

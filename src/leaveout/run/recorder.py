@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
 from leaveout.errors import LeaveoutWarning, is_whole
-from leaveout.optim import AVERAGE, Hyper, Settings, hypers_of, rule_of, unwrapped
+from leaveout.optim import AVERAGE, Hyper, HyperReader, Settings, rule_of, unwrapped
 from leaveout.run import failures, uneven
 from leaveout.run.following import Choice, Used, used
 from leaveout.run.keep import Keep
@@ -105,10 +105,9 @@ class Recorder:
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
         check_modules(called)
-        self._rule = rule
-        self._model = model
-        self._optimizer = optimizer
+        self._rule, self._model, self._optimizer = rule, model, optimizer
         self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
+        self._hypers = HyperReader(optimizer, rule, self._params)
         self._frozen = Frozen(model, self._params)
         self._stop_when_full = on_full == "stop"
         if overwrite and writes:
@@ -145,7 +144,7 @@ class Recorder:
 
     def hypers(self) -> list[Hyper]:
         """Return every group's hyperparameters as the next step will use them."""
-        return hypers_of(self._optimizer, self._rule, self._params).hypers
+        return self._hypers.next().hypers
 
     def watch(self, loader: DataLoader | Watched) -> Watched:
         """Return the loader with the same batches, recording which examples each one holds; an iteration is an epoch.
@@ -318,7 +317,7 @@ class Recorder:
             raise failures.parameters_changed(where, self._steps - 1)
         self._moving.check(where)
         self._settle()
-        self._settings = hypers_of(self._optimizer, self._rule, self._params, gradients=not closure)
+        self._settings = self._hypers.next(gradients=not closure)
         self._closure, self._scale = closure, scale_of_step(self._pending.autocast)
         if not closure:
             self._settings = uneven.marked(self._settings, self._rule, self._params)
@@ -338,6 +337,7 @@ class Recorder:
         try:
             averaged = {} if self._average is None else self._average.follow(self._params, moving)
             start |= {} if self._average is None else {AVERAGE: self._average.now()}
+            self._choice.begin(start)
             about = described(self._model, self._rule, self._params, moving, self._loaders.size)
             self._writer.begin(replace(about, averaged=averaged), start)
         except OSError as error:
