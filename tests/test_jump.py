@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
-from leaveout._util import trees
-from leaveout._util.trees import Block, Touched
+from leaveout._util import blocks
+from leaveout._util.blocks import Block, Joined, Touched
 from leaveout.optim import adam, adamw
 from leaveout.sweep import checkpoint, linear_step
 from leaveout.sweep.curvature import Hessian
@@ -66,6 +66,25 @@ def test_blocks_of_coordinates_change_nothing(problem, monkeypatch):
     close(scored(problem), expected, tolerance=1e-12)
 
 
+def test_small_parameters_are_joined_with_those_of_their_group(tmp_path, monkeypatch):
+    """Groups with different rates: joined parameters give what each gives on its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    train, query = (TensorDataset(torch.randn(n, 3).double(), torch.arange(n) % 2) for n in (12, 3))
+    weights, biases = ([p for p in model.parameters() if p.ndim == dims] for dims in (2, 1))
+    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "lr": 0.1, "weight_decay": 0.5}], lr=0.01)
+    task = lo.Task(model, nn.CrossEntropyLoss(), train)
+    run = lo.train(task, optimizer, 3, 4, 0, tmp_path / "run")
+    seen = set()
+    monkeypatch.setattr(blocks, "Joined", lambda names: seen.add(names) or Joined(names))
+    together = lo.ACC().score(run, task, query, queries="each").values
+    assert seen == {("0.weight", "2.weight", "4.weight"), ("0.bias", "2.bias", "4.bias")}
+    monkeypatch.setattr(linear_step, "BLOCK", 7)
+    seen.clear()
+    close(together, lo.ACC().score(run, task, query, queries="each").values, tolerance=1e-12)
+    assert not seen
+
+
 @pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"maximize": 1.0}])
 @pytest.mark.parametrize("optimizer", [adam.OPTIMIZER, adamw.OPTIMIZER])
 def test_a_jump_in_closed_form_is_the_difference_of_two_steps(optimizer, settings):
@@ -114,10 +133,10 @@ def test_words_that_an_example_does_not_have_are_passed_over(tmp_path, monkeypat
     task = lo.Task(model, nn.CrossEntropyLoss(), train)
     run = lo.train(task, torch.optim.AdamW(model.parameters(), lr=0.01), 2, 4, 0, tmp_path / "run")
     seen = []
-    monkeypatch.setattr(trees, "Touched", lambda *given: seen.append(1) or Touched(*given))
+    monkeypatch.setattr(blocks, "Touched", lambda *given: seen.append(1) or Touched(*given))
     sparse = estimator.score(run, task, query, queries=queries).values
     assert len(seen) == len(run)
-    monkeypatch.setattr(trees, "SPARSE", -1.0)
+    monkeypatch.setattr(blocks, "SPARSE", -1.0)
     close(sparse, estimator.score(run, task, query, queries=queries).values, tolerance=1e-12)
     assert len(seen) == len(run)
 
@@ -131,7 +150,7 @@ def test_gradients_that_come_with_the_product_are_those_of_their_own_pass(tmp_pa
     run = lo.train(task, torch.optim.AdamW(model.parameters(), lr=0.01), 3, 4, 0, tmp_path / "run")
     monkeypatch.setattr(linear_step, "BLOCK", 30)
     seen = []
-    monkeypatch.setattr(trees, "Block", lambda *given: seen.append(given) or Block(*given))
+    monkeypatch.setattr(blocks, "Block", lambda *given: seen.append(given) or Block(*given))
     together = lo.ACC().score(run, task, query).values
     assert len([name for name, _ in seen if name == "0.weight"]) > len(run)  # in more than one block
     monkeypatch.setattr("leaveout.sweep.jump.HessianByExample", Hessian)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -36,83 +36,6 @@ def inner_rows(left: Params, right: Params) -> Float[Tensor, " rows"]:
 def flat_rows(stack: Tensor) -> Tensor:
     """Flatten each tensor of a stack to a row; single numbers have one column."""
     return stack.reshape(len(stack), 1) if stack.ndim == 1 else stack.flatten(1)
-
-
-class Block(NamedTuple):
-    """Some coordinates of one parameter, in memory order, for all vectors of a stack."""
-
-    name: str
-    columns: slice = slice(None)
-
-    def of(self, params: Params) -> Float[Tensor, " columns"]:
-        """Return these coordinates of one vector."""
-        return params[self.name].flatten()[self.columns]
-
-    def of_rows(self, stack: Params) -> Float[Tensor, "rows columns"]:
-        """Return these coordinates of every vector of a stack."""
-        return flat_rows(stack[self.name])[:, self.columns]
-
-
-class Touched(NamedTuple):
-    """Some rows of a matrix, different for each vector of a stack: those of an embedding that an example's words touch.
-
-    For each, ``rows`` has its vector in the stack and ``places`` its row in the matrix.
-    """
-
-    name: str
-    rows: Int[Tensor, " touched"]
-    places: Int[Tensor, " touched"]
-
-    def of(self, params: Params) -> Float[Tensor, "touched columns"]:
-        """Return these rows of one vector."""
-        return params[self.name].flatten(1)[self.places]
-
-    def of_rows(self, stack: Params) -> Float[Tensor, "touched columns"]:
-        """Return each row from its own vector of a stack."""
-        return stack[self.name].flatten(2)[self.rows, self.places]
-
-
-SPARSE = 1 / 4
-"""The share of nonzero rows of a matrix up to which they are handled one by one."""
-
-
-def touched(stack: Params, name: str) -> Touched | None:
-    """Return the nonzero rows of a matrix, if they are few.
-
-    >>> touched({"w": torch.eye(8)[None, :, :2]}, "w").places.tolist()
-    [0, 1]
-    """
-    tensor = stack[name]
-    if tensor.ndim < 3 or not len(tensor) or not _few(tensor[0].flatten(1)):
-        return None
-    used = _used(tensor.flatten(2))
-    return Touched(name, *used.nonzero().unbind(1)) if int(used.sum()) <= SPARSE * used.numel() else None
-
-
-def _few(matrix: Tensor) -> bool:
-    return int(_used(matrix).sum()) <= SPARSE * len(matrix)
-
-
-def _used(matrices: Tensor) -> Tensor:
-    return (matrices.amax(-1) != 0) | (matrices.amin(-1) != 0)  # ten times as fast as a norm
-
-
-def blocks(stack: Params, size: int) -> Iterator[Block | Touched]:
-    """Cut a stack into blocks of at most ``size`` numbers over all vectors, but at least one column each.
-
-    For matrices with few nonzero rows, only these are returned.
-
-    >>> [block.columns for block in blocks({"w": torch.zeros(2, 3)}, 4)]
-    [slice(0, 2, None), slice(2, 3, None)]
-    """
-    for name, tensor in stack.items():
-        if (few := touched(stack, name)) is not None:
-            yield few
-            continue
-        width = tensor.shape[1:].numel()
-        step = max(1, size // max(1, len(tensor)))
-        for start in range(0, width, step):
-            yield Block(name, slice(start, min(start + step, width)))
 
 
 def sum_of(terms: Iterator[Tensor]) -> Tensor:

@@ -21,7 +21,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Block, Params, Touched, add_rows, flat_rows, height, nbytes
+from leaveout._util.blocks import Coordinates, Joined, Touched
+from leaveout._util.trees import PARAM, Params, add_rows, flat_rows, height, nbytes
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources, shard_rows
 from leaveout.optim.definition import Slots
@@ -118,7 +119,7 @@ class Reading:
         self,
         reads: Float[Tensor, "rows queries"],
         pulled: Pulled,
-        jumps: Iterator[tuple[Block | Touched, Slots]],
+        jumps: Iterator[tuple[Coordinates, Slots]],
     ) -> None:
         """Add the inner products of all rows' jumps with the arriving vectors."""
         divisions = self.saturation.divisions(pulled.step.hypers) if self.saturation else {}
@@ -131,6 +132,10 @@ class Reading:
                     vectors = pulled.arriving[slot][block.name].flatten(2)
                     each = torch.stack([(moved * vector[block.places]).sum(1) for vector in vectors], dim=1)
                     add_rows(reads, block.rows, each)
+                continue
+            if isinstance(block, Joined):
+                for slot, moved in jump.items():
+                    reads += moved @ _as_columns(block.of_rows(pulled.arriving[slot]))
                 continue
             if block.name not in columns:
                 columns[block.name] = {slot: _as_columns(pulled.arriving[slot][block.name]) for slot in jump}

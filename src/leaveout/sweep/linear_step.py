@@ -14,14 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from leaveout._util.blocks import Block, Coordinates, blocks
 from leaveout._util.trees import (
     PARAM,
-    Block,
     Params,
     State,
-    Touched,
     add_rows,
-    blocks,
     each,
     expand,
     flat_rows,
@@ -180,7 +178,7 @@ class LinearStep:
         without = self._marked(vectors, pairs)
         return _plus(state, self.curvature.changes(along, 1 - without, torch.zeros_like(without))), reads
 
-    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Iterator[tuple[Block | Touched, Slots]]]:
+    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Iterator[tuple[Coordinates, Slots]]]:
         """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step.
 
         Γ comes in blocks, some coordinates of all rows, small enough to stay in the CPU cache while in use; coordinates
@@ -191,9 +189,11 @@ class LinearStep:
             whole = self._jump(self._counterfactual(leaving))
             return affected, ((Block(name), _slots(whole, name)) for name in leaving)
         leaving = each(Tensor.contiguous, leaving)
-        return affected, ((block, self._block_jump(block, leaving)) for block in blocks(leaving, BLOCK))
+        return affected, (
+            (block, self._block_jump(block, leaving)) for block in blocks(leaving, BLOCK, self._rule.groups)
+        )
 
-    def _block_jump(self, block: Block | Touched, leaving: Params) -> Slots:
+    def _block_jump(self, block: Coordinates, leaving: Params) -> Slots:
         rule, states = self._rule, (self._recorded.before, self.stepped)
         before, after = ({slot: block.of(state[slot]) for slot in rule.slots} for state in states)
         return rule.jumped(block.name, (before, after), (block.of(self.gradient), block.of_rows(leaving)), self.hypers)

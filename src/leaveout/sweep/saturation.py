@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from leaveout._util.trees import Block, Params, State, Touched
+from leaveout._util.blocks import Coordinates
+from leaveout._util.trees import Params, State
 from leaveout.optim import Rule
 from leaveout.optim.definition import Division, Hyper, Slots
 
@@ -35,6 +36,10 @@ SMALLEST = 1e-30
 PARTS = ("mean_weight", "mean_rate", "square_weight", "square_rate")
 
 
+BLOCK = 1 << 17
+"""How many coordinates are updated at a time: few enough to stay in the CPU cache, many enough to take few calls."""
+
+
 class Saturation:
     """1/w_A and 1/w_B per coordinate after the step that a backward sweep has reached, with the weights of their means.
 
@@ -43,10 +48,19 @@ class Saturation:
 
     def __init__(self, rule: Rule, like: Params) -> None:
         self._rule = rule
-        names = rule.groups if rule.divides else ()
-        self._held = {part: {name: torch.zeros_like(like[name]) for name in names} for part in PARTS}
+        self._alike: dict[tuple[int, torch.dtype], list[str]] = {}
+        for name in rule.groups if rule.divides else ():
+            self._alike.setdefault((rule.groups[name], like[name].dtype), []).append(name)
+        # Parameters with the same hyperparameters are updated together, each is read alone: as a view of its part.
+        self._flat = [{part: _joined(like, names).zero_() for part in PARTS} for names in self._alike.values()]
+        self._held: dict[str, Params] = {part: {} for part in PARTS}
+        for names, flat in zip(self._alike.values(), self._flat, strict=True):
+            sizes = [like[name].numel() for name in names]
+            for part, values in flat.items():
+                views = zip(names, values.split(sizes), strict=True)
+                self._held[part] |= {name: own.view(like[name].shape) for name, own in views}
 
-    def read(self, block: Block | Touched, jump: Slots, division: Division) -> Slots:
+    def read(self, block: Coordinates, jump: Slots, division: Division) -> Slots:
         """Return a jump whose inner product with the backward vector is bounded. Overwrites the jump."""
         square = jump[division.square]
         if division.mean is not None:
@@ -58,18 +72,15 @@ class Saturation:
 
     def note(self, after: State, gradient: Params, hypers: Sequence[Hyper]) -> None:
         """Count this step among the later ones; those before it come next."""
-        for name, division in self.divisions(hypers).items():
-            least = max((division.eps / 100) ** 2, SMALLEST)
-            square = after[division.square][name].double().clamp_min_(least)
-            root = square.sqrt()
-            whole = root + division.eps
-            size, rate = division.size / whole, (root * whole).reciprocal_()  # ψ, −2ψ'/ψ
-            if division.mean is not None:
-                self._mix("mean", name, size, rate, (division.mean_keeps, division.square_keeps))
-            moved = gradient[name] if division.mean is None else after[division.mean][name]
-            weight = moved.abs().double() * size * rate
-            bend = rate.mul(2 / 3).add_(square.reciprocal_(), alpha=1 / 3)  # −⅔ψ''/ψ'
-            self._mix("square", name, weight, bend, (division.square_keeps, division.square_keeps))
+        divisions = self._rule.divisions(hypers)
+        for ((group, _), names), flat in zip(self._alike.items(), self._flat, strict=True):
+            if (division := divisions[group]) is None:
+                continue
+            moved = gradient if division.mean is None else after[division.mean]
+            given = {**flat, "square": _joined(after[division.square], names), "moved": _joined(moved, names)}
+            cut = [values.split(BLOCK) for values in given.values()]
+            for block in zip(*cut, strict=True):
+                _count(dict(zip(given, block, strict=True)), division)
 
     def packed(self) -> dict[str, Tensor]:
         """Return what is carried, by name."""
@@ -77,7 +88,9 @@ class Saturation:
 
     def unpack(self, saved: Mapping[str, Tensor]) -> None:
         """Restore what an earlier process carried."""
-        self._held = {part: {name: saved[f"{part}/{name}"] for name in held} for part, held in self._held.items()}
+        for part, held in self._held.items():
+            for name, values in held.items():
+                values.copy_(saved[f"{part}/{name}"])
 
     def divisions(self, hypers: Sequence[Hyper]) -> dict[str, Division]:
         """Return how a step divides, by the names of the parameters for which it does."""
@@ -85,13 +98,32 @@ class Saturation:
         by_name = ((name, divisions[group]) for name, group in self._rule.groups.items())
         return {name: division for name, division in by_name if division is not None}
 
-    def _mix(self, part: str, name: str, weight: Tensor, rate: Tensor, keeps: tuple[float, float]) -> None:
-        """Add a step to a mean over later steps, and turn it into the mean as the previous step sees it."""
-        weights, rates = self._held[f"{part}_weight"][name], self._held[f"{part}_rate"][name]
-        both = weight + weights
-        mean = torch.addcmul(weights.double() * rates, weight, rate).div_(both.clamp_min(SMALLEST))
-        weights.copy_(both.mul_(keeps[0]))
-        rates.copy_(mean.mul_(keeps[1]).clamp_max_(1 / SMALLEST))
+
+def _joined(params: Params, names: Sequence[str]) -> Tensor:
+    """Copy parameters into one vector."""
+    return torch.cat([params[name].flatten() for name in names])
+
+
+def _count(block: Params, division: Division) -> None:
+    """Add a step to the means over later steps, for some coordinates."""
+    least = max((division.eps / 100) ** 2, SMALLEST)
+    square = block["square"].double().clamp_min_(least)
+    root = square.sqrt()
+    whole = root + division.eps
+    size, rate = division.size / whole, (root * whole).reciprocal_()  # ψ, −2ψ'/ψ
+    if division.mean is not None:
+        _mix(block["mean_weight"], block["mean_rate"], size, rate, (division.mean_keeps, division.square_keeps))
+    weight = block["moved"].abs().double() * size * rate
+    bend = rate.mul(2 / 3).add_(square.reciprocal_(), alpha=1 / 3)  # −⅔ψ''/ψ'
+    _mix(block["square_weight"], block["square_rate"], weight, bend, (division.square_keeps, division.square_keeps))
+
+
+def _mix(weights: Tensor, rates: Tensor, weight: Tensor, rate: Tensor, keeps: tuple[float, float]) -> None:
+    """Add a step to a mean over later steps, and turn it into the mean as the previous step sees it."""
+    both = weight + weights
+    mean = torch.addcmul(weights.double() * rates, weight, rate).div_(both.clamp_min(SMALLEST))
+    weights.copy_(both.mul_(keeps[0]))
+    rates.copy_(mean.mul_(keeps[1]).clamp_max_(1 / SMALLEST))
 
 
 def _grown(square: Tensor, rate: Tensor, share: float = 1.0) -> Tensor:
