@@ -44,6 +44,12 @@ def _one_thread():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _traced_early(monkeypatch):
+    """Tests take few steps: their derivatives are traced all the same, as they are in long runs."""
+    monkeypatch.setattr("leaveout.task.trace.tracer.PAYS", 0)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Compare derivatives once per structure and process, except where the comparison is what is tested."""

@@ -19,6 +19,7 @@ QUERIES = 4
 def one_by_one(monkeypatch):
     """Small models treated as large ones are, on two threads."""
     monkeypatch.setattr(budget, "LARGE", 0)
+    monkeypatch.setattr(budget, "TRACED", 0)
     monkeypatch.setattr(budget, "cores", lambda _device: 2)
 
 
@@ -98,6 +99,7 @@ def test_one_by_one_they_are_what_they_are_together(tmp_path, monkeypatch, probl
     run, task, query = trained(tmp_path, problem)
     together = estimator.score(run, task, query, queries="each")
     monkeypatch.setattr(budget, "LARGE", 0)
+    monkeypatch.setattr(budget, "TRACED", 0)
     apart = estimator.score(run, task, query, queries="each")
     assert together.cost.hvps == apart.cost.hvps
     torch.testing.assert_close(apart.values, together.values, rtol=1e-8, atol=1e-12)
@@ -115,6 +117,7 @@ def test_micro_batches_one_by_one(tmp_path, monkeypatch):
     run, task = recorder.finish(), lo.Task(model, loss, data, accumulation=2)
     together = lo.SGDIE().score(run, task, first(data, 2), queries="each")
     monkeypatch.setattr(budget, "LARGE", 0)
+    monkeypatch.setattr(budget, "TRACED", 0)
     apart = lo.SGDIE().score(run, task, first(data, 2), queries="each")
     torch.testing.assert_close(apart.values, together.values, rtol=1e-8, atol=1e-12)
 

@@ -205,6 +205,41 @@ def test_random_numbers_are_no_constants():
     assert not torch.equal(module(torch.ones(2)), module(torch.ones(2)))
 
 
+@pytest.mark.parametrize(
+    ("expected", "calls", "small", "traced"),
+    [
+        (None, tracing.WARM_UP + 1, 0, 1),  # nothing is known
+        (40, 40, 0, 0),  # too few
+        (70, tracing.WARM_UP + 1, 0, 1),  # enough are to come
+        (40, 65, 0, 1),  # enough have come, as in several sweeps
+        (120, 100, 10, 1),  # each tenth batch is smaller: too rare
+    ],
+)
+def test_traces_are_made_if_they_pay_off(monkeypatch, expected, calls, small, traced):
+    monkeypatch.setattr(tracing, "PAYS", 64)
+    tracer = Tracer()
+    if expected:
+        tracer.expect(expected)
+    for call in range(1, calls + 1):
+        x = torch.ones(2 if small and call % small == 0 else 3)
+        assert torch.equal(tracer("sine", torch.sin, x), x.sin())
+    assert len(tracer._traces) == traced
+
+
+def test_a_sweep_says_how_many_steps_it_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "PAYS", 64)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(40, 3), torch.randint(2, (40,)))
+    made = []
+    for epochs in (2, 8):  # 20 and 80 steps
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        task = lo.Task(model, nn.CrossEntropyLoss(), data)
+        run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), epochs, 4, 0, tmp_path / str(epochs))
+        lo.SGDIE().score(run, task, data)
+        made.append(len(task.tracer._traces))
+    assert made[0] == 0 < made[1]
+
+
 def test_the_same_tensor_given_twice_is_two_inputs():
     """What was traced with one tensor in two places is right for two tensors."""
     tracer, x, y = Tracer(), torch.ones(2), torch.full((2,), 3.0)

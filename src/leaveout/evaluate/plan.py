@@ -262,6 +262,7 @@ def _rate(
     if rate > QUICK or more < STEPS:
         return once, rate, cost.peak_memory
     traced = subject.task.untraced()
+    traced.tracer.expect(subject.steps)
     few, many = run.head(more), run.head(min(len(run), 3 * STEPS))
     cold = _measured(scored, traced, few)  # computations that recur often enough are traced here
     if len(many) == len(few):

@@ -24,6 +24,9 @@ Measured on five small models: 4 to 19 for a gradient, 5 to 25 for its derivativ
 layer, whose only activations are its outputs, and for LayerNorm. So both are compromises, not bounds.
 """
 
+TRACED = 32
+"""Products with single vectors for which a trace in two stages pays off."""
+
 
 def param_bytes(trajectory: Trajectory) -> int:
     """Count the bytes of one vector of the parameters."""
@@ -78,12 +81,14 @@ def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
     return resources.chunk(2 * product_bytes(trajectory), count)
 
 
-def threads(resources: Resources, trajectory: Trajectory) -> int | None:
-    """Return how many vectors go through a product at a time where they go one by one; None where they go together.
+def threads(resources: Resources, trajectory: Trajectory, count: int) -> int | None:
+    """Return how many of the vectors go through a product at a time where they go one by one; None: all together.
 
-    One by one is faster for large models. Which of the two depends on the run's first batch alone.
+    One by one is faster for large models, but needs a trace, which has to pay off. Which of the two depends on the
+    run's length and first batch and on the number of vectors alone.
     """
-    if trajectory.activations <= LARGE:
+    few = count > 1 and count * len(trajectory) < TRACED and not trajectory.task.tracer.images
+    if trajectory.activations <= LARGE or few:
         return None
     return chunk(resources, trajectory, cores(trajectory.task.device))
 

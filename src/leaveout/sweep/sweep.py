@@ -124,7 +124,7 @@ class Sweep:
         growth, count = Growth(self.trajectory.task), height(queries)
         chunk = None if products else budget.chunk(resources, self.trajectory, count)
         examples = None if products else budget.examples(resources, self.trajectory)
-        threads = None if products else budget.threads(resources, self.trajectory)
+        threads = None if products else budget.threads(resources, self.trajectory, count)
         recorded_steps = self.trajectory.backward(saved.step if saved else None)
         for recorded in resources.track(recorded_steps, len(self.trajectory), "backward"):
             self._count(cost, count)

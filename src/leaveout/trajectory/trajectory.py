@@ -116,6 +116,7 @@ class Trajectory:
 
     def forward(self) -> Iterator[RecordedStep]:
         """Yield the steps from the first to the last."""
+        self.task.tracer.expect(len(self))
         before = self._state(0)
         for start, stop in pairwise(self._known):
             states = self._between(before, self._state(stop), start, stop)
@@ -128,6 +129,7 @@ class Trajectory:
 
         The states between two kept ones are held together.
         """
+        self.task.tracer.expect(len(self))
         kept = self._known
         first = len(self) if before is None else before
         places = range(bisect_left(kept, first))

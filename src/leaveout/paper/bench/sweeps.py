@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,13 +15,17 @@ from torch.utils.data import Dataset
 from leaveout._util.allocator import kept_memory
 from leaveout.estimators import ACC, SGDIE, Estimator, TracIn
 from leaveout.paper.bench.networks import Problem, slim_resnet, small_gpt
-from leaveout.paper.bench.problems import QUIET, images, plain_training, quickest, seconds
+from leaveout.paper.bench.problems import QUIET, binary, images, plain_training, quickest, seconds
 from leaveout.paper.bench.table import Row
 from leaveout.task.derivatives import directional, directional_each, weight_products
 from leaveout.task.joint import directional_by_example
+from leaveout.task.trace.tracer import PAYS, WARM_UP
 from leaveout.trajectory.trajectory import Trajectory
 
 GPT = "GPT of four layers of width 128, 1.3 million parameters, 2,000 words, batches of 32 x 64, AdamW"
+LONG = 1000
+"""How many steps a run is taken to have whose derivatives are traced before they are measured."""
+
 QUICKER = "the quicker of two each, traced before"
 
 
@@ -40,6 +45,7 @@ def gpt_products() -> list[Row]:
     problem = small_gpt(2, queries=8)
     trajectory = Trajectory(problem.run, problem.task).compared()
     task, recorded = trajectory.task, trajectory.recorded_step(1)
+    task.tracer.expect(LONG)
     vector = {name: torch.randn_like(tensor) for name, tensor in recorded.params.items()}
     stack = {name: tensor[None] for name, tensor in vector.items()}
     many = {name: torch.randn(8, *tensor.shape) for name, tensor in vector.items()}
@@ -65,6 +71,28 @@ def gpt_products() -> list[Row]:
         Row("SGD-IE's product with examples' gradients / alone, GPT", joint / product, "<=", 1.2, "the same run"),
         Row("SGD-IE's product, 8 vectors / 8 times one, GPT", each / (8 * product), "<=", 0.75, "the same run"),
     ]
+
+
+def traces() -> list[Row]:
+    """Measure after how many calls the trace of SGD-IE's product has saved the time that it took to make."""
+    rows, gpt = [], small_gpt(2, queries=8)
+    for what, task, run in (("Adult 8-8", *binary("adult", "mlp", epochs=1)[1:]), ("GPT", gpt.task, gpt.run)):
+        trajectory = Trajectory(run, task).compared()
+        recorded = trajectory.recorded_step(0)
+        vector = {name: torch.randn_like(tensor) for name, tensor in recorded.params.items()}
+        trajectory.task.tracer.expect(LONG)
+        eager, traced = (
+            partial(directional, way, recorded.params, recorded.batch, vector)
+            for way in (trajectory.task.quiet(), trajectory.task)
+        )
+        *_, made = (seconds(traced)[0] for _ in range(WARM_UP + 1))  # the last of these calls makes the trace
+        slow, fast = quickest(8, eager, traced)
+        how = f"the trace takes {made:.2f} s, a call {slow * 1e3:.2f} ms without and {fast * 1e3:.2f} ms with it"
+        calls = (made - fast) / (slow - fast)
+        rows.append(
+            Row(f"calls after which the trace of SGD-IE's product pays off, {what}", calls, "<=", 2 * PAYS, how)
+        )
+    return rows
 
 
 def gpt_jump() -> list[Row]:
@@ -133,6 +161,7 @@ def query_vectors() -> list[Row]:
     """Compare SGD-IE for 64 queries, one vector each, with 64 times one."""
     steps = 16  # with few, the fixed costs of a sweep would count 64 times too much on one side
     problem = small_gpt(steps, queries=64)
+    problem.task.tracer.expect(LONG)
     one, each = (_scored(problem, SGDIE(), queries) for queries in ("mean", "each"))
     one()
     (alone,) = quickest(2, one)
@@ -168,6 +197,7 @@ def alone(what: str) -> None:
 
 def _timed(problem: Problem, *estimators: Estimator) -> list[float]:
     """Measure the least seconds of training and of each estimator, in turns, with everything traced beforehand."""
+    problem.task.tracer.expect(LONG)
     scored = [_scored(problem, estimator, "mean") for estimator in estimators]
     for score in scored:
         score()
@@ -182,6 +212,7 @@ def _scored(problem: Problem, estimator: Estimator, queries: str) -> Callable[[]
 CASES = (
     gpt_sweeps,
     gpt_products,
+    traces,
     gpt_jump,
     resnet_sweep,
     resnet_jump,

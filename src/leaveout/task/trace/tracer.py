@@ -37,6 +37,9 @@ WARM_UP = 6
 RARE = 32
 """The same for a function of which a trace saves little."""
 
+PAYS = 64
+"""Calls with the same shapes that save about as much time as their trace takes, whatever the size of the network."""
+
 MOST = 64
 """Shapes that are remembered."""
 
@@ -59,6 +62,8 @@ class Tracer:
     def __init__(self, images: bool = False, never: bool = False) -> None:
         self.images, self._never = images, never
         self._calls: Counter[tuple] = Counter()
+        self._names: Counter[str] = Counter()
+        self._expected: int | None = None
         self._traces: dict[tuple, Callable | None] = {}
 
     def fresh(self) -> Tracer:
@@ -69,23 +74,39 @@ class Tracer:
         """Traces do not travel to other processes: they make their own."""
         return self.fresh().__dict__
 
+    def expect(self, calls: int) -> None:
+        """Say how often each function will be called, with any shapes: traces are then made only if they pay off."""
+        self._expected = max(self._expected or 0, calls)
+
     def __call__(self, name: str, function: Callable, *args: Any, exact: bool = False, warm_up: int = WARM_UP) -> Any:
         """``function(*args)``; ``name`` says which function it is, and must say everything that args do not.
 
-        ``exact`` keeps every bit; otherwise sums may be taken in another order. Traced after ``warm_up`` calls.
+        ``exact`` keeps every bit; otherwise sums may be taken in another order. Traced after ``warm_up`` calls, if that
+        pays off.
         """
         if self._never:
             return function(*args)
         key = (name, _signature(args))
+        self._names[name] += 1
         if key not in self._traces:
             self._calls[key] += 1
             anew = self.images and not exact
-            if self._calls[key] <= warm_up * (not anew) or len(self._traces) >= MOST:
+            if not (anew or (self._calls[key] > warm_up and self._pays(key))) or len(self._traces) >= MOST:
                 return function(*args)
             self._traces[key], result = _traced(name, function, args, anew)
             return result
         trace = self._traces[key]
         return function(*args) if trace is None else trace(*args)
+
+    def _pays(self, key: tuple) -> bool:
+        """Say whether calls with these shapes will be so many that a trace saves more time than it takes.
+
+        Shapes are taken to remain as frequent as they have been: a smaller last batch comes once per epoch.
+        """
+        if self._expected is None:
+            return True
+        calls, share = self._calls[key], self._calls[key] / self._names[key[0]]
+        return max(calls, share * self._expected) > PAYS
 
     def staged(self, name: str, function: Callable, shared: tuple, others: tuple) -> Callable | None:
         """Return ``others ↦ function(*shared, *others)``, with everything that does not depend on them computed now.
