@@ -14,23 +14,22 @@ steps divide is read with saturation (``saturation.py``), since a derivative in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from leaveout._util.blocks import Coordinates, Joined, Touched
-from leaveout._util.trees import PARAM, Params, add_rows, flat_rows, height, nbytes
+from leaveout._util.blocks import Block, Coordinates, Joined, Touched
+from leaveout._util.trees import PARAM, Params, State, add_rows, flat_rows, height, nbytes, sum_of
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources, shard_rows
-from leaveout.optim.definition import Slots
+from leaveout.compute.threads import spread
 from leaveout.sweep import budget
 from leaveout.sweep.checkpoint import SweepCheckpoint
 from leaveout.sweep.curvature import Hessian, HessianByExample
 from leaveout.sweep.fast_acc import Products
-from leaveout.sweep.linear_step import Pairs, Pulled
+from leaveout.sweep.linear_step import Jumps, Pairs, Pulled
 from leaveout.sweep.saturation import Saturation
 from leaveout.sweep.sweep import Sweep
 from leaveout.trajectory.left_out import LeftOut
@@ -111,36 +110,32 @@ class Reading:
         for part in leaving.split(self.chunk):
             inside = torch.isin(pairs[0], part)
             rows, jumps = pulled.step.jumps((pairs[0][inside], pairs[1][inside]))
-            reads = total.new_zeros((len(rows), total.shape[1]))
-            self._read(reads, pulled, jumps)
-            add_rows(total, rows, reads)
+            add_rows(total, rows, self._read(jumps, pulled, len(rows)))
 
-    def _read(
-        self,
-        reads: Float[Tensor, "rows queries"],
-        pulled: Pulled,
-        jumps: Iterator[tuple[Coordinates, Slots]],
-    ) -> None:
-        """Add the inner products of all rows' jumps with the arriving vectors."""
+    def _read(self, jumps: Jumps, pulled: Pulled, count: int) -> Float[Tensor, "rows queries"]:
+        """Compute the inner products of all rows' jumps with the arriving vectors.
+
+        Blocks go one by one on each thread: their operations are so short that two threads would mostly wait for each
+        other. Their sums are added in order, whichever thread took them.
+        """
         divisions = self.saturation.divisions(pulled.step.hypers) if self.saturation else {}
-        columns: dict[str, Slots] = {}
-        for block, jump in jumps:
+        vectors = _Columns(pulled.arriving)
+        like = next(iter(pulled.arriving[PARAM].values()))
+
+        def read(block: Coordinates) -> Float[Tensor, "rows queries"]:
+            jump = jumps.of(block)
             if self.saturation and (division := divisions.get(block.name)):
                 jump = self.saturation.read(block, jump, division)
-            if isinstance(block, Touched):
-                for slot, moved in jump.items():
-                    vectors = pulled.arriving[slot][block.name].flatten(2)
-                    each = torch.stack([(moved * vector[block.places]).sum(1) for vector in vectors], dim=1)
-                    add_rows(reads, block.rows, each)
-                continue
-            if isinstance(block, Joined):
-                for slot, moved in jump.items():
-                    reads += moved @ _as_columns(block.of_rows(pulled.arriving[slot]))
-                continue
-            if block.name not in columns:
-                columns[block.name] = {slot: _as_columns(pulled.arriving[slot][block.name]) for slot in jump}
+            if not isinstance(block, Touched):
+                return sum_of(moved @ vectors.of(block, slot) for slot, moved in jump.items())
+            reads = like.new_zeros((count, len(like)))
             for slot, moved in jump.items():
-                reads += moved @ columns[block.name][slot][block.columns]
+                own = pulled.arriving[slot][block.name].flatten(2)
+                add_rows(reads, block.rows, torch.stack([(moved * one[block.places]).sum(1) for one in own], dim=1))
+            return reads
+
+        threads = budget.cores(like.device) if len(jumps.blocks) > 1 else 1
+        return sum_of(iter(spread([read] * threads, jumps.blocks) if threads > 1 else map(read, jumps.blocks)))
 
     def add_single(
         self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled
@@ -163,6 +158,22 @@ class Reading:
     def packed(self) -> dict[str, Tensor]:
         """Return what is carried, by name."""
         return self.saturation.packed() if self.saturation else {}
+
+
+class _Columns:
+    """Query vectors as columns of the coordinates of a block; those of a whole parameter are copied once."""
+
+    def __init__(self, vectors: State) -> None:
+        self._vectors = vectors
+        self._known: dict[tuple[str, str], Tensor] = {}
+
+    def of(self, block: Block | Joined, slot: str) -> Float[Tensor, "numbers vectors"]:
+        if isinstance(block, Joined):
+            return _as_columns(block.of_rows(self._vectors[slot]))
+        key = (slot, block.name)
+        if key not in self._known:  # two threads may do so, with the same result
+            self._known[key] = _as_columns(self._vectors[slot][block.name])
+        return self._known[key][block.columns]
 
 
 def _as_columns(stack: Tensor) -> Float[Tensor, "numbers vectors"]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -43,7 +43,7 @@ Keep: TypeAlias = Bool[Tensor, " pairs"] | None
 """Which pairs are corrected; None: all of them. Either all of a row's pairs are corrected, or none."""
 
 
-BLOCK = 1 << 19
+BLOCK = 1 << 18
 """How many numbers of a jump are processed at a time."""
 
 
@@ -64,6 +64,13 @@ class Pulled(NamedTuple):
         """Add −(∂F/∂w_k)ᵀu, the first-order effect of leaving k out here, to the total of each row without k."""
         row, position = pairs
         add_rows(totals, row, self.weights[:, position].T, alpha=-1)
+
+
+class Jumps(NamedTuple):
+    """Γ of some rows, block by block: the coordinates of each block, and a function that computes Γ there."""
+
+    blocks: list[Coordinates]
+    of: Callable[[Coordinates], Slots]
 
 
 class LinearStep:
@@ -178,7 +185,7 @@ class LinearStep:
         without = self._marked(vectors, pairs)
         return _plus(state, self.curvature.changes(along, 1 - without, torch.zeros_like(without))), reads
 
-    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Iterator[tuple[Coordinates, Slots]]]:
+    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Jumps]:
         """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step.
 
         Γ comes in blocks, some coordinates of all rows, small enough to stay in the CPU cache while in use; coordinates
@@ -187,16 +194,15 @@ class LinearStep:
         affected, leaving = self._left_out(pairs)
         if not self._rule.by_coordinate:
             whole = self._jump(self._counterfactual(leaving))
-            return affected, ((Block(name), _slots(whole, name)) for name in leaving)
+            return affected, Jumps([Block(name) for name in leaving], lambda block: _slots(whole, block.name))
         leaving = each(Tensor.contiguous, leaving)
-        return affected, (
-            (block, self._block_jump(block, leaving)) for block in blocks(leaving, BLOCK, self._rule.groups)
-        )
+        rule, states, gradient = self._rule, (self._recorded.before, self.stepped), self.gradient
 
-    def _block_jump(self, block: Coordinates, leaving: Params) -> Slots:
-        rule, states = self._rule, (self._recorded.before, self.stepped)
-        before, after = ({slot: block.of(state[slot]) for slot in rule.slots} for state in states)
-        return rule.jumped(block.name, (before, after), (block.of(self.gradient), block.of_rows(leaving)), self.hypers)
+        def of(block: Coordinates) -> Slots:
+            before, after = ({slot: block.of(state[slot]) for slot in rule.slots} for state in states)
+            return rule.jumped(block.name, (before, after), (block.of(gradient), block.of_rows(leaving)), self.hypers)
+
+        return affected, Jumps(list(blocks(leaving, BLOCK, rule.groups)), of)
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
         """Return one where a row leaves out an example of the batch, zero elsewhere."""
