@@ -6,7 +6,7 @@ import copy
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,9 +26,12 @@ from leaveout.estimators.query import Query
 from leaveout.run import following
 from leaveout.run.reader import Run
 from leaveout.run.train import train
+from leaveout.sweep.budget import directions_bytes
+from leaveout.sweep.subspace import EXTRA, SAMPLES, search_products
 from leaveout.sweep.transports import Subspace
 from leaveout.task import batches
 from leaveout.task.task import Task
+from leaveout.task.trace.tracer import PAYS
 from leaveout.trajectory.trajectory import Trajectory
 
 FIRST, STEPS = 2, 8
@@ -37,11 +40,20 @@ FIRST, STEPS = 2, 8
 SHARE = 0.25
 """Seconds after which a measurement is long enough: each method takes a few of them."""
 
-QUICK = 0.01
+SLOW = 2.0
+"""The same for images, whose steps are several times as fast as the first ones seem."""
+
+QUICK = 0.05
 """Seconds per step below which it matters that steps are run from a trace."""
 
 QUERIES = 32
 """Queries that are measured; each of the others costs the same."""
+
+STACK = 8
+"""Models whose losses are measured at once."""
+
+TOGETHER = 0.005
+"""Seconds per step of SGD-IE below which several vectors go through a product in little more time than one."""
 
 FEWEST, TIMES = 4, 4
 """Rows that are measured first if every row has its own model or vector, and the factor for the next number."""
@@ -64,11 +76,16 @@ class _Subject:
     task: Task
     run: Run
     query: Dataset
-    queries: int
+    all_queries: Dataset
     rows: int
     steps: int
     epochs: int
     resources: Resources
+
+    @property
+    def queries(self) -> int:
+        """The number of queries."""
+        return batches.size(self.all_queries)
 
     @property
     def ratio(self) -> float:
@@ -145,19 +162,19 @@ def _subject(
 ) -> _Subject:
     trial = task.untraced()
     trial.check = False  # done once, not once per measurement
-    queries = batches.size(query)
-    few: Dataset = Subset(query, range(min(QUERIES, queries)))
-    return _Subject(trial, run, few, queries, rows, *length, resources)
+    few: Dataset = Subset(query, range(min(QUERIES, batches.size(query))))
+    return _Subject(trial, run, few, query, rows, *length, resources)
 
 
 def _table(subject: _Subject, shown: Resources, plans: list[Plan]) -> pd.DataFrame:
     cheap: list[Estimator] = [TracIn(), SGDIE(), DVEmb()]
-    if subject.run.rule.linear:
-        cheap += [ACC(), ACC(Subspace(8))]
+    linear = subject.run.rule.linear
     dear: list[Estimator] = [ACC("exact"), Replay()]
-    jobs = [*(partial(_shared, method) for method in cheap), *(partial(_by_rows, method) for method in dear)]
+    jobs = [partial(_shared, method) for method in (*cheap, *([ACC()] if linear else []))]
+    jobs += [*([partial(_subspace, plans)] if linear else []), *(partial(_by_rows, method) for method in dear)]
     with _set_aside():
-        plans += [one for job in shown.track(jobs, len(jobs), "measuring") for one in _tried(job, subject)]
+        for job in shown.track(jobs, len(jobs), "measuring"):
+            plans += _tried(job, subject)
     frame = pd.DataFrame([plan.__dict__ for plan in plans]).set_index("method")
     return frame.astype({"memory": "int64", "disk": "int64"})
 
@@ -202,6 +219,22 @@ def _shared(estimator: Estimator, subject: _Subject) -> Plan:
     return Plan(estimator.name, seconds, memory + rows if fits else memory, 0 if fits else rows)
 
 
+def _subspace(plans: Sequence[Plan], subject: _Subject) -> Plan:
+    """Plan subspace transport; where a product takes long, from the plans of SGD-IE and of free transport.
+
+    One step of SGD-IE takes about as long as one of the products that it has in addition.
+    """
+    estimator = ACC(Subspace(8))
+    known = {plan.method: plan for plan in plans}
+    free, shared = known.get(ACC("free").name), known.get(SGDIE().name)
+    if free is None or shared is None or shared.seconds < TOGETHER * subject.steps:
+        return _shared(estimator, subject)
+    width, product = 8 + EXTRA, shared.seconds / subject.steps
+    products = 8 * subject.steps + search_products(width, subject.steps)
+    held = directions_bytes(Trajectory(subject.run, subject.task), width, SAMPLES)
+    return replace(free, method=estimator.name, seconds=free.seconds + product * products, memory=free.memory + held)
+
+
 def _by_rows(estimator: Estimator, subject: _Subject) -> Plan:
     """Plan a method whose cost grows with the rows: measured for two numbers of rows, and scaled to all."""
     replayed = isinstance(estimator, Replay)
@@ -211,7 +244,8 @@ def _by_rows(estimator: Estimator, subject: _Subject) -> Plan:
         groups = [[used[i % len(used)]] for i in range(count)]
         return estimator.score(part, task, subject.query, groups=groups, resources=subject.resources).cost
 
-    count = min(FEWEST, subject.rows)
+    images = subject.task.tracer.images
+    count = min(2 * FEWEST - 1 if images and replayed else FEWEST, subject.rows)  # the whole model is replayed as well
     begun = _begun(partial(scored, count), subject)
     while count < subject.rows and begun.seconds < SHARE / TIMES:
         count = min(TIMES * count, subject.rows)
@@ -221,14 +255,17 @@ def _by_rows(estimator: Estimator, subject: _Subject) -> Plan:
     reading = _losses_seconds(subject) * subject.rows if replayed else subject.query_seconds
     if count == subject.rows:
         return Plan(estimator.name, once + rate * subject.steps + reading, memory, 0)
-    slower, least = _rate(partial(scored, less), subject)[1:]
-    each = max(0.0, rate - slower) / (count - less)
+    if images:  # nearly all work is that of the rows, and a second number of them would be traced anew
+        each, row = rate / (count + replayed), memory // count
+    else:
+        slower, least = _rate(partial(scored, less), subject)[1:]
+        each, row = max(0.0, rate - slower) / (count - less), max(0, memory - least) // (count - less)
     if each == 0.0:
         each = rate / count  # too close to distinguish: assume that nothing is shared
     if replayed:
         each *= 1 - 0.5 / subject.epochs  # first used in the middle of the first epoch, on average
     more = subject.rows - count
-    held = min(max(0, memory - least) // (count - less) * more, subject.resources.bytes)
+    held = min(row * more, subject.resources.bytes)
     return Plan(estimator.name, once + (rate + each * more) * subject.steps + reading, memory + held, 0)
 
 
@@ -249,34 +286,55 @@ def _begun(scored: Callable[[Task, Run], Cost], subject: _Subject) -> Cost:
 def _rate(
     scored: Callable[[Task, Run], Cost], subject: _Subject, begun: Cost | None = None
 ) -> tuple[float, float, int]:
-    """Return one-time seconds, seconds per step and peak memory; from traces if steps are so quick that it matters."""
-    run, quiet = subject.run, subject.task.quiet()
+    """Return one-time seconds, seconds per step and peak memory; from traces if the whole run would use them."""
+    run, images = subject.run, subject.task.tracer.images
     first = min(FIRST, len(run))
     begun = begun or _begun(scored, subject)
-    if begun.seconds > SHARE or first == len(run):
+    if begun.seconds > (SLOW if images else SHARE) or first == len(run):
         return 0.0, begun.seconds / first, begun.peak_memory
     more = min(len(run), STEPS)
-    cost = _measured(scored, quiet, run.head(more))
+    if images:  # traced at once, and several times as fast
+        return _traced_rate(scored, subject, first, more)
+    cost = _measured(scored, subject.task.quiet(), run.head(more))
     rate = max(0.0, (cost.seconds - begun.seconds) / max(1, more - first))
     once = max(0.0, cost.seconds - more * rate)
-    if rate > QUICK or more < STEPS:
+    if rate > QUICK or more < STEPS or subject.steps <= PAYS:
         return once, rate, cost.peak_memory
-    traced = subject.task.untraced()
-    traced.tracer.expect(subject.steps)
-    few, many = run.head(more), run.head(min(len(run), 3 * STEPS))
-    cold = _measured(scored, traced, few)  # computations that recur often enough are traced here
-    if len(many) == len(few):
-        return 0.0, cold.seconds / len(few), cold.peak_memory
-    short, long = (min(_measured(scored, traced, part).seconds for _ in range(2)) for part in (few, many))
-    rate = max(0.0, (long - short) / (len(many) - len(few)))
-    return max(0.0, cold.seconds - len(few) * rate), rate, cold.peak_memory
+    return _traced_rate(scored, subject, more, min(len(run), 3 * STEPS))
+
+
+def _traced_rate(
+    scored: Callable[[Task, Run], Cost], subject: _Subject, few: int, many: int
+) -> tuple[float, float, int]:
+    """Return the same from two numbers of steps, of which the smaller is enough for all traces to be made."""
+    task = subject.task.untraced()
+    task.tracer.expect(subject.steps)
+    cold = _measured(scored, task, subject.run.head(few))
+    if many == few:
+        return 0.0, cold.seconds / few, cold.peak_memory
+    rounds = 1 if subject.task.tracer.images else 2
+    short, long = (
+        min(_measured(scored, task, subject.run.head(steps)).seconds for _ in range(rounds)) for steps in (few, many)
+    )
+    rate = max(0.0, (long - short) / (many - few))
+    return max(0.0, cold.seconds - few * rate), rate, cold.peak_memory
 
 
 def _losses_seconds(subject: _Subject) -> float:
     """Return the seconds that the losses of the queries which were not measured take per model."""
-    query = _queries(subject)
-    stack: Params = {name: tensor.expand(8, *tensor.shape) for name, tensor in query.params.items()}
-    return _timed(lambda: query.losses(stack)) / 8 * max(0.0, subject.ratio - 1)
+    measured = batches.size(subject.query)
+    more = min(subject.queries, 4 * measured)
+    if more == measured:
+        return 0.0
+    few, many = (_stack_seconds(subject, range(count)) for count in (measured, more))
+    return max(0.0, many - few) / (more - measured) * (subject.queries - measured) / STACK
+
+
+def _stack_seconds(subject: _Subject, queries: range) -> float:
+    """Return the seconds that these queries' losses take for a few models at once."""
+    query = _queries(replace(subject, query=Subset(subject.all_queries, queries)))
+    stack: Params = {name: tensor.expand(STACK, *tensor.shape) for name, tensor in query.params.items()}
+    return min(_timed(lambda: query.losses(stack)) for _ in range(3))
 
 
 def _queries(subject: _Subject) -> Query:

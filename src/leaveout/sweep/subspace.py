@@ -45,10 +45,19 @@ def top_directions(
                 columns = layout.unflatten(basis[:, place : place + chunk].T)
                 product[:, place : place + chunk] += layout.flatten(curvature.products(columns)[0]).T
         product /= len(curvatures)
-    cost.hvps += (ROUNDS + 1) * width * len(curvatures)
+    cost.hvps += search_products(width, len(trajectory))
     # Pick the most curved directions: the eigenvectors of H̄ within the span.
     values, vectors = torch.linalg.eigh(basis.T @ product)
     return (basis @ vectors[:, values.abs().argsort(descending=True)[:rank]]).T
+
+
+def search_products(width: int, steps: int) -> int:
+    """Count the products of a search for this many directions in a run of this many steps.
+
+    >>> search_products(12, 2), search_products(12, 8) == search_products(12, 1000)
+    (120, True)
+    """
+    return (ROUNDS + 1) * width * min(steps, SAMPLES)
 
 
 def _curvature(trajectory: Trajectory, index: int, kind: type[Curvature]) -> Curvature:
