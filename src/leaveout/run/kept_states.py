@@ -73,8 +73,7 @@ class StateTensors:
 
     def given_at(self, shard: Mapping[str, Tensor], index: int) -> Params:
         """Return copies of what was given to the step that led to the state before step ``index``."""
-        others = [number for number in shard[KEPT].tolist() if number not in set(shard[WHOLE].tolist())]
-        place = others.index(index)
+        place = int(torch.searchsorted(shard[KEPT], index)) - int(torch.searchsorted(shard[WHOLE], index))
         return {name: shard[f"{GIVEN}{name}"][place].clone() for name in self._names(PARAM)}
 
     def check(self, file: Path, tensors: Mapping[str, Tensor], count: int) -> None:
