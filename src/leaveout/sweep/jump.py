@@ -37,6 +37,9 @@ from leaveout.trajectory.left_out import LeftOut
 ROW = 8
 """How many vectors of the state's size one left-out row needs while its jump is read."""
 
+MANY = 8
+"""Blocks from which on each thread takes its own."""
+
 
 def jump_products(
     sweep: Sweep,
@@ -115,8 +118,8 @@ class Reading:
     def _read(self, jumps: Jumps, pulled: Pulled, count: int) -> Float[Tensor, "rows queries"]:
         """Compute the inner products of all rows' jumps with the arriving vectors.
 
-        Blocks go one by one on each thread: their operations are so short that two threads would mostly wait for each
-        other. Their sums are added in order, whichever thread took them.
+        Many blocks go one by one on each thread: their operations are so short that two threads would mostly wait for
+        each other. Their sums are added in order, whichever thread took them.
         """
         divisions = self.saturation.divisions(pulled.step.hypers) if self.saturation else {}
         vectors = _Columns(pulled.arriving)
@@ -134,7 +137,7 @@ class Reading:
                 add_rows(reads, block.rows, torch.stack([(moved * one[block.places]).sum(1) for one in own], dim=1))
             return reads
 
-        threads = budget.cores(like.device) if len(jumps.blocks) > 1 else 1
+        threads = budget.cores(like.device) if len(jumps.blocks) >= MANY else 1
         return sum_of(iter(spread([read] * threads, jumps.blocks) if threads > 1 else map(read, jumps.blocks)))
 
     def add_single(

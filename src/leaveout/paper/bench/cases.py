@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from leaveout.estimators import ACC, SGDIE, Replay
+from leaveout.estimators import ACC, SGDIE, Replay, TracIn
 from leaveout.evaluate.metrics import kendall
 from leaveout.paper.bench import costs, jumps, sweeps
 from leaveout.paper.bench.problems import QUIET, binary, digits, images, plain_training, quickest, seconds
@@ -69,6 +69,19 @@ def example_count() -> list[Row]:
         each[n], peak = cost.seconds / len(run), cost.peak_memory
     how = f"{each[1000] * 1e3:.1f} and {each[50_000] * 1e3:.1f} ms per step; {peak / 1e9:.1f} GB at n = 50,000"
     return [Row("ACC(free), a step at n = 50,000 / at n = 1,000", each[50_000] / each[1000], "<=", 1.2, how)]
+
+
+def long_run() -> list[Row]:
+    """Compare a step of TracIn in a run of 4,000 steps with one of 400; with momentum, states are kept as gradients."""
+
+    def per_step(epochs: int) -> float:
+        dataset, task, run = binary("adult", "mlp", epochs=epochs, momentum=0.5)
+        (least,) = quickest(3, lambda: TracIn().score(run, task, dataset.val, resources=QUIET))
+        return least / len(run)
+
+    short, long = per_step(100), per_step(1000)
+    how = f"Adult 8-8, momentum: {long * 1e3:.2f} and {short * 1e3:.2f} ms per step, the quickest of three each"
+    return [Row("TracIn, a step in a run of 4,000 steps / of 400", long / short, "<=", 1.2, how)]
 
 
 def many_outputs() -> list[Row]:
@@ -171,6 +184,7 @@ CASES = {
         image_sweeps,
         kinked_sweeps,
         example_count,
+        long_run,
         many_outputs,
         replays,
         wide_inputs,

@@ -49,13 +49,21 @@ def quickest(rounds: int, *functions: Callable[[], object]) -> list[float]:
 
 
 def binary(
-    name: str, model: str, *, n: int = 400, size: int = 100, epochs: int = 30, seed: int = 0, l2: float = 0.0
+    name: str,
+    model: str,
+    *,
+    n: int = 400,
+    size: int = 100,
+    epochs: int = 30,
+    seed: int = 0,
+    l2: float = 0.0,
+    momentum: float = 0.0,
 ) -> tuple[Data, Task, Run]:
-    """Train logistic regression or the 8-8 network on a two-class data set with plain SGD at 0.1."""
+    """Train logistic regression or the 8-8 network on a two-class data set with SGD at 0.1."""
     dataset = data.load(name, n_train=n, n_val=400, seed=seed)
     net = models.build(model, seed=seed, features=dataset.train.x.shape[1])
     task = Task(net, nn.BCEWithLogitsLoss(), dataset.train, l2=l2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
     return dataset, task, train(task, optimizer, epochs, size, seed, folder(), resources=QUIET)
 
 

@@ -37,12 +37,12 @@ matrix products. A hidden layer of exact ACC takes two products forward and five
 two; the first layer, whose inputs do not move, takes one and one, as the gradient does. On wide inputs, where the first
 layer dominates, the two are closer (the rates above).
 
-*Recording*: 1.05 to 1.11 on the MNIST network, 1.08 to 1.13 on the GPT, 1.06 to 1.21 on the tiny BERT; figures below 1
-on the GPT, measured before with two rounds, were noise. On the small networks what a step costs is Python and small
-calls, each four or five times as long as on its own, because the training's kernels have just used the cache: row sums
-of the batch, hyperparameters, a copy of the parameters and its norm, the states of random generators. Batches are
-hashed, and shards written, on a separate thread. On the GPT, of 20 steps, half is that thread's work on cores that the
-training uses too: a checksum and a copy of 6 MB per step.
+*Recording*: 1.04 to 1.08 on the MNIST network, 1.05 to 1.08 on the GPT, 1.06 to 1.21 on the tiny BERT; before checksums
+came from zlib-ng, 1.05 to 1.11 and 1.08 to 1.13. On the small networks what a step costs is Python and small calls,
+each four or five times as long as on its own, because the training's kernels have just used the cache: row sums of the
+batch, a copy of the parameters and its norm, the states of random generators. Batches are hashed, and shards written,
+on a separate thread. On the GPT most is that thread's work on cores that the training uses too: 6 MB are written per
+step, and 20 steps also pay for the first and the last state.
 
 *Replay of 32, MNIST CNN*: 0.46 to 0.55, and 0.64 to 0.91 before. Each model's gradient is traced and runs on its own
 thread, with images laid out by channels throughout. Such a trace rounds differently from the recorded training; all
@@ -58,8 +58,12 @@ examples of its batch, as ḡ − g_k/|Z|. In float32 that would leave rounding 
 that only this text has), which Adam's division makes large; so each replay takes its own.
 
 *ACC / SGD-IE*: 1.30 to 1.54. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and
-moves each example's 13,750 numbers in and out of its row. The jump on the MNIST network went from 1.41 to 1.58 because
-SGD-IE became faster by more (0.67 to 0.56 s) than the jump did (0.95 to 0.88 s).
+moves each example's 13,750 numbers in and out of its row. The jump on the MNIST network takes 1.41 to 1.62: the
+examples' gradients take a pass of their own there, about as long as a step of training, since kernels per example would
+make the product slower by more.
+
+*Plans*: the larger of planned and real time is at most 1.4 times the smaller, for runs of 152 and 313 steps. Before
+images were planned from traces, ACC(free) on the MNIST network was planned to take eight times as long as it does.
 
 ## What the limits are
 
@@ -102,7 +106,12 @@ activations, which two threads speed up less than they do the convolutions.
 product one at a time on each thread; the forward pass and the gradients of all activations, which do not depend on the
 vector, are computed once per step. The product then takes 0.70 of what it takes for a single vector (the row with eight
 vectors), below the count, because one vector on each of two threads wastes less than one on both. The row is lower
-still because a sweep for one vector pays alone for what is paid once.
+still because a sweep for one vector pays alone for what is paid once. A third is below what the processor can do: the
+six products of a vector are 26 GFLOP, which take 0.17 s at the rate of a plain matrix product (151 GFLOP/s, in the rows
+on wide inputs), half of the 0.35 s of a single product with everything else in it.
+
+*Traces*: made if a run has more than 64 steps, which is about where they pay off, from the smallest network to the GPT.
+A run of fewer steps does without, unless it is scored repeatedly.
 
 *Adapters*: nearly all the time that SGD-IE takes the first time on adapters of a large frozen model is the comparison
 of derivatives, in float64, when the task is made and at the last state: with 101 million weights, 60 calls of the model

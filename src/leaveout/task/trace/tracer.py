@@ -62,7 +62,7 @@ class Tracer:
     def __init__(self, images: bool = False, never: bool = False) -> None:
         self.images, self._never = images, never
         self._calls: Counter[tuple] = Counter()
-        self._names: Counter[str] = Counter()
+        self._recent: Counter[Any] = Counter()
         self._expected: int | None = None
         self._traces: dict[tuple, Callable | None] = {}
 
@@ -77,6 +77,7 @@ class Tracer:
     def expect(self, calls: int) -> None:
         """Say how often each function will be called, with any shapes: traces are then made only if they pay off."""
         self._expected = max(self._expected or 0, calls)
+        self._recent.clear()
 
     def __call__(self, name: str, function: Callable, *args: Any, exact: bool = False, warm_up: int = WARM_UP) -> Any:
         """``function(*args)``; ``name`` says which function it is, and must say everything that args do not.
@@ -87,9 +88,10 @@ class Tracer:
         if self._never:
             return function(*args)
         key = (name, _signature(args))
-        self._names[name] += 1
+        self._recent[name] += 1
         if key not in self._traces:
             self._calls[key] += 1
+            self._recent[key] += 1
             anew = self.images and not exact
             if not (anew or (self._calls[key] > warm_up and self._pays(key))) or len(self._traces) >= MOST:
                 return function(*args)
@@ -101,12 +103,13 @@ class Tracer:
     def _pays(self, key: tuple) -> bool:
         """Say whether calls with these shapes will be so many that a trace saves more time than it takes.
 
-        Shapes are taken to remain as frequent as they have been: a smaller last batch comes once per epoch.
+        Shapes are taken to remain as frequent as they have been in this sweep: a smaller last batch comes once per
+        epoch.
         """
         if self._expected is None:
             return True
-        calls, share = self._calls[key], self._calls[key] / self._names[key[0]]
-        return max(calls, share * self._expected) > PAYS
+        share = self._recent[key] / self._recent[key[0]]
+        return max(self._calls[key], share * self._expected) > PAYS
 
     def staged(self, name: str, function: Callable, shared: tuple, others: tuple) -> Callable | None:
         """Return ``others ↦ function(*shared, *others)``, with everything that does not depend on them computed now.
