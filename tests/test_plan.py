@@ -70,7 +70,7 @@ def test_predictions_come_within_a_factor(tmp_path, planned):
 def test_planning_takes_seconds_however_long_the_run_and_shows_a_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # a terminal, as far as rich can tell
     task, query = problem()
-    run = lo.train(task, optimizer(task.model), 400, 32, 0, tmp_path / "run")
+    run = lo.train(task, optimizer(task.model), 1000, 32, 0, tmp_path / "run")
     start = time.process_time()
     plan = lo.plan(task, query, run)
     taken = time.process_time() - start

@@ -295,11 +295,12 @@ def _rate(
     more = min(len(run), STEPS)
     if images:  # traced at once, and several times as fast
         return _traced_rate(scored, subject, first, more)
-    cost = _measured(scored, subject.task.quiet(), run.head(more))
-    rate = max(0.0, (cost.seconds - begun.seconds) / max(1, more - first))
-    once = max(0.0, cost.seconds - more * rate)
-    if rate > QUICK or more < STEPS or subject.steps <= PAYS:
-        return once, rate, cost.peak_memory
+    traced = more == STEPS and subject.steps > PAYS
+    if not traced or begun.seconds > QUICK * first:
+        cost = _measured(scored, subject.task.quiet(), run.head(more))
+        rate = max(0.0, (cost.seconds - begun.seconds) / max(1, more - first))
+        if not traced or rate > QUICK:
+            return max(0.0, cost.seconds - more * rate), rate, cost.peak_memory
     return _traced_rate(scored, subject, more, min(len(run), 3 * STEPS))
 
 
