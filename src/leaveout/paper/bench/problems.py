@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 import torch
@@ -46,6 +47,16 @@ def quickest(rounds: int, *functions: Callable[[], object]) -> list[float]:
     """Measure the least seconds of each function, called in turns: other work on the machine only ever adds to them."""
     times = [[seconds(function)[0] for function in functions] for _ in range(rounds)]
     return [min(column) for column in zip(*times, strict=True)]
+
+
+def slower(rounds: int, plain: Callable[[], object], *others: Callable[[], object]) -> tuple[list[float], list[float]]:
+    """Measure how many times as long the others take: the medians of ratios within a round, and all least seconds.
+
+    The machine may be faster in one round than in the next, but is much the same within one.
+    """
+    times = [[seconds(function)[0] for function in (plain, *others)] for _ in range(rounds)]
+    ratios = zip(*([other / first for other in rest] for first, *rest in times), strict=True)
+    return [median(column) for column in ratios], [min(column) for column in zip(*times, strict=True)]
 
 
 def binary(

@@ -37,8 +37,9 @@ matrix products. A hidden layer of exact ACC takes two products forward and five
 two; the first layer, whose inputs do not move, takes one and one, as the gradient does. On wide inputs, where the first
 layer dominates, the two are closer (the rates above).
 
-*Recording*: 1.04 to 1.08 on the MNIST network, 1.05 to 1.08 on the GPT, 1.06 to 1.21 on the tiny BERT; before checksums
-came from zlib-ng, 1.05 to 1.11 and 1.08 to 1.13. On the small networks what a step costs is Python and small calls,
+*Recording*: 1.04 to 1.15 on the MNIST network, 1.05 to 1.09 on the GPT (1.08 to 1.13 before checksums came from
+zlib-ng), 1.06 to 1.21 on the tiny BERT: on this machine one run meets the target and the next does not.
+On the small networks what a step costs is Python and small calls,
 each four or five times as long as on its own, because the training's kernels have just used the cache: row sums of the
 batch, a copy of the parameters and its norm, the states of random generators. Batches are hashed, and shards written,
 on a separate thread. On the GPT most is that thread's work on cores that the training uses too: 6 MB are written per
