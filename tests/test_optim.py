@@ -283,3 +283,29 @@ def test_every_file_that_names_an_optimizer_is_registered() -> None:
         assert set(definition.counters) <= set(definition.hypers)
         assert "lr" in definition.hypers
         assert "weight_decay" in definition.hypers
+
+
+def test_settings_that_change_between_steps_are_read_again():
+    """Assigned anew, or changed in place where they are tensors or lists."""
+    model = nn.Linear(2, 1)
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    reader = HyperReader(optimizer, rule_of(optimizer, model), params)
+
+    def now(name: str) -> float:
+        return reader.next().hypers[0][name]
+
+    assert now("lr") == now("lr") == 0.1
+    group["lr"] = 0.2
+    assert now("lr") == 0.2
+    group["betas"] = [0.5, 0.9]
+    assert now("beta1") == 0.5
+    group["betas"][0] = 0.6
+    assert now("beta1") == 0.6
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25))
+    reader = HyperReader(optimizer, rule_of(optimizer, model), params)
+    assert now("lr") == 0.25
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    assert now("lr") == 0.5

@@ -224,13 +224,14 @@ def _subspace(plans: Sequence[Plan], subject: _Subject) -> Plan:
 
     One step of SGD-IE takes about as long as one of the products that it has in addition.
     """
-    estimator = ACC(Subspace(8))
+    rank = 8
+    estimator = ACC(Subspace(rank))
     known = {plan.method: plan for plan in plans}
     free, shared = known.get(ACC("free").name), known.get(SGDIE().name)
     if free is None or shared is None or shared.seconds < TOGETHER * subject.steps:
         return _shared(estimator, subject)
-    width, product = 8 + EXTRA, shared.seconds / subject.steps
-    products = 8 * subject.steps + search_products(width, subject.steps)
+    width, product = rank + EXTRA, shared.seconds / subject.steps
+    products = rank * subject.steps + search_products(width, subject.steps)
     held = directions_bytes(Trajectory(subject.run, subject.task), width, SAMPLES)
     return replace(free, method=estimator.name, seconds=free.seconds + product * products, memory=free.memory + held)
 

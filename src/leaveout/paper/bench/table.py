@@ -38,12 +38,11 @@ two; the first layer, whose inputs do not move, takes one and one, as the gradie
 layer dominates, the two are closer (the rates above).
 
 *Recording*: 1.04 to 1.15 on the MNIST network, 1.05 to 1.09 on the GPT (1.08 to 1.13 before checksums came from
-zlib-ng), 1.06 to 1.21 on the tiny BERT: on this machine one run meets the target and the next does not.
-On the small networks what a step costs is Python and small calls,
-each four or five times as long as on its own, because the training's kernels have just used the cache: row sums of the
-batch, a copy of the parameters and its norm, the states of random generators. Batches are hashed, and shards written,
-on a separate thread. On the GPT most is that thread's work on cores that the training uses too: 6 MB are written per
-step, and 20 steps also pay for the first and the last state.
+zlib-ng), 1.06 to 1.21 on the tiny BERT: on this machine one run meets the target and the next does not. On the small
+networks what a step costs is Python and small calls, each four or five times as long as on its own, because the
+training's kernels have just used the cache: row sums of the batch, a copy of the parameters and its norm, the states of
+random generators. Batches are hashed, and shards written, on a separate thread. On the GPT most is that thread's work
+on cores that the training uses too: 6 MB are written per step, and 20 steps also pay for the first and the last state.
 
 *Replay of 32, MNIST CNN*: 0.46 to 0.55, and 0.64 to 0.91 before. Each model's gradient is traced and runs on its own
 thread, with images laid out by channels throughout. Such a trace rounds differently from the recorded training; all
