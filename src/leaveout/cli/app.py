@@ -88,7 +88,7 @@ def working(
 
     work = cached_work(run.fingerprint, *question)
     engine = engine_of(processes, ray)
-    with _claimed(targets):
+    with claimed(targets):
         with resumable("What was finished is kept; the same command goes on from there."):
             yield Resources(memory, engine=engine, work=work, shard=SHARD)
         shutil.rmtree(work, ignore_errors=True)
@@ -97,16 +97,18 @@ def working(
 
 
 @contextmanager
-def _claimed(targets: Iterable[Path]) -> Iterator[None]:
+def claimed(targets: Iterable[Path]) -> Iterator[None]:
     """Hold a lock beside each file that will be written: a second command is refused before the work, not after it."""
     from leaveout._util.files import Lock
+    from leaveout._util.leftovers import place_of_lock, remove_asides
 
     with ExitStack() as stack:
         for target in sorted(set(targets)):
-            place = target.parent / f".{target.name}.lock"
+            place = place_of_lock(target)
             try:
                 place.mkdir(parents=True, exist_ok=True)
                 lock = Lock(place)
+                remove_asides(target)
             except RunError:
                 raise RunError(
                     f"{target} is being written by another leaveout command ({_holder(place)}): wait until that has "

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.utils.data import Dataset
 
+from leaveout._util.leftovers import tidy
 from leaveout.builtin.config import Subject
 from leaveout.cli.app import (
     AsJson,
@@ -90,7 +91,9 @@ def cleanse(
     options = {"random": random, "shuffles": shuffles, "seed": seed}
     question = ("cleanse", files, labels, amounts, random, shuffles, seed)
     curve = _answering(out, recorded, scores, amounts, options) if out.exists() and not again else None
-    if curve is None:
+    if curve is not None:
+        tidy([out])
+    else:
         with working(recorded, question, [out], memory, processes, ray) as resources:
             _check_free(out, again)  # another command may have just finished
             trained, test = subject().task, _test(subject())

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from leaveout._util.leftovers import tidy
 from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, print_next, working
 from leaveout.cli.commands import app
 from leaveout.cli.facts import kept
@@ -65,6 +66,7 @@ def labels(
     flipped: tuple[int, ...] = ()
     if out.exists() and not again:
         answer = _answering(out, recorded, question)
+        tidy([out])
         if task is None:
             facts = kept(recorded)
             flipped = subject_of(run, task).flipped if facts is None else facts.flipped

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from leaveout._util.leftovers import tidy
 from leaveout.cli.app import (
     AsJson,
     MemoryOption,
@@ -58,6 +59,7 @@ def refine(
     out = paths.scores(scores.method.removesuffix(REPLAY) + REPLAY, variant)
     if out.exists() and not again:
         refined = _answering(out, scores, top)
+        tidy([out])
     else:
         subject = subject_of(run, task)
         with working(recorded, ("refine", out, top), [out], memory, processes, ray) as resources:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.markup import escape
 
+from leaveout._util.leftovers import tidy
 from leaveout.cli import auto
 from leaveout.cli.app import (
     AsJson,
@@ -101,11 +102,13 @@ def score(
 
     facts = kept(recorded, task)
     there = {} if again or facts is None else _there(files, Asked(facts, queries, by), recorded)
+    targets = [*files.values(), *(paths.check(file) for file in files.values())]
     if facts is not None and len(there) == len(files):
+        tidy(targets)
         for answer in there.values():
             tell(answer, facts.flipped)
     else:
-        subject, targets = subject_of(run, task), [*files.values(), *(paths.check(file) for file in files.values())]
+        subject = subject_of(run, task)
         with working(recorded, ("score", names, budget, queries, by), targets, memory, processes, ray) as resources:
             there = {} if again else _there(files, Asked(read_off(recorded, subject), queries, by), recorded)
             question = Question(recorded, subject.task, subject.query, queries, groups=by, resources=resources)

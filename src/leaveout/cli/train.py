@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,14 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from leaveout._util.files import or_null
+from leaveout._util.leftovers import tidy, unlock
 from leaveout.builtin import config as lo_config
 from leaveout.builtin import data as lo_data
 from leaveout.builtin import models
-from leaveout.builtin.config import Config
-from leaveout.cli.app import AsJson, complaints, console, print_json, print_next, resumable
+from leaveout.builtin.config import Config, Subject
+from leaveout.cli.app import AsJson, claimed, complaints, console, print_json, print_next, resumable
 from leaveout.cli.commands import app
 from leaveout.cli.facts import Outcome, keep, kept
 from leaveout.cli.outcome import measured
+from leaveout.errors import RunError
 from leaveout.run.manifest import MANIFEST, cut_short, read_manifest
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run, open_run
@@ -96,16 +99,29 @@ def _there(plan: Config, path: Path) -> tuple[Run, Outcome] | None:
     file = RunPaths(path).config
     if not file.exists() or not (path / MANIFEST).exists() or cut_short(path) or lo_config.read(file) != plan:
         return None
+    unlock(path)
     run = open_run(path)
     facts = kept(run)
-    return run, measured(run, lo_config.prepare(plan)) if facts is None or facts.outcome is None else facts.outcome
+    if facts is not None and facts.outcome is not None:
+        tidy([RunPaths(path).training])
+        return run, facts.outcome
+    subject = lo_config.prepare(plan)
+    outcome = measured(run, subject)
+    with suppress(RunError):  # the run may be of somebody who lets others only read it
+        _store(run, subject, outcome)
+    return run, outcome
 
 
 def _trained(plan: Config, path: Path) -> tuple[Run, Outcome]:
     run, subject = lo_config.run_config(plan, path)
     outcome = measured(run, subject)
-    keep(run, subject, outcome)
+    _store(run, subject, outcome)
     return run, outcome
+
+
+def _store(run: Run, subject: Subject, outcome: Outcome) -> None:
+    with claimed([RunPaths(run.path).training]):
+        keep(run, subject, outcome)
 
 
 def _with(base: Config, overrides: dict[str, dict[str, Any]]) -> Config:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from leaveout._util.files import Lock
+from leaveout._util.leftovers import remove_asides, tidy_folder
 from leaveout.run.manifest import INITIAL, MANIFEST, read_manifest
 from leaveout.run.paths import RunPaths
 
@@ -21,9 +22,14 @@ def clear(path: str | Path) -> None:
         return
     lock = Lock(path)  # refuses while another process is writing
     try:
+        for folder in ("", "scores", "checks"):
+            tidy_folder(path / folder)
         paths, shards = RunPaths(path), [path / shard.name for shard in read_manifest(path).shards]
         results = [*paths.scored(), *paths.checked(), paths.labels, paths.cleanse, paths.report]
-        for file in [*results, paths.training, paths.config, *shards, path / INITIAL, path / MANIFEST]:
+        results += [paths.training, paths.config]
+        for file in results:
+            remove_asides(file)
+        for file in [*results, *shards, path / INITIAL, path / MANIFEST]:
             file.unlink(missing_ok=True)
         for folder in ("scores", "checks"):
             with suppress(OSError):  # missing, or not empty

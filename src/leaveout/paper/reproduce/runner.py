@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 
 from leaveout._util.files import check_writable, or_null, save_text
+from leaveout._util.leftovers import remove_asides
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError
 from leaveout.paper.reproduce.spec import Row, Settings, Spec
@@ -51,9 +52,12 @@ def compute(
     cells = spec.cells(seeds or spec.seeds, quick)[first - 1 :: parts]
     folder = folder_of(spec, out, quick=quick) / "cells"
     check_writable(folder / "cell")
+    remove_asides(folder / "cell")
     missing = [settings for settings in cells if not (folder / spec.file(settings)).exists()]
     for place, result in (resources or Resources()).map(partial(_computed, spec), missing, spec.name):
-        save_text(folder / spec.file(missing[place]), json.dumps(result, allow_nan=False) + "\n")
+        file = folder / spec.file(missing[place])
+        save_text(file, json.dumps(result, allow_nan=False) + "\n")
+        remove_asides(file)
     return len(missing)
 
 
