@@ -21,6 +21,7 @@ from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.elementary import Quicker
 from leaveout.task.folding import Folded
+from leaveout.task.products import fast_products
 from leaveout.task.task import Task
 from leaveout.trajectory.stack import LARGE
 from leaveout.trajectory.twins import on_threads, twins
@@ -168,8 +169,9 @@ class Query:
         """Compute the losses under large models, each by itself on a thread."""
 
         def losses(task: Task, row: int) -> Tensor:
-            with torch.no_grad(), Quicker():
-                return task.measures(each(lambda tensor: tensor[row], stack), block)
+            params = each(lambda tensor: tensor[row], stack)
+            with torch.no_grad(), Quicker(), fast_products(params, block):
+                return task.measures(params, block)
 
         return torch.stack(on_threads(twins(self.task), losses, range(height(stack))))
 

@@ -13,6 +13,7 @@ from leaveout.compute.threads import spread
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch, leaves, map_leaves
 from leaveout.task.forms import COUPLED, Form
+from leaveout.task.products import fast_products
 from leaveout.task.rewriting import WrittenOut
 from leaveout.task.trace.tracer import WARM_UP
 from leaveout.task.training_batch import size_of
@@ -86,7 +87,7 @@ def _written_out(function: Callable) -> Callable:
     """Wrap a function so that operations are written out; not used around a trace, which it would slow down."""
 
     def call(*args: Any) -> Any:
-        with WrittenOut():
+        with WrittenOut(), fast_products(*args):
             return function(*args)
 
     return call

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from leaveout.task.products import product
+
 aten = torch.ops.aten
 
 VIEWS = (
@@ -50,6 +52,7 @@ LINEAR = (
 """Operations that make zeros of zeros in their first argument."""
 
 PRODUCTS = (aten.mm.default, aten.bmm.default)
+"""Operations that make zeros of zeros in either of their first two arguments."""
 
 LARGEST = 1 << 14
 """Elements that a constant may have; larger ones are made again at every call."""
@@ -188,7 +191,7 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
         return given[0] is given[1] and not node.kwargs
     if node.target is aten.mul.Tensor:
         return given[0] in zeros or given[1] in zeros
-    if node.target in PRODUCTS:
+    if node.target in PRODUCTS or (node.target is product() and given[2] is None):
         return given[0] in zeros or given[1] in zeros
     if node.target is aten.convolution.default:
         return given[0] in zeros and given[2] is None
