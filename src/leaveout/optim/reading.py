@@ -91,20 +91,17 @@ class HyperReader:
         With ``gradients``, these exist already, and the counters of a parameter without one do not matter.
         """
         definition, held = self._rule.definition, self._optimizer.state
-        groups = [(group, self._members.get(number, [])) for number, group in enumerate(self._optimizer.param_groups)]
-        settings = [self._settings(number, group, own) for number, (group, own) in enumerate(groups)]
-        counts = [
-            {
-                definition.counted(group, held.get(param, NOTHING))
-                for param in own
-                if not gradients or param.grad is not None
-            }
-            for group, own in groups
-        ]
-        if all(len(own) == 1 for own in counts):  # as in most training runs
-            alike: list[Hyper] = [dict(zip(definition.counters, own.pop(), strict=True)) for own in counts]
-            return Settings([{**row, **own} for row, own in zip(settings, alike, strict=True)])
-        return self._uneven(settings, gradients=gradients)
+        counters, counted = definition.counters, definition.counted
+        rows: list[Hyper] = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            own = self._members.get(number, [])
+            counts = {counted(group, held.get(p, NOTHING)) for p in own if not gradients or p.grad is not None}
+            if len(counts) != 1:  # unlike most training runs
+                return self._uneven(gradients=gradients)
+            row = dict(self._settings(number, group, own))
+            row.update(zip(counters, counts.pop(), strict=True))
+            rows.append(row)
+        return Settings(rows)
 
     def _settings(self, number: int, group: Group, params: list[Tensor]) -> Hyper:
         values, settings = self._read.get(number, ([], {}))
@@ -117,9 +114,10 @@ class HyperReader:
             self._read.pop(number, None)
         return settings
 
-    def _uneven(self, settings: list[Hyper], *, gradients: bool) -> Settings:
+    def _uneven(self, *, gradients: bool) -> Settings:
         """Return a row for each group, and further rows for parameters with counts of their own."""
         definition, held, given = self._rule.definition, self._optimizer.state, self._optimizer.param_groups
+        settings = [self._settings(number, group, self._members.get(number, [])) for number, group in enumerate(given)]
         rows: list[Hyper] = [{} for _ in settings]
         places: dict[tuple[int, tuple[float, ...]], int] = {}
         used: list[int] = []

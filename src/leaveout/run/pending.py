@@ -12,6 +12,7 @@ from leaveout.run.first_pass import FirstPass
 from leaveout.run.forwards import Forwards, random_of
 from leaveout.run.micro import Micro
 from leaveout.run.moving_buffers import MovingBuffers
+from leaveout.run.noting import Noting
 from leaveout.task import batches
 from leaveout.task.draws import RandomState
 
@@ -55,6 +56,7 @@ class Pending:
     def __init__(self, model: nn.Module, moving: MovingBuffers, *, fresh: bool = True) -> None:
         self._batches: list[Drawn] = []
         self._moving = moving
+        self._noting = Noting()
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._first_pass = FirstPass(model if fresh else None)
         self._forwards = Forwards(model, lambda: len(self._batches), moving.begin, self._dropped)
@@ -89,13 +91,13 @@ class Pending:
         used = self._batches and any(self._forwards.of_batches(len(self._batches)))
         if used and all(param.grad is None for param in self._params):
             self.clear()
-        self._batches.append(Drawn(ids, batch, batches.noted(batch), self._forwards.state()))
+        self._batches.append(Drawn(ids, batch, self._noting(batch), self._forwards.state()))
 
     def tell(
         self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None
     ) -> Callable[[], None]:
         """Add a batch that the loop names, before or after its forward pass; return a function that removes it."""
-        noted = [] if batch is None else batches.noted(batch)
+        noted = [] if batch is None else self._noting(batch)
         told = Drawn(ids, batch, noted, self._forwards.state(), denominator, autocast)
         self._batches.append(told)
         return lambda: self._take_back(told)

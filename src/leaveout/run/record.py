@@ -12,6 +12,7 @@ from torch import Tensor
 from leaveout.optim import Hyper
 from leaveout.optim.averaging import Update
 from leaveout.run.micro import Micro
+from leaveout.run.noting import read
 from leaveout.task import batches
 from leaveout.task.draws import RandomState
 
@@ -51,5 +52,5 @@ class Record:
 
 def prints(taken: Sequence[Any]) -> list[list[tuple[int, int]]]:
     """Return the fingerprints of the steps' batches, computing those that were deferred."""
-    later = batches.fingerprints([one.unhashed for one in taken])
+    later = batches.fingerprints([read(one.unhashed) for one in taken])
     return [found or one.fingerprint for found, one in zip(later, taken, strict=True)]
