@@ -219,11 +219,18 @@ ray.shutdown()
 
 @pytest.mark.full
 def test_a_dead_raylet_is_told():
-    """In a process of its own, with a cluster of its own."""
+    """In a process of its own, with a cluster of its own.
+
+    Ray ends a process whose raylet is dead, without an exception and sometimes before there is a result: then again.
+    """
     pytest.importorskip("ray", reason="the extra leaveout[ray] is not installed")
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, "-c", RAYLET], capture_output=True, text=True, timeout=400, env=environment)
-    codes = re.findall(r"^refused: (.*)$", done.stdout, re.MULTILINE)  # Ray writes there too
+    command = [sys.executable, "-c", RAYLET]
+    for _ in range(4):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        codes = re.findall(r"^refused: (.*)$", done.stdout, re.MULTILINE)  # Ray writes there too
+        if codes or done.returncode == 0 or "Traceback" in done.stderr:
+            break
     assert codes == ["cluster-lost"], (done.stdout[-1000:], done.stderr[-2000:])
 
 
