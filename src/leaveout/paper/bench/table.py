@@ -29,35 +29,38 @@ NOTES = """
 Some ratios are so close to their targets that on two shared cores one run meets them and the next does not. The machine
 also has a fast and a slow mode of elementwise work, a factor of two for minutes at a time.
 
-*Replay / plain loops*: 0.0170 to 0.0228. The next row shows how much of a step the gradients take; reading and checking
-the recorded step costs the same for one network as for 400.
+*Replay / plain loops*: 0.0170 to 0.0255, the latter on a processor that runs a plain loop twice as fast. The next row
+shows how much of a step the gradients take; reading and checking the recorded step costs the same for one network as
+for 400.
 
-*Exact ACC / Replay*: 1.31 to 1.52. On a network this small both are bound by elementwise work and call overhead, not by
+*Exact ACC / Replay*: 1.17 to 1.52. On a network this small both are bound by elementwise work and call overhead, not by
 matrix products. A hidden layer of exact ACC takes two products forward and five backward where a gradient takes one and
 two; the first layer, whose inputs do not move, takes one and one, as the gradient does. On wide inputs, where the first
 layer dominates, the two are closer (the rates above).
 
-*Recording*: 1.04 to 1.15 on the MNIST network, 1.05 to 1.09 on the GPT (1.08 to 1.13 before checksums came from
-zlib-ng), 1.06 to 1.21 on the tiny BERT: on this machine one run meets the target and the next does not. On the small
-networks what a step costs is Python and small calls, each four or five times as long as on its own, because the
-training's kernels have just used the cache: row sums of the batch, a copy of the parameters and its norm, the states of
-random generators. Batches are hashed, and shards written, on a separate thread. On the GPT most is that thread's work
-on cores that the training uses too: 6 MB are written per step, and 20 steps also pay for the first and the last state.
+*Recording*: 1.04 to 1.15 on the MNIST network, 1.06 to 1.08 on the GPT, 1.06 to 1.35 on the tiny BERT: on this machine
+one run meets the target and the next does not. On the small networks what a step costs is Python and small calls, each
+four or five times as long as on its own, because the training's kernels have just used the cache: a copy of the
+parameters and its norm, the states of random generators, the optimizer's settings. Batches are read for their hashes
+several at a time for that reason. The faster the processor multiplies, the more the rest weighs: the MNIST network's
+step takes 5 to 8 ms here, half a millisecond of which is added. On the GPT most is the writing of shards, 6 MB per
+step, by a thread on cores that the training uses too. Its row has 60 steps; with 20, which pay for the first and the
+last state and for recomputing three steps as a proof, it was 1.05 to 1.09.
 
 *Replay of 32, MNIST CNN*: 0.46 to 0.55, and 0.64 to 0.91 before. Each model's gradient is traced and runs on its own
 thread, with images laid out by channels throughout. Such a trace rounds differently from the recorded training; all
 models of a replay, including the one with every example, round alike, so this cancels as other rounding does. The steps
 before an example's first use, an eighth of these four epochs, are not taken.
 
-*Replay of 64, GPT*: 0.42 to 0.52, and 0.53 to 0.60 before. One shard holds all models, and each takes its gradient and
-steps in place, with cross-entropy and attention computed from elementary operations. What is left is the number of
-steps: with one epoch a replay takes half of them, (N + 1)/2 of N, and each of the 65 models computes the 100 queries'
-losses, about as much work as one step. So the count is 0.56 with 30 steps; one model on each of two threads wastes less
-than one model on both, which brings it below. The gradient at an example's first use could be had from one pass for all
-examples of its batch, as ḡ − g_k/|Z|. In float32 that would leave rounding where the exact gradient is zero (the words
-that only this text has), which Adam's division makes large; so each replay takes its own.
+*Replay of 64, GPT*: 0.26; 0.42 to 0.52 with MKL alone, and 0.53 to 0.60 before. One shard holds all models, and each
+takes its gradient and steps in place, with cross-entropy and attention computed from elementary operations. What is
+left is the number of steps: with one epoch a replay takes half of them, (N + 1)/2 of N, and each of the 65 models
+computes the 100 queries' losses, about as much work as one step. So the count is 0.56 with 30 steps; one model on each
+of two threads wastes less than one model on both, which brings it below. The gradient at an example's first use could
+be had from one pass for all examples of its batch, as ḡ − g_k/|Z|. In float32 that would leave rounding where the exact
+gradient is zero (the words that only this text has), which Adam's division makes large; so each replay takes its own.
 
-*ACC / SGD-IE*: 1.30 to 1.54. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and
+*ACC / SGD-IE*: 1.30 to 1.69. ACC forms a gradient and a product per example where SGD-IE forms only their mean, and
 moves each example's 13,750 numbers in and out of its row. The jump on the MNIST network takes 1.41 to 1.62: the
 examples' gradients take a pass of their own there, about as long as a step of training, since kernels per example would
 make the product slower by more.
@@ -79,16 +82,22 @@ the loss twice over, the optimizer's derivative, and reading and checking the re
 | SGD-IE / training, adapters: frozen weights have no gradient and no vector | 4 of 2 | 2 |
 | SGD-IE for many vectors / as many times one: each has its own six, the other two are shared | 6 of 8 | 0.75 |
 
-So a third for 64 vectors cannot be reached on a network that is bound by its matrix products; small networks, bound by
+The count assumes that training and scoring multiply matrices equally fast. On AMD's processors they do not: PyTorch
+multiplies with MKL, which does without AVX-512 there, so large products go to oneDNN while scoring and replaying (the
+row that compares the two), and training, which is the user's own, takes MKL's. Hence rows of transformers below their
+limits. Before, with MKL alone and on an earlier machine, SGD-IE took 2.43 times training on the GPT, TracIn 1.21, and
+64 replays 0.42 of 64 trainings.
+
+A third for 64 vectors cannot be reached on a network that is bound by its matrix products; small networks, bound by
 call overhead, reach it (the row with 100 outputs above). Every step's gradient is compared with the recorded one along
 a query vector, which costs nothing; the first, the last and every sixteenth step are recomputed in full, which costs a
 gradient each and weighs more the shorter a run is.
 
-The targets of the products alone are this count, or near it, not goals that were set beforehand. Whole sweeps of 32
-steps on that GPT take 2.73 to 2.94 and 1.33 to 1.54 times training. Besides the product, a step reads its state and
-takes the optimizer's derivative, some twenty elementwise passes over the parameters; the rest is paid once per sweep:
-three steps recomputed, the queries' gradient, memory that is returned and requested again. Elementwise operations of a
-trace write over operands that nothing needs any more, which makes the product 5% faster on the GPT and the ResNet.
+The targets of the products alone are this count, or near it, not goals that were set beforehand. A whole sweep takes
+more than its products: a step also reads its state and takes the optimizer's derivative, some twenty elementwise passes
+over the parameters; the rest is paid once per sweep: three steps recomputed, the queries' gradient, memory that is
+returned and requested again. Elementwise operations of a trace write over operands that nothing needs any more, which
+makes the product 5% faster on the GPT and the ResNet.
 
 *ResNet-18*: 2.72, 3.00 before operations were in place. BatchNorm takes some 20 elementwise passes over the images,
 where a step of training has one fused kernel each way. The jump under BatchNorm takes the gradient of the batch without
@@ -99,16 +108,16 @@ training.
 0.3, the comparison of derivatives at the last state 0.13, the gradient of the 1,000 queries 0.13, the ten steps
 recomputed in full 0.1.
 
-*Kinks*: 1.15 to 1.24 on the MNIST network and 1.16 to 1.20 on the digits. The rest are elementwise passes over the
+*Kinks*: 1.15 to 1.24 on the MNIST network and 1.13 to 1.20 on the digits. The rest are elementwise passes over the
 activations, which two threads speed up less than they do the convolutions.
 
-*64 query vectors*: 0.52 with 16 steps, where 64 vectors at once took more than 64 times one. Vectors go through the
-product one at a time on each thread; the forward pass and the gradients of all activations, which do not depend on the
-vector, are computed once per step. The product then takes 0.70 of what it takes for a single vector (the row with eight
-vectors), below the count, because one vector on each of two threads wastes less than one on both. The row is lower
-still because a sweep for one vector pays alone for what is paid once. A third is below what the processor can do: the
-six products of a vector are 26 GFLOP, which take 0.17 s at the rate of a plain matrix product (151 GFLOP/s, in the rows
-on wide inputs), half of the 0.35 s of a single product with everything else in it.
+*64 query vectors*: 0.49 to 0.52 with 16 steps, where 64 vectors at once took more than 64 times one. Vectors go through
+the product one at a time on each thread; the forward pass and the gradients of all activations, which do not depend on
+the vector, are computed once per step. The product then takes 0.64 to 0.70 of what it takes for a single vector (the
+row with eight vectors), below the count, because one vector on each of two threads wastes less than one on both. The
+row is lower still because a sweep for one vector pays alone for what is paid once. A third is below what the processor
+can do: the six products of a vector are 26 GFLOP, 0.06 s at the rate of oneDNN's matrix product (its row), and a third
+of a single product, with everything else in it, is 0.054 s.
 
 *Traces*: made if a run has more than 64 steps, which is about where they pay off, from the smallest network to the GPT.
 A run of fewer steps does without, unless it is scored repeatedly.
@@ -121,8 +130,10 @@ are taken instead of three, and kinds that differ only in the axis of `vmap` are
 The jump's limit is not a product. The examples' gradients come with SGD-IE's product for one more matrix product per
 layer, as counted (a ninth). The optimizer's step is then taken once per example of the batch: 18 passes over 42 million
 numbers on the GPT, and three inner products; the rows of the embedding that an example does not touch, a fifth of the
-numbers, are skipped. With two threads the row is 1.43 to 1.55. A single kernel by `torch.compile` was tried: it is
-faster, but compiling it takes longer than a sweep of a few dozen steps can save, so it is not used.
+numbers, are skipped. The faster the products, the more this weighs: with two threads the row is 1.43 to 1.55 with MKL's
+products and with oneDNN's 1.49, and 1.56 over 32 steps, where less of the time is what a sweep pays once. Square roots
+are taken as powers, which PyTorch computes faster on AMD's processors. A single kernel by `torch.compile` was tried: it
+is faster, but compiling it takes longer than a sweep of a few dozen steps can save, so it is not used.
 """
 
 LOAD = """
