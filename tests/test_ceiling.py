@@ -14,7 +14,9 @@ import leaveout as lo
 from leaveout.cli.verify import _advice
 from leaveout.evaluate import ceiling as module
 from leaveout.evaluate.ceiling import Ceiling
+from leaveout.evaluate.labels import influence_weight
 from leaveout.evaluate.metrics import Interval
+from leaveout.evaluate.verdict import Verdict
 from leaveout.reporting.words import trusted
 
 
@@ -108,8 +110,45 @@ def test_a_run_without_a_truth_is_not_blamed_on_the_scores(rough):
     assert quick.ceiling == replace(check.ceiling, groups={})
     assert "Look at groups or labels" in str(quick)
     assert lo.verify(scores, *rough, replays=24, moves=0).ceiling is None
-    exact = lo.Replay().score(*rough)
-    assert lo.verify(exact, *rough, replays=24).ceiling is None
+
+
+def test_exact_scores_of_a_run_with_a_truth_are_reproducible(smooth):
+    scores = lo.Replay().score(*smooth)
+    check = lo.verify(scores, *smooth, replays=24, jitter=0.3, seed=3)
+    again = lo.verify(lo.SGDIE().score(*smooth), *smooth, replays=24, moves=2, jitter=0.3, seed=3)
+    rows = check.table.index.intersection(again.table.index)
+    columns = ["truth", "move 1", "move 2"]
+    np.testing.assert_allclose(check.table.loc[rows, columns], again.table.loc[rows, columns], atol=1e-12)
+    assert (check.table["score"] == check.table["truth"]).all()
+    assert (check.exact, check.verdict, check.reproducible) == (True, Verdict.GOOD, True)
+    moves = [lo.Replay(move=move, jitter=0.3).score(*smooth, ids=list(check.table.index)) for move in (4, 5)]
+    assert check.cost.gradients == sum(move.cost.gradients for move in moves), "the scores are not replayed again"
+    assert "every score is an exact replay" in str(check)
+    assert "a property of the training" in str(check)
+    assert trusted(scores, check).headline == "Every score is exact, and reproducible"
+    assert trusted(scores, None).headline == "Every score is exact"
+    assert influence_weight(check, 0.0) == min(check.ceiling.extreme.low, check.ceiling.random.low) < 1
+
+
+def test_exact_scores_of_a_run_without_a_truth_are_called_what_they_are(rough, tmp_path):
+    scores = lo.Replay().score(*rough)
+    check = lo.verify(scores, *rough, replays=24, jitter=1e-2)
+    assert check.reproducible is False
+    assert "exact scores answer for its last digits alone" in str(check)
+    assert "the scores are wrong" not in str(check)
+    assert trusted(scores, check).headline == "Every score is exact, but single examples have no reproducible effect"
+    assert trusted(scores, check).level == "none"
+    assert _advice([(check, scores)])[1] == "labels"
+    assert influence_weight(check, 0.0) == 0
+    part = replace(check, ceiling=replace(check.ceiling, extreme=Interval(0.9, 0.8, 1.0)))
+    assert "rely on the extremes" in str(part)
+    assert trusted(scores, part).headline == "Every score is exact, but only the largest effects are reproducible"
+    assert _advice([(part, scores)])[1] == "report"
+    assert lo.Check.load(check.save(tmp_path / "check.json")) == check
+    without = lo.verify(scores, *rough, replays=24, moves=0)
+    assert (without.exact, without.ceiling) == (False, None), "replayed again, as asked"
+    elsewhere = replace(scores, run_fingerprint=None)
+    assert not lo.verify(elsewhere, *rough, replays=24).exact, "exact for a run that may be another"
 
 
 def _tau_of_groups(problem, size: int) -> float:

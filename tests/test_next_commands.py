@@ -109,7 +109,7 @@ def interrupted(*args, **options):
 
 
 def test_advice_after_scores(trained):
-    assert "Next: leaveout report runs/x" in trained("score", "runs/x", "--method", "replay").words
+    assert "Next: leaveout verify runs/x" in trained("score", "runs/x", "--method", "replay").words
     assert "Next: leaveout verify runs/x" in trained("score", "runs/x", "--method", "sgd-ie").words
     Path("by.json").write_text(json.dumps({f"g{i}": [i] for i in range(7)}))
     words = trained("score", "runs/x", "--method", "sgd-ie", "--groups", "by.json").words
@@ -172,15 +172,19 @@ def test_refine_replaces_the_most_extreme(trained):
     assert trained("refine", "runs/x", "--top", "10", "--again", "--json").told["exact"] == 10
 
 
-def test_exact_scores_need_no_verifying(trained):
-    trained("score", "runs/x", "--method", "replay")
-    done = trained("verify", "runs/x")
-    assert done.words.startswith("Replay: every score is an exact replay, nothing is estimated.")
-    assert "Next: leaveout report runs/x" in done.words
+def test_exact_scores_are_only_asked_whether_their_effects_are_reproducible(trained):
+    assert "Next: leaveout verify runs/x" in trained("score", "runs/x", "--method", "replay").words
+    skipped = trained("verify", "runs/x", "--moves", "0")
+    assert skipped.words.startswith("Replay: every score is an exact replay, nothing is estimated.")
     assert not Path("runs/x/checks").exists(), "nothing was replayed again"
-    assert trained("verify", "runs/x", "--json").told["exact"] == ["Replay"]
-    told = trained("verify", "runs/x", "--method", "replay", "--replays", "8", "--json").told
-    assert told["checks"][0]["extreme"]["kendall"]["value"] == 1.0, "asked for by name they are"
+    done = trained("verify", "runs/x", "--replays", "8")
+    assert done.words.startswith("Replay: every score is an exact replay, nothing is estimated.")
+    assert "Exact replays from 3 starts 0.001 apart agree" in done.words
+    assert "Next: leaveout report runs/x" in done.words
+    told = trained("verify", "runs/x", "--replays", "8", "--json").told
+    assert told["exact"] == ["Replay"]
+    assert (told["checks"][0]["exact"], told["checks"][0]["ceiling"]["moves"]) == (True, 2)
+    assert "reproducible" in trained("report", "runs/x").out
 
 
 def test_report_prints_what_the_page_opens_with(trained):

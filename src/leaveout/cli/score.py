@@ -163,10 +163,10 @@ def _answers(
 
 
 def _next(answers: list[Scores], run: Path, groups: Path | None) -> tuple[str, Path]:
-    """Return the next command for the scores: exact ones need no check, and a few rows cannot be ranked."""
-    if all(scores.all_exact for scores in answers):
-        return "report", run
+    """Return the next command for the scores: the check, but a few rows cannot be ranked."""
     if all(len(scores.train_ids) < 2 * MINIMUM for scores in answers):
+        if all(scores.all_exact for scores in answers):
+            return "report", run
         return f"score --method replay{f' --groups {groups}' if groups else ''}", run
     return "verify", run
 

@@ -30,9 +30,8 @@ from leaveout.cli.subject import TaskOption, later
 from leaveout.cli.wording import in_commands
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.estimators.replay import JITTER
-from leaveout.evaluate.ceiling import REPRODUCIBLE
 from leaveout.evaluate.verdict import Verdict
-from leaveout.evaluate.verify import MINIMUM, Check
+from leaveout.evaluate.verify import EXACT, MINIMUM, Check
 from leaveout.evaluate.verify import chosen as sample
 from leaveout.evaluate.verify import verify as lo_verify
 from leaveout.run.paths import RunPaths, slug
@@ -49,7 +48,9 @@ def verify(
     seed: Annotated[int, typer.Option(help="Of the random half of them, and of the moves.")] = 0,
     moves: Annotated[
         int | None,
-        typer.Option(help="Moved starts to replay from as well; by default two where scores and replays disagree."),
+        typer.Option(
+            help="Moved starts to replay from as well; by default two where scores disagree with replays or are exact."
+        ),
     ] = None,
     jitter: Annotated[float, typer.Option(help="Size of a move, relative to the start's.")] = JITTER,
     again: Annotated[bool, typer.Option("--again", help="Replace checks that are there already.")] = False,
@@ -71,7 +72,8 @@ def verify(
 
     Half of the replays go to the most extreme examples, half to a random sample. Checks go to runs/x/checks. Where
     scores and replays disagree, replays from slightly moved starts tell wrong scores from a training in which single
-    examples have no reproducible effect; each move costs as much as the replays, and --moves 0 leaves them out.
+    examples have no reproducible effect; each move costs as much as the replays, and --moves 0 leaves them out. Scores
+    that are exact replays are only asked that: are their effects reproducible?
     """
     recorded, paths = opened(run), RunPaths(run, results)
     files = chosen(recorded, paths, method)
@@ -82,10 +84,12 @@ def verify(
     with working(recorded, question, targets, memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), paths.check(file)
-            if method is None and scores.all_exact:
+            short = len(scores.train_ids) < 2 * MINIMUM
+            if scores.all_exact:
                 exact.append(scores.method)
-                continue  # if requested by name, they are replayed once more
-            if method is None and len(scores.train_ids) < 2 * MINIMUM:
+                if method is None and (short or moves == 0):
+                    continue
+            if method is None and short:
                 few.append({"file": str(file), "method": scores.method, "rows": len(scores.train_ids)})
                 continue  # if requested by name, they are refused
             if out.exists() and not again:
@@ -101,8 +105,8 @@ def verify(
         return
     if checks:
         _print([check for check, _ in checks], [one["file"] for one in entries])
-    for name in exact:
-        console.print(f"{name}: every score is an exact replay, nothing is estimated.", highlight=False, markup=False)
+    for name in set(exact) - {check.method for check, _ in checks}:
+        console.print(f"{name}: {EXACT}", highlight=False, markup=False)
     for one in few:
         console.print(f"\n{_too_few(one, run)}", highlight=False, markup=False, soft_wrap=True)
     advice, command = _advice(checks)
@@ -112,10 +116,13 @@ def verify(
 
 
 def _print(checks: list[Check], files: list[str]) -> None:
-    console.print(_table(checks))
+    estimates = [check for check in checks if not check.exact]
+    if estimates:
+        console.print(_table(estimates))
     for check in checks:
-        if check.diagnosis:
-            console.print(f"{check.method}: {in_commands(check.diagnosis)}", highlight=False, markup=False)
+        words = check.sentence if check.exact else f"{check.method}: {check.diagnosis}" if check.diagnosis else ""
+        if words:
+            console.print(in_commands(words), highlight=False, markup=False)
     for file in files:
         console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
 
@@ -140,8 +147,12 @@ def _table(checks: list[Check]) -> Table:
 
 def _advice(checks: list[tuple[Check, Scores]]) -> tuple[str, str]:
     """Say what to do next: with scores that can be trusted, the report; with weak ones, something more exact."""
-    if not checks or any(scores.all_exact for _, scores in checks):
+    if not checks:
         return "", "report"
+    exact = [check for check, _ in checks if check.exact]
+    if exact:
+        vain = all(check.ceiling is not None and not check.ceiling.largest for check in exact)
+        return ("The labels do not depend on such effects.", "labels") if vain else ("", "report")
     verdict = min((check.verdict for check, _ in checks), key=list(Verdict).index)
     if verdict in (Verdict.GOOD, Verdict.COARSE):
         return "", "report"
@@ -149,7 +160,7 @@ def _advice(checks: list[tuple[Check, Scores]]) -> tuple[str, str]:
     if not comparable:
         return f"By these scores {verdict.value}: score with a method that gives changes of the loss.", "score"
     ceilings = [check.ceiling for check in comparable if check.ceiling is not None]
-    if ceilings and not any(ceiling.extreme.value >= REPRODUCIBLE for ceiling in ceilings):
+    if ceilings and not any(ceiling.largest for ceiling in ceilings):
         return "Exact replays would answer for the last digits of this run alone: look at its labels.", "labels"
     if ceilings and not any(ceiling.reproducible for ceiling in ceilings):
         return "What is reproducible are the most extreme effects: refine makes them exact.", "refine"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch.utils.data import Dataset
@@ -15,7 +13,7 @@ from torch.utils.data import Dataset
 from leaveout._util.files import or_null
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.estimators.replay import Replay, replayed
+from leaveout.estimators.replay import Replay
 from leaveout.evaluate.metrics.agreement import Interval, kendall, repeatability
 from leaveout.evaluate.smoothness import advice, listed
 from leaveout.run.reader import Run
@@ -75,33 +73,78 @@ class Ceiling:
         Args:
             right: whether the scores rank like the replays of the recorded run, at least overall.
         """
-        what = "single examples" if self.single else "these groups"
-        starts = f"Exact replays from {self.moves + 1} starts {self.jitter:g} apart agree with each other"
-        taus = f"tau {self.extreme} among the most extreme and {self.random} among those drawn at random"
         mean = " and ".join(f"{self.agreement[sample]:.2f}" for sample in ("extreme", "random"))
         means = f"with their mean the scores agree at tau {mean}"
         if self.reproducible and right:
-            return f"{starts} ({taus}): there is a truth, and the scores follow it; {means}."
+            return f"{self._starts} ({self._taus}): there is a truth, and the scores follow it; {means}."
         if self.undecided:
             return (
-                f"{starts} ({taus}), so there is a truth, and the scores may well follow it ({means}): these replays "
-                "are too few to tell. Replay more, or the examples that matter (lo.refine)."
+                f"{self._starts} ({self._taus}), so there is a truth, and the scores may well follow it ({means}): "
+                "these replays are too few to tell. Replay more, or the examples that matter (lo.refine)."
             )
         if self.reproducible:
             return (
-                f"{starts} ({taus}), so the scores are wrong ({means}): take another method (lo.choose), or replay the "
-                "examples that matter (lo.refine)."
+                f"{self._starts} ({self._taus}), so the scores are wrong ({means}): take another method (lo.choose), "
+                "or replay the examples that matter (lo.refine)."
             )
-        if self.extreme.value >= REPRODUCIBLE:
+        if self.largest:
             return (
-                f"{starts} on the largest effects only ({taus}; {means}): the others are too small to be reproducible "
-                f"in this run, so rely on the extremes, and for the rest look at groups{self._sized} or labels."
+                f"{self._starts} on the largest effects only ({self._taus}; {means}): the others are too small to be "
+                f"reproducible in this run, so rely on the extremes, and for the rest look at groups{self._sized} or "
+                "labels."
             )
-        retrain = f", or train with {listed(self.advice)}" if self.advice else ""
         return (
-            f"{starts} at {taus} only: {what} have no reproducible effect in this run, and no score can rank them "
-            f"({means}). Look at groups{self._sized} or labels{retrain}."
+            f"{self._starts} at {self._taus} only: {self._what} have no reproducible effect in this run, and no score "
+            f"can rank them ({means}). {self._instead}"
         )
+
+    def of_exact(self) -> str:
+        """Say whether exact scores are a property of the training, and what to do if they are not."""
+        if self.reproducible:
+            return f"{self._starts} ({self._taus}): the effects are a property of the training, not of its last digits."
+        if self.largest:
+            return (
+                f"{self._starts} on the largest effects only ({self._taus}): the others change with the last digits of "
+                f"the start, so rely on the extremes, and for the rest look at groups{self._sized} or labels."
+            )
+        return (
+            f"{self._starts} at {self._taus} only: {self._what} have no reproducible effect in this run, and exact "
+            f"scores answer for its last digits alone. {self._instead}"
+        )
+
+    @property
+    def largest(self) -> bool:
+        """Say whether at least the effects of the most extreme sample are reproducible."""
+        return self.extreme.value >= REPRODUCIBLE
+
+    @property
+    def short(self) -> str:
+        """What is reproducible, in a few words."""
+        if self.reproducible:
+            return "and reproducible"
+        return "but only the largest effects are reproducible" if self.largest else f"but {self.nothing}"
+
+    @property
+    def nothing(self) -> str:
+        """That there is no effect, in a few words."""
+        return f"{self._what} have no reproducible effect"
+
+    @property
+    def _what(self) -> str:
+        return "single examples" if self.single else "these groups"
+
+    @property
+    def _starts(self) -> str:
+        return f"Exact replays from {self.moves + 1} starts {self.jitter:g} apart agree with each other"
+
+    @property
+    def _taus(self) -> str:
+        return f"tau {self.extreme} among the most extreme and {self.random} among those drawn at random"
+
+    @property
+    def _instead(self) -> str:
+        retrain = f", or train with {listed(self.advice)}" if self.advice else ""
+        return f"Look at groups{self._sized} or labels{retrain}."
 
     @property
     def _sized(self) -> str:
@@ -125,25 +168,6 @@ class Ceiling:
         words = tuple(map(str, plain["advice"]))
         numbers = int(plain["moves"]), float(plain["jitter"])
         return cls(*numbers, extreme, random, agreement, groups, bool(plain["single"]), words)
-
-
-def moved_truths(
-    scores: Scores,
-    rows: Sequence[int],
-    moves: Sequence[int],
-    jitter: float,
-    run: Run,
-    task: Task,
-    query: Dataset,
-    resources: Resources | None,
-) -> tuple[list[np.ndarray], Cost]:
-    """Return the true change of the mean query loss without each row, once per moved start, and the cost."""
-    values, cost = [], Cost()
-    for move in moves:
-        truth = replayed(scores, rows, run, task, query, resources, Replay(move=move, jitter=jitter))
-        values.append(truth.mean().double().cpu().numpy())
-        cost = cost + truth.cost
-    return values, cost
 
 
 def ceiling_of(

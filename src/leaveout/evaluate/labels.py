@@ -164,10 +164,14 @@ def robust(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 def influence_weight(check: Check, misfit: float) -> float:
     """Return how much influence counts besides the margins: max(0, τ) · max(0, 1 − misfit / 0.05).
 
-    τ is the lower end of Kendall's τ with exact replays in the worse of both samples. Margins are the better signal
-    unless the run has fitted nearly every label; then they say little.
+    τ is the lower end of Kendall's τ with exact replays in the worse of both samples; for exact scores, of τ between
+    replays from moved starts. Margins are the better signal unless the run has fitted nearly every label; then they say
+    little.
     """
-    lows = [part.kendall.low for part in (check.extreme, check.random)]
+    taus = [check.extreme.kendall, check.random.kendall]
+    if check.exact and check.ceiling is not None:
+        taus = [check.ceiling.extreme, check.ceiling.random]
+    lows = [tau.low for tau in taus]
     trust = 0.0 if any(map(math.isnan, lows)) else max(0.0, min(lows))
     return trust * max(0.0, 1 - misfit / MEMORISED)
 

@@ -1,12 +1,14 @@
-"""Compares scores with exact replays: of the examples that matter most, and of a random sample of the rest."""
+"""Compares scores with exact replays, and exact replays with those from moved starts, on a sample of the examples."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch.utils.data import Dataset
@@ -17,8 +19,8 @@ from leaveout._util.files import free, or_null, read_json, save_json
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError, check_seed, is_whole
-from leaveout.estimators.replay import JITTER, replayed
-from leaveout.evaluate.ceiling import MOVE, Ceiling, ceiling_of, moved_truths
+from leaveout.estimators.replay import JITTER, Replay, replayed
+from leaveout.evaluate.ceiling import MOVE, Ceiling, ceiling_of
 from leaveout.evaluate.metrics import Agreement, Interval, compare
 from leaveout.evaluate.verdict import Verdict
 from leaveout.run.reader import Run
@@ -28,7 +30,9 @@ from leaveout.task.task import Task
 MINIMUM = 4
 COLUMNS = ("score", "truth", "sample")
 MOVES = 2
-"""The number of moved starts that are replayed if scores and truth disagree."""
+"""The number of moved starts that are replayed if scores and truth disagree, or if the scores are the truth."""
+
+EXACT = "every score is an exact replay, nothing is estimated."
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +43,8 @@ class Check(Comparable):
     ``spread`` is the standard deviation of the true changes in each sample: an RMSE well below it is good. It is NaN
     for scores that are not changes of the loss, which are compared by their order only. ``run_fingerprint`` identifies
     the run that was replayed. ``ceiling`` says how reproducible the truth is from moved starts, if that was measured;
-    ``table`` then has the true change from each of them too.
+    ``table`` then has the true change from each of them too. ``exact`` says that every score is a replay itself, so
+    that only this was asked.
     """
 
     extreme: Agreement
@@ -50,6 +55,7 @@ class Check(Comparable):
     cost: Cost
     run_fingerprint: int | None = None
     ceiling: Ceiling | None = None
+    exact: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -59,6 +65,8 @@ class Check(Comparable):
     @property
     def sentence(self) -> str:
         """The verdict in one sentence and, if the ceiling was measured, the cause of disagreement and what to do."""
+        if self.exact:
+            return f"{self.method}: {EXACT} {self.diagnosis}".rstrip()
         first = (
             f"{self.method}, compared with {len(self.table)} exact replays: {self._part('extreme', self.extreme)}, and "
             f"{self._part('random', self.random)}."
@@ -73,13 +81,24 @@ class Check(Comparable):
     @property
     def diagnosis(self) -> str:
         """Whether scores that disagree with the replays are wrong, or there is no reproducible effect to predict."""
-        return "" if self.ceiling is None else self.ceiling.diagnosis(self.verdict in (Verdict.GOOD, Verdict.COARSE))
+        if self.ceiling is None:
+            return ""
+        if self.exact:
+            return self.ceiling.of_exact()
+        return self.ceiling.diagnosis(self.verdict in (Verdict.GOOD, Verdict.COARSE))
 
     def __str__(self) -> str:
         return self.sentence
 
+    @property
+    def short(self) -> str:
+        """The verdict in a few words."""
+        if not self.exact:
+            return self.verdict.value
+        return "exact" if self.ceiling is None else f"exact, {self.ceiling.short}"
+
     def __repr__(self) -> str:
-        return f"Check({self.method}, {len(self.table)} exact replays: {self.verdict.value})"
+        return f"Check({self.method}, {len(self.table)} exact replays: {self.short})"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -87,7 +106,9 @@ class Check(Comparable):
             for name, part in (("most extreme", self.extreme), ("at random", self.random))
         ]
         heads = ("sample", "replays", "verdict", "Kendall's tau", "Spearman's rho", "RMSE")
-        title = f"{self.method}, compared with {len(self.table)} exact replays: {self.verdict.value}"
+        if self.exact:
+            return notebook.card(f"{self.method}: {self.short}", [EXACT, self.diagnosis], (), [])
+        title = f"{self.method}, compared with {len(self.table)} exact replays: {self.short}"
         return notebook.card(title, [self.diagnosis], heads, rows)
 
     def plot(self, ax: Any = None) -> Any:
@@ -97,7 +118,7 @@ class Check(Comparable):
             marker, colour = ("o", notebook.HARM) if name == "extreme" else ("s", notebook.HELP)
             ax.scatter(part["score"], part["truth"], marker=marker, color=colour, label=str(name), s=18)
         ax.axline((0, 0), slope=1, color="grey", linestyle="--", linewidth=1)
-        ax.set(xlabel="estimate", ylabel="truth", title=f"{self.method}: {self.verdict.value}")
+        ax.set(xlabel="estimate", ylabel="truth", title=f"{self.method}: {self.short}")
         ax.legend()
         return ax
 
@@ -112,6 +133,7 @@ class Check(Comparable):
             "spread": {sample: or_null(value) for sample, value in self.spread.items()},
             "cost": asdict(self.cost),
             "run_fingerprint": self.run_fingerprint,
+            **({"exact": True} if self.exact else {}),
             **({} if self.ceiling is None else {"ceiling": self.ceiling.to_json()}),
             "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
         }
@@ -169,6 +191,7 @@ class Check(Comparable):
                 Cost(**content["cost"]),
                 content.get("run_fingerprint"),
                 Ceiling.from_json(content["ceiling"]) if "ceiling" in content else None,
+                bool(content.get("exact", False)),
             )
             str(check)  # fails if anything that the sentence needs is missing
             return check
@@ -208,6 +231,9 @@ def verify(
     move costs as much as the replays themselves; if single examples have no reproducible effect, a few random groups
     of growing size are replayed twice, to find the size from which on there is one.
 
+    Scores that are all exact replays have nothing to be compared with. For them this is the only question: are the
+    effects a property of the training, or of its last digits?
+
     Args:
         scores: scores of single examples or of groups.
         run: the run that was scored.
@@ -215,8 +241,8 @@ def verify(
         query: the query set that was scored.
         replays: how many examples to replay.
         seed: for the random sample, and for the moves.
-        moves: from how many moved starts to replay; by default from two if the scores' ranking is only a hint or worse,
-            and otherwise from none.
+        moves: from how many moved starts to replay; by default from two if the scores' ranking is only a hint or worse
+            or if they are exact, and otherwise from none.
         jitter: the size of a move, relative to the initial parameters.
         groups: whether to look for the group size from which on effects are reproducible, if those of single examples
             are not: 48 more replays for every size that is tried, which for a long run takes most of the time.
@@ -230,31 +256,45 @@ def verify(
     if moves is not None and not is_whole(moves, 0):
         raise InputError(f"moves={moves!r} must be a whole number, 0 or more, or None.", code="moves-not-a-count")
     extreme, random = chosen(scores, min(replays, len(scores.train_ids)), seed)
-    truth = replayed(scores, extreme + random, run, task, query, resources)
+    rows, asked = extreme + random, (run, task, query, resources)
+    own = scores.mean()[rows].double().cpu().numpy()
+    exact = scores.all_exact and scores.run_fingerprint == run.fingerprint and moves != 0
+    truth, spent = (own, Cost()) if exact else _true(scores, rows, *asked)
     table = pd.DataFrame(
-        {
-            "score": scores.mean()[extreme + random].double().cpu().numpy(),
-            "truth": truth.mean().double().cpu().numpy(),
-            "sample": ["extreme"] * len(extreme) + ["random"] * len(random),
-        },
-        index=pd.Index(truth.train_ids, name="train"),
+        {"score": own, "truth": truth, "sample": ["extreme"] * len(extreme) + ["random"] * len(random)},
+        index=pd.Index([scores.train_ids[row] for row in rows], name="train"),
     )
     samples = dict(iter(table.groupby("sample")))
     agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
     # Scores that are not changes of the loss are compared by their order only.
     comparable = scores.is_effect
     spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
-    check = Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost, run.fingerprint)
-    doubtful = check.verdict in (Verdict.HINT, Verdict.NONE) and not scores.all_exact
-    moves = (MOVES if doubtful else 0) if moves is None else moves
+    parts = (agreement["extreme"], agreement["random"])
+    check = Check(*parts, spread, table, scores.method, spent, run.fingerprint, exact=exact)
+    if moves is None:
+        moves = MOVES if exact or check.verdict in (Verdict.HINT, Verdict.NONE) else 0
     if not moves:
         return check
-    asked = (run, task, query, resources)
-    moved, cost = moved_truths(scores, extreme + random, [seed + 1 + move for move in range(moves)], jitter, *asked)
-    for number, values in enumerate(moved, start=1):
-        table[f"{MOVE}{number}"] = values
-    ceiling, more = ceiling_of(table, scores, seed, jitter, groups, *asked)
-    return replace(check, cost=truth.cost + cost + more, ceiling=ceiling)
+    for number in range(1, moves + 1):
+        moved = Replay(move=seed + number, jitter=jitter)
+        table[f"{MOVE}{number}"], cost = _true(scores, rows, *asked, moved)
+        spent = spent + cost
+    ceiling, cost = ceiling_of(table, scores, seed, jitter, groups, *asked)
+    return replace(check, cost=spent + cost, ceiling=ceiling)
+
+
+def _true(
+    scores: Scores,
+    rows: Sequence[int],
+    run: Run,
+    task: Task,
+    query: Dataset,
+    resources: Resources | None,
+    replay: Replay | None = None,
+) -> tuple[np.ndarray, Cost]:
+    """Return the true change of the mean query loss without each row, from the start that is replayed, and the cost."""
+    truth = replayed(scores, rows, run, task, query, resources, replay)
+    return truth.mean().double().cpu().numpy(), truth.cost
 
 
 def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int]]:

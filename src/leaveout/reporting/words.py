@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from leaveout.evaluate.ceiling import REPRODUCIBLE
+from leaveout.evaluate.ceiling import Ceiling
 from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import Check
@@ -112,7 +112,8 @@ def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
     for one in scores:
         check, seconds = checks.get(one.method), f"{one.cost.seconds:.1f} s"
         if one.all_exact:
-            rows.append([one.method, "exact: nothing is estimated", "", "", "", seconds])
+            words = check.short if check is not None and check.exact else "exact: nothing is estimated"
+            rows.append([one.method, words, "", "", "", seconds])
         elif check is None:
             rows.append([one.method, "not verified", "", "", "", seconds])
         else:
@@ -127,8 +128,7 @@ def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
 def trusted(scores: Scores, check: Check | None) -> Trust:
     """Say how far the scores can be trusted."""
     if scores.all_exact:
-        words = "Each comes from retraining exactly without its example or group: nothing is estimated."
-        return Trust("exact", "Every score is exact", words)
+        return _exact(None if check is None else check.ceiling)
     if check is None:
         return Trust(
             "unchecked",
@@ -137,6 +137,20 @@ def trusted(scores: Scores, check: Check | None) -> Trust:
             "Run lo.verify(scores, run, task, query), or leaveout verify, to find out.",
         )
     return Trust(check.verdict.level, _title(check), check.sentence, _brief(check))
+
+
+def _exact(ceiling: Ceiling | None) -> Trust:
+    """Say that every score is exact and, if that was measured, whether the effects are reproducible."""
+    words = "Each comes from retraining exactly without its example or group: nothing is estimated."
+    if ceiling is None:
+        ask = "Whether the effects are a property of the training, or of its last digits, was not measured: lo.verify, "
+        return Trust("exact", "Every score is exact", f"{words} {ask}or leaveout verify, does that.", words)
+    level = "exact" if ceiling.reproducible else "coarse" if ceiling.largest else "none"
+    taus = f"{ceiling.extreme.value:.2f} among the most extreme, {ceiling.random.value:.2f} among those drawn at random"
+    brief = f"{words} Rank correlation (tau) between replays from slightly moved starts: {taus}."
+    if not ceiling.largest:
+        brief += " Look at labels, or at groups, instead."
+    return Trust(level, f"Every score is exact, {ceiling.short}", f"{words} {ceiling.of_exact()}", brief)
 
 
 def _brief(check: Check) -> str:
@@ -148,7 +162,7 @@ def _brief(check: Check) -> str:
     )
     if check.verdict in (Verdict.GOOD, Verdict.COARSE):
         return words
-    if check.ceiling is not None and check.ceiling.extreme.value < REPRODUCIBLE:
+    if check.ceiling is not None and not check.ceiling.largest:
         return f"{words} Look at labels, or at groups, instead."
     if check.ceiling is not None and check.ceiling.undecided:
         return f"{words} Verify with more replays."
@@ -164,9 +178,9 @@ def _title(check: Check) -> str:
     if check.ceiling.reproducible:
         hint = f"{TITLES[Verdict.HINT]}: the scores are off"
         return "The scores are wrong" if check.verdict is Verdict.NONE else hint
-    if check.ceiling.extreme.value >= REPRODUCIBLE:
+    if check.ceiling.largest:
         return "Only the largest effects are reproducible"
-    return f"{'Single examples' if check.ceiling.single else 'These groups'} have no reproducible effect"
+    return check.ceiling.nothing.capitalize()
 
 
 def timing(sums: Sequence[float], scores: Sequence[float], method: str) -> str:
