@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -17,6 +18,9 @@ State: TypeAlias = dict[str, Params]
 """Slot (``"param"`` or an optimizer buffer) to parameters."""
 
 PARAM = "param"
+
+LARGE = 1 << 20
+"""From this many numbers on, a tensor is not copied to be joined with others."""
 
 
 def inner(left: Params, right: Params) -> Float[Tensor, "left right"]:
@@ -149,7 +153,7 @@ def norm(params: Params) -> float:
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     5.0
     """
-    return float(_flat(params).double().norm())
+    return math.hypot(*(float(piece.double().norm()) for (piece,) in _pieces(params)))
 
 
 def distance(left: Params, right: Params) -> float:
@@ -158,8 +162,14 @@ def distance(left: Params, right: Params) -> float:
     >>> distance({"a": torch.tensor([3.0])}, {"a": torch.tensor([1.0])})
     2.0
     """
-    return float(_flat(left).sub_(_flat({name: right[name] for name in left})).double().norm())
+    return math.hypot(*(float((one - other).double().norm()) for one, other in _pieces(left, right)))
 
 
-def _flat(params: Params) -> Float[Tensor, " width"]:
-    return torch.cat([tensor.flatten() for tensor in params.values()])
+def _pieces(*trees: Params) -> Iterator[tuple[Float[Tensor, " width"], ...]]:
+    """Yield the same piece of each vector: small tensors joined, which is quick, and each large one as it is."""
+    small = [name for name, tensor in trees[0].items() if tensor.numel() < LARGE]
+    if small:
+        yield tuple(torch.cat([tree[name].flatten() for name in small]) for tree in trees)
+    for name, tensor in trees[0].items():
+        if tensor.numel() >= LARGE:
+            yield tuple(tree[name].flatten() for tree in trees)

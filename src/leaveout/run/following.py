@@ -7,7 +7,7 @@ and every ``EVERY``-th state is stored whole. Getting from one to the next is el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -18,7 +18,10 @@ from leaveout._util.trees import PARAM, Params, State, memories, nbytes
 from leaveout.optim import AVERAGE, Hyper, Rule
 
 EVERY = 8
-"""One state in this many is stored whole; a backward sweep holds this many at a time."""
+"""One state in this many is stored whole; a backward sweep holds this many at a time, if they fit into ``CACHE``."""
+
+CACHE = 512 * 2**20
+"""How many bytes of computed states are kept, but at least two states: a state of AdamW is three times the model."""
 
 PROVEN = 3
 """How many of the first steps that are stored as gradients are recomputed as a test while recording."""
@@ -167,6 +170,9 @@ class Choice:
 class Following:
     """States computed from earlier ones; the latest ones are cached, because they are requested in order.
 
+    Backward, a block of states that follow from a whole one is computed at once, as far as it fits into ``CACHE``; for
+    a large model, only its last few states are kept, and the earlier ones are computed again when it is their turn.
+
     Args:
         step: takes the state before step i to the one after it.
         whole: returns the index of the last state, up to a given one, that is stored whole.
@@ -188,14 +194,17 @@ class Following:
             if known is not None and not backward:
                 self._states = {index: self._step(index - 1, known)}
             else:
-                self._states = dict(self._up_to(index))
+                self._states = self._up_to(index)
         if backward:
             return self._states.pop(index)
         return {slot: {n: t.clone() for n, t in params.items()} for slot, params in self._states[index].items()}
 
-    def _up_to(self, index: int) -> Iterator[tuple[int, State]]:
+    def _up_to(self, index: int) -> dict[int, State]:
+        """Compute the states from the last whole one up to an index; return as many of the last as may be kept."""
         start = self._whole(index)
-        state = self._read(start)
+        state, states = self._read(start), dict[int, State]()
+        room = max(2, CACHE // nbytes(state))
         for number in range(start, index):
-            state = self._step(number, state)
-            yield number + 1, state
+            state = states[number + 1] = self._step(number, state)
+            states.pop(number + 1 - room, None)
+        return states

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from leaveout._util.trees import Params, each
+from leaveout._util.trees import Params, distance, each, norm
 from leaveout.task import batches
 from leaveout.task.curvature_maps import FISHER, GAUSS_NEWTON
 from leaveout.task.derivatives import (
@@ -26,7 +26,7 @@ from leaveout.task.derivatives import (
     weight_products,
     weighted_changes,
 )
-from leaveout.task.guard.differences import FLOOR, inner, norm
+from leaveout.task.guard.differences import FLOOR, inner
 from leaveout.task.guard.points import Point, reads
 from leaveout.task.joint import directional_by_example
 from leaveout.task.preparing import is_large
@@ -119,6 +119,7 @@ def example(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
     for given in (own,) if is_large(task) else (u, own):
         value, curved = example_products(task, at, batch, given)
         mean = each(lambda t: t.mean(0), curved)
+        del curved  # for a large model, gigabytes
         if point is not None and not (point.has_examples(value) and point.difference.agrees(mean, 0)):
             return False
     return True
@@ -135,7 +136,7 @@ def outer(task: Task, at: Params, batch: Any, point: Point | None) -> bool:
             return False
         if wanted is not None:
             scale = max(norm(wanted), FLOOR * norm(point.difference.gradient))
-            missed = norm(each(torch.sub, _row(curved, 0), wanted))
+            missed = distance(_row(curved, 0), wanted)
             if missed > max(1e-3, point.difference.tolerance) * scale:
                 return False
     return True

@@ -41,8 +41,7 @@ def compared(task: Task, params: Params, batch: Any, before: Abilities | None = 
         return problem, Abilities()
     abilities = _Search(task, params, batch, tested).abilities(before)
     if not (abilities.whole and abilities.symmetric):
-        at = tested.point.at if tested.point else tested.at
-        abilities = abilities._replace(reason=culprit(tested.task, at, tested.batch))
+        abilities = abilities._replace(reason=culprit(tested.task, tested.at, tested.batch))
     return None, abilities
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from leaveout._util.trees import Params, each
+from leaveout._util.trees import Params, distance, each, norm
 from leaveout.errors import LeaveoutError
 from leaveout.task import batches
 from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
 from leaveout.task.forms import COUPLED, Abilities, Form
-from leaveout.task.guard.differences import MISSING, Difference, difference, like, norm, padding_rows
+from leaveout.task.guard.differences import MISSING, Difference, difference, like, padding_rows
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Pa
 def _near(computed: Params, wanted: Params) -> bool:
     dtype = next(iter(wanted.values())).dtype
     near = 1e-7 if dtype == torch.float64 else 1e-3
-    return norm(each(torch.sub, computed, wanted)) <= near * max(norm(wanted), 1e-12)
+    return distance(computed, wanted) <= near * max(norm(wanted), 1e-12)
 
 
 def _widened(leaf: Any) -> Any:

@@ -6,13 +6,14 @@ the differences to the two sides then disagree. It is computed again, with anoth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from leaveout._util.trees import Params, each
+from leaveout._util.trees import Params, distance, each, norm
 
 MISSING = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
 """What PyTorch raises if it has no rule for an operation."""
@@ -39,8 +40,7 @@ class Difference(NamedTuple):
 
     def agrees(self, product: Params, which: int = 0) -> bool:
         """Say whether the product is J times a direction: the difference along it."""
-        missed = norm(each(torch.sub, product, self.changes[which]))
-        return missed <= self.tolerance * self._scale(which)
+        return distance(product, self.changes[which]) <= self.tolerance * self._scale(which)
 
     def agrees_transposed(self, product: Params, which: int = 0) -> bool:
         """Say whether the product is Jᵀ times a direction: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩."""
@@ -82,20 +82,32 @@ def difference(
     still |= {name: ... for name in counters if name in at}
     for step in STEPS[dtype]:
         directions = (_holding(like(at, generator), still), _holding(like(at, generator), still))
-        ends = [
-            (slope(each(lambda p, d: p + step * d, at, d)), slope(each(lambda p, d: p - step * d, at, d)))  # noqa: B023
-            for d in directions
-        ]
-        if not all(finite(end) for pair in ends for end in pair):
+        bent = [_bend(slope, at, direction, step, here) for direction in directions]
+        changes, sides = zip(*bent, strict=True)
+        if not all(map(math.isfinite, sides)):
             continue
-        changes = tuple(each(lambda a, b: (a - b) / (2 * step), *pair) for pair in ends)  # noqa: B023
-        sides = [each(lambda a, b, c: (a + b - 2 * c) / (2 * step), *pair, here) for pair in ends]  # noqa: B023
         floor = FLOOR * norm(here)
-        apart = max(norm(s) / max(norm(c), floor, 1e-300) for s, c in zip(sides, changes, strict=True))
+        apart = max(side / max(norm(change), floor, 1e-300) for side, change in zip(sides, changes, strict=True))
         if apart <= SIDES[dtype]:
             tolerance = TOLERANCE[dtype] + 4 * apart
-            return Difference(at, here, directions, changes, tolerance)  # type: ignore[arg-type]
+            return Difference(at, here, directions, changes, tolerance)
     return None
+
+
+def _bend(
+    slope: Callable[[Params], Params], at: Params, direction: Params, step: float, here: Params
+) -> tuple[Params, float]:
+    """Return the central difference of a gradient, and how far the differences to the two sides are from it.
+
+    The distance is infinite if a gradient is not finite.
+    """
+    ahead = slope(each(lambda p, d: p + step * d, at, direction))
+    behind = slope(each(lambda p, d: p - step * d, at, direction))
+    if not (finite(ahead) and finite(behind)):
+        return here, math.inf
+    change = each(lambda a, b: (a - b) / (2 * step), ahead, behind)
+    # One tensor at a time: for a large model, all of them are a gigabyte.
+    return change, math.hypot(*(norm({n: (ahead[n] + behind[n] - 2 * here[n]) / (2 * step)}) for n in here))
 
 
 def like(params: Params, generator: torch.Generator, share: float = 1.0) -> Params:
@@ -127,11 +139,6 @@ def _holding(direction: Params, still: Mapping[str, Any]) -> Params:
 def finite(params: Params) -> bool:
     """Say whether all values are finite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in params.values())
-
-
-def norm(params: Params) -> float:
-    """Compute the Euclidean norm."""
-    return inner(params, params) ** 0.5
 
 
 def inner(left: Params, right: Params) -> float:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leaveout._util.trees import Params, each
+from leaveout._util.trees import Params, distance, each, norm
 from leaveout.errors import LeaveoutError
 from leaveout.task import batches
-from leaveout.task.guard.differences import Difference, difference, finite, like, norm, padding_rows
+from leaveout.task.guard.differences import Difference, difference, finite, like, padding_rows
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
@@ -58,7 +58,7 @@ class Point(NamedTuple):
 
     def _near(self, computed: Params, wanted: Params) -> bool:
         scale = max(norm(wanted), 1e-3 * norm(self.examples))
-        return norm(each(torch.sub, computed, wanted)) <= self.difference.tolerance * scale
+        return distance(computed, wanted) <= self.difference.tolerance * scale
 
 
 class Trial(NamedTuple):
@@ -87,7 +87,7 @@ def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
             problem = _mixing(wide, place, given)
         if problem:
             return Trial(wide, given, at, None, problem)
-    return Trial(wide, given, at, point)
+    return Trial(wide, given, at if point is None else point.at, point)
 
 
 def mixing(task: Task, params: Params, batch: Any) -> str | None:
@@ -162,7 +162,7 @@ def _point(task: Task, at: Params, batch: Any, seed: int) -> tuple[str | None, P
     examples = {name: torch.stack([part[name] for part in parts]) for name in at}
     if not (finite(whole) and finite(examples)):
         return None, None
-    apart = norm(each(lambda g, e: g - e.mean(0), whole, examples))
+    apart = distance(whole, each(lambda e: e.mean(0), examples))
     if apart > _rounding(task) * (1e2 * norm(whole) + norm(examples)):
         return _depends("the mean of their gradients is not the batch's"), None
     measured = difference(plain(task, batch), at, seed, padding_rows(task.model), here=whole)
