@@ -23,9 +23,9 @@ from torch import Tensor
 
 from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum
 from leaveout._util.tensor_files import Rows, write_tensors_checked
-from leaveout._util.trees import PARAM, Params, State
+from leaveout._util.trees import PARAM, State
 from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
-from leaveout.optim import AVERAGE, Settings
+from leaveout.optim import Settings
 from leaveout.optim.averaging import Update
 from leaveout.run import averages, kept_batches, kept_states, micro, uneven
 from leaveout.run.following import Used, size_of
@@ -137,14 +137,17 @@ class Writer:
         else:
             self._states[index] = state
 
-    def amend(self, average: Update, state: Params) -> bool:
-        """Record how the weight average changed after the newest step; return False if that is on disk already."""
+    def amend(self, average: Update, slot: State) -> bool:
+        """Record how the weight average changed after the newest step; return False if that step is on disk already.
+
+        ``slot`` is the average, as a slot of the state.
+        """
         if not self._records:
             return False
         self._records[-1] = replace(self._records[-1], average=average)
-        held = self._states.get(self._records[-1].index + 1)
-        if isinstance(held, dict):
-            held[AVERAGE] = state
+        state = self._states.get(self._records[-1].index + 1)
+        if isinstance(state, dict):
+            state |= slot
         return True
 
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
