@@ -13,7 +13,7 @@ import leaveout as lo
 from leaveout._util.files import checksum
 from leaveout._util.tensor_files import write_tensors_checked
 from leaveout._util.trees import PARAM
-from leaveout.run.following import EVERY
+from leaveout.run.gradient_states import EVERY
 from leaveout.run.kept_states import WHOLE, whole
 
 TURNS = itertools.count()

@@ -23,7 +23,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn
 from leaveout.estimators.query import Query
-from leaveout.run import following
+from leaveout.run import gradient_states
 from leaveout.run.reader import Run
 from leaveout.run.train import train
 from leaveout.sweep.budget import directions_bytes
@@ -141,7 +141,7 @@ def plan(
         cost = Cost()
         with cost.metered():
             short = train(trial, made, few, batch_size, 0, Path(folder) / "run", resources=budget)
-        disk = following.disk_bytes(short.rule, short.state(0), steps)
+        disk = gradient_states.disk_bytes(short.rule, short.state(0), steps)
         training = Plan("training, recorded", cost.seconds / len(short) * steps, cost.peak_memory, disk)
         return _table(_subject(trial, query, short, (steps, epochs), task.size, budget), shown, [training])
 

@@ -16,7 +16,7 @@ from torch import distributed, nn
 from leaveout._util.trees import State
 from leaveout.errors import UnsupportedError
 from leaveout.optim.averaging import Update
-from leaveout.run.following import Used
+from leaveout.run.gradient_states import StepGradients
 from leaveout.run.manifest import Manifest
 from leaveout.run.pending import StepInputs
 from leaveout.run.record import Record, prints
@@ -81,7 +81,7 @@ class NoWriter:
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Do nothing: the first process does all the writing."""
 
-    def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
+    def append(self, record: Record, state: State | StepGradients | None, held: int | None = None) -> None:
         """See ``begin``."""
 
     def settle(self, final: Callable[[], State | None]) -> bool:  # noqa: ARG002

@@ -26,7 +26,7 @@ from leaveout._util.trees import State
 from leaveout.errors import InputError, RunError, is_whole
 from leaveout.optim import AVERAGE, Rule, Settings
 from leaveout.run import averages, kept_batches, uneven
-from leaveout.run.following import Following, stepped
+from leaveout.run.gradient_states import RecomputedStates, next_state
 from leaveout.run.kept_states import KEPT, WHOLE, StateTensors, whole
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
 from leaveout.run.micro import AFTER, FURTHER, MODES, SCALES, is_sound, micro_of
@@ -59,7 +59,7 @@ class Run:
         self._starts = [0, *accumulate(shard.steps for shard in manifest.shards)]
         self._loaded = lru_cache(maxsize=2)(self._load_shard)
         self._tensors = StateTensors(manifest)
-        self._following = Following(self._stepped, self._last_whole, self.state)
+        self._recomputed = RecomputedStates(self._stepped, self._last_whole, self.state)
         self._checked: dict[str, tuple[int, int, int]] = {}
 
     def __reduce__(self) -> tuple:
@@ -212,7 +212,7 @@ class Run:
                 code="state-not-kept",
             )
         place = _place(whole(shard), index)
-        return self._following.state(index) if place is None else self._tensors.unflatten(shard, place)
+        return self._recomputed.state(index) if place is None else self._tensors.unflatten(shard, place)
 
     def _last_whole(self, index: int) -> int:
         """Return the index of the last state, up to this one, that is stored whole."""
@@ -225,7 +225,7 @@ class Run:
     def _stepped(self, index: int, state: State) -> State:
         """Return the state after a step, computed from the stored gradient."""
         given = self._tensors.given_at(self._shard(self._find(index)[0]), index + 1)
-        return stepped(self.rule, state, given, self.record(index).hypers)
+        return next_state(self.rule, state, given, self.record(index).hypers)
 
     def batches(self, index: int) -> list[Any]:
         """Return the micro-batches of a step as the loader yielded them; none if they come from the data set."""

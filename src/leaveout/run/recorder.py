@@ -23,7 +23,7 @@ from leaveout.compute.resources import parse_bytes
 from leaveout.errors import LeaveoutWarning, is_whole
 from leaveout.optim import Hyper, HyperReader, Settings, rule_of, unwrapped
 from leaveout.run import failures, uneven
-from leaveout.run.following import Choice, Used, used
+from leaveout.run.gradient_states import StepGradients, StorageChoice, step_gradients
 from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
 from leaveout.run.last_state import LastState
@@ -101,7 +101,7 @@ class Recorder:
         self._processes = processes_of(called, resume=bool(resume))
         writes = self._processes is None or self._processes.first
         self._keep = Keep(keep if writes else NEVER, parse_bytes(disk, "disk"))
-        self._choice = Choice(rule)
+        self._storage = StorageChoice(rule)
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
         check_modules(called)
@@ -333,7 +333,7 @@ class Recorder:
             raise failures.buffers_apart(next(iter(moving)))
         averaged = self._average.follow(self._params, moving)
         start = {**start, PARAM: {**start[PARAM], **self._moving.start()}, **self._average.state()}
-        self._choice.begin(start)
+        self._storage.begin(start)
         manifest = described(self._model, self._rule, self._params, moving, self._loaders.size)
         try:
             self._writer.begin(replace(manifest, averaged=averaged), start)
@@ -359,25 +359,25 @@ class Recorder:
         batch_bytes = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
         self._steps += 1
         state, state_bytes = self._state_to_keep(copied) if self._keep.wants(self._steps) else (None, 0)
-        self._last.note(total, None if isinstance(state, Used) else state)
+        self._last.note(total, None if isinstance(state, StepGradients) else state)
         try:
             self._writer.append(record, state, batch_bytes + state_bytes)
         except OSError as error:
             self._give_up(error)
         self._average.stepped()
 
-    def _state_to_keep(self, copied: Sequence[Piece]) -> tuple[State | Used, int]:
+    def _state_to_keep(self, copied: Sequence[Piece]) -> tuple[State | StepGradients, int]:
         """Return what is stored of the current state, and its bytes; ``copied`` may hold copies of the parameters."""
-        given = partial(used, self._params, self._moving.now, alike=self._settings.places is None)
-        state = self._choice.kept(self._steps, given, self._settings.hypers, partial(self._state, copied))
-        size = self._choice.size(state)
+        given = partial(step_gradients, self._params, self._moving.now, alike=self._settings.places is None)
+        state = self._storage.stored(self._steps, given, self._settings.hypers, partial(self._state, copied))
+        size = self._storage.size(state)
         self._keep.note(self._steps, size)
         return state, size
 
     def _settle(self) -> None:
         """Record what the loop has done since the last step: to its gradients, and to its average."""
         if self._writer.settle(self._last.final):
-            self._choice.written_to()
+            self._storage.note_in_place_writes()
         update = self._average.updates(first=self._steps == 0)
         if update is not None and self._steps > 0:
             amended = self._writer.amend(update, self._average.state())

@@ -28,7 +28,7 @@ from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
 from leaveout.optim import Settings
 from leaveout.optim.averaging import Update
 from leaveout.run import averages, kept_batches, kept_states, micro, uneven
-from leaveout.run.following import Used, size_of
+from leaveout.run.gradient_states import StepGradients, size_of
 from leaveout.run.kept_states import KEPT
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
@@ -67,7 +67,7 @@ class Writer:
         self._shard_bytes = shard_bytes
         self._manifest: Manifest | None = None
         self._records: list[Record] = []
-        self._states: dict[int, State | Used] = {}
+        self._states: dict[int, State | StepGradients] = {}
         self._held = 0
         self._number = 0
         self._flushed = time.monotonic()
@@ -90,7 +90,7 @@ class Writer:
         """Write the state before the first step while training goes on; its tensors must not change afterwards."""
         self._writing = self._thread.submit(_write_start, self.path, manifest, initial)
 
-    def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
+    def append(self, record: Record, state: State | StepGradients | None, held: int | None = None) -> None:
         """Add one step, and the state after it if it is to be kept; its tensors must not change afterwards.
 
         Instead of the state there may be what the step was given, if the state before it is kept. ``held`` is the
@@ -109,10 +109,10 @@ class Writer:
         self._held += (0 if state is None else size_of(state)) if held is None else held
 
     @property
-    def newest(self) -> Used | None:
+    def newest(self) -> StepGradients | None:
         """What is kept for the last step's state, if that is not the state itself."""
         kept = self._states.get(self._records[-1].index + 1) if self._records else None
-        return kept if isinstance(kept, Used) else None
+        return kept if isinstance(kept, StepGradients) else None
 
     def settle(self, final: Callable[[], State | None]) -> bool:
         """Ensure that the newest state is kept: whole, if the gradient that led to it may have been written to.
@@ -303,7 +303,7 @@ def _write_shard(
     path: Path,
     number: int,
     records: Sequence[Record],
-    states: dict[int, State | Used],
+    states: dict[int, State | StepGradients],
     manifest: Manifest,
     *,
     last: bool = False,
