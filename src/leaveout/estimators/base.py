@@ -172,6 +172,9 @@ class Estimator(ABC):
     layers: str | Sequence[str] | None = None
     """The parameters whose displacements count, by name or pattern; None: all."""
 
+    readout: str | None = None
+    """How displacements become changes of the loss; None for methods that have no choice."""
+
     differentiates: ClassVar[bool] = True
     """Whether it takes derivatives other than training's own; these are first compared at the run's last state."""
 
@@ -293,7 +296,7 @@ class Estimator(ABC):
         warn_of_other_weights(run, task.parameters(), final)
         single = question.queries == "each"
         query = Query(trajectory.task, final, question.query, single=single, resources=resources.inside())
-        query.check(gradient=getattr(self, "readout", None) == "linear")
+        query.check(gradient=self.readout == "linear")
         left_out = self._left_out(question)
         return Request(trajectory, left_out, query, resources, cost, question.displacements, repr(self))
 

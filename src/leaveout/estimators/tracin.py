@@ -127,7 +127,9 @@ class TracIn(Estimator):
     def _factor(self, checkpoint: Checkpoint, name: str) -> float:
         """Return the weight of a parameter's inner product: zero for buffers, which no optimizer moves."""
         share = checkpoint.share.get(name)
-        return 0.0 if share is None else share if self.learning_rate else 1.0
+        if share is None:
+            return 0.0
+        return share if self.learning_rate else 1.0
 
     def _of_steps(self, request: Request) -> Float[Tensor, "rows queries"]:
         """Compute Σ_{i: k∈Z_i} ⟨∇L(query, θ_N), g(z_k, θ_i)⟩."""

@@ -38,7 +38,9 @@ class Rounding:
     @property
     def share(self) -> float:
         """The largest difference as a fraction of the largest score."""
-        return self.largest / self.scale if self.scale > 0 else float("inf") if self.largest > 0 else 0.0
+        if self.scale > 0:
+            return self.largest / self.scale
+        return float("inf") if self.largest > 0 else 0.0
 
     @property
     def sentence(self) -> str:

@@ -245,8 +245,9 @@ def verify(
     comparable = scores.is_effect
     spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
     check = Check(agreement["extreme"], agreement["random"], spread, table, scores.method, truth.cost, run.fingerprint)
-    doubtful = check.verdict in (Verdict.HINT, Verdict.NONE) and not scores.all_exact
-    moves = (MOVES if doubtful else 0) if moves is None else moves
+    if moves is None:
+        doubtful = check.verdict in (Verdict.HINT, Verdict.NONE) and not scores.all_exact
+        moves = MOVES if doubtful else 0
     if not moves:
         return check
     asked = (run, task, query, resources)

@@ -109,6 +109,9 @@ class RecorderCallback(TrainerCallback):
         if loss is None:
             loss = self._own_loss(model, loader.dataset, collate)
         clip = self._args.max_grad_norm
+        accumulation = "sum" if self._items_given else "mean"
+        if self._fused:
+            accumulation = "window"
         return Task(
             model,
             loss,
@@ -117,7 +120,7 @@ class RecorderCallback(TrainerCallback):
             **{
                 "collate": collate,
                 "clip_norm": clip if clip and clip > 0 else None,
-                "accumulation": "window" if self._fused else "sum" if self._items_given else "mean",
+                "accumulation": accumulation,
                 **options,
             },
         )

@@ -77,8 +77,11 @@ def tensors_of(outputs: Any) -> list[Tensor]:
     """
     if isinstance(outputs, Tensor):
         return [outputs]
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
+    if isinstance(outputs, Mapping):
+        outputs = list(outputs.values())
+    if not isinstance(outputs, list | tuple):
+        return []
+    return [tensor for part in outputs for tensor in tensors_of(part)]
 
 
 def check_transformed(model: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]) -> None:

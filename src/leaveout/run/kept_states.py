@@ -97,9 +97,8 @@ class StateTensors:
 
     def _names(self, slot: str) -> list[str]:
         """Return the names in a slot: the trained parameters and, in some slots, the model's moving buffers."""
-        made = self._manifest
-        moving = made.buffers if slot == PARAM else made.averaged if slot == AVERAGE else ()
-        return [*made.rule.groups, *moving]
+        buffers = {PARAM: self._manifest.buffers, AVERAGE: self._manifest.averaged}.get(slot, {})
+        return [*self._manifest.rule.groups, *buffers]
 
     def _check_one(self, file: Path, tensor: Tensor, slot: str, name: str, shape: list[int]) -> None:
         moving = self._manifest.buffers.get(name)

@@ -106,7 +106,9 @@ class Writer:
         self._records.append(record)
         if state is not None:
             self._states[record.index + 1] = state
-        self._held += (0 if state is None else size_of(state)) if held is None else held
+        if held is None:
+            held = 0 if state is None else size_of(state)
+        self._held += held
 
     @property
     def newest(self) -> StepGradients | None:

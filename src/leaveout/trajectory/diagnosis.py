@@ -72,9 +72,9 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
 def _divisor(recorded: RecordedStep) -> int:
     """Return what the task divides a micro-batch's loss by in addition to its own denominator."""
     accumulation = recorded.trained.accumulation
-    return (
-        accumulation if isinstance(accumulation, int) else len(recorded.record.parts) if accumulation == "mean" else 1
-    )
+    if isinstance(accumulation, int):
+        return accumulation
+    return len(recorded.record.parts) if accumulation == "mean" else 1
 
 
 def _only(rule: Rule, state: State) -> State:
