@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +214,23 @@ def is_strength(value: Any) -> bool:
     """Say whether a value is a finite number, 0 or more."""
     real = isinstance(value, Real)
     return real and bool(0 <= value <= sys.float_info.max)
+
+
+def matching(names: Sequence[str], layers: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the names that match the patterns of ``layers=``; refuse a pattern that matches none.
+
+    >>> matching(("body.weight", "head.weight", "head.bias"), "head.*")
+    ('head.weight', 'head.bias')
+    """
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if unknown or not patterns:
+        raise InputError(
+            f"layers={layers!r} names no trained parameter{f' by {unknown[0]!r}' if unknown else ''}: use names or "
+            f"patterns such as 'head.*'; there are {', '.join(names)}.",
+            code="layers-match-nothing",
+        )
+    return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def refuse(problems: list[str]) -> None:
