@@ -19,9 +19,9 @@ from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch
 from leaveout.task.calls import by_chunks, form_of, ones, run, stacked, staged
 from leaveout.task.curvature_maps import HESSIAN, CurvatureMap, pushed, transposed
-from leaveout.task.elementary import Elementary
 from leaveout.task.forms import Form
-from leaveout.task.kinks import inverse_widths
+from leaveout.task.rewrites.elementary import Elementary
+from leaveout.task.rewrites.kinks import inverse_widths
 from leaveout.task.trace.tracer import RARE
 from leaveout.task.training_batch import Picked, TrainingBatch, parts_of, size_of
 

@@ -17,23 +17,23 @@ from leaveout._util.trees import Params, sum_of
 from leaveout.errors import UnsupportedError
 from leaveout.optim.clip import clip_of
 from leaveout.task import batches
-from leaveout.task.batch_norm import weighted_batch_norm
 from leaveout.task.batches import Batch, Collate, Each
 from leaveout.task.batching import looped, side_by_side
 from leaveout.task.checks import check_options, is_coupled, matching, module_problems, refuse, trial_problems
 from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
-from leaveout.task.folding import Folded
 from leaveout.task.footprint import footprint
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
-from leaveout.task.kinks import kinked
 from leaveout.task.losses import Loss, call_name, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
 from leaveout.task.preparing import trial_batch
-from leaveout.task.rewriting import Unstopped
+from leaveout.task.rewrites.batch_norm import weighted_batch_norm
+from leaveout.task.rewrites.folding import Folded
+from leaveout.task.rewrites.kinks import kinked
+from leaveout.task.rewrites.missing_rules import Unstopped
 from leaveout.task.trace.tracer import Tracer
 from leaveout.task.training_batch import TrainingBatch, Window, parts_of, size_of
 

@@ -14,8 +14,8 @@ from leaveout._util.trees import PARAM, Params, State, height
 from leaveout.optim import AVERAGE, Hyper, Rule
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import stacked_gradients
-from leaveout.task.elementary import Quicker
-from leaveout.task.products import fast_products
+from leaveout.task.rewrites.elementary import Quicker
+from leaveout.task.rewrites.products import fast_products
 from leaveout.task.task import Task
 from leaveout.task.trace.tracer import WARM_UP
 from leaveout.trajectory.twins import on_threads, twins

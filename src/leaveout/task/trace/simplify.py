@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from leaveout.task.products import product
+from leaveout.task.rewrites.products import product
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
-from leaveout.task.rewriting import WrittenOut
+from leaveout.task.rewrites.missing_rules import WrittenOut
 
 COARSE = (torch.float16, torch.bfloat16)
 """Types in which PyTorch's own kernels sum more precisely than their operands."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from leaveout._util.trees import Params
 from leaveout.task.batches import Batch
 from leaveout.task.forward import Called
-from leaveout.task.function_mode import FunctionMode
+from leaveout.task.rewrites.function_mode import FunctionMode
 
 WIDTH = 0.2 * 1.2533
 """The width of a bump over the pre-activation's mean absolute deviation (1.2533 of which are a Gaussian's σ).
