@@ -17,7 +17,7 @@ from leaveout.integrations.step_loss import StepCall, loss_of_step, step_losses
 from leaveout.integrations.tap import NotedLoader, resumed
 from leaveout.run.kept_batches import is_random
 from leaveout.run.reader import Run
-from leaveout.run.recorder import Recorder
+from leaveout.run.recording.recorder import Recorder
 from leaveout.task import batches
 from leaveout.task.task import Task
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from leaveout.errors import LeaveoutWarning
 from leaveout.run.manifest import MANIFEST
-from leaveout.run.watched_loader import IndexedLoader, NotingSampler, check_loader
+from leaveout.run.recording.watched_loader import IndexedLoader, NotingSampler, check_loader
 
 
 class Tap:

@@ -28,8 +28,8 @@ from leaveout.integrations.skipping import Skipping
 from leaveout.integrations.tap import MethodHook, Tap, is_given, resumed
 from leaveout.run.kept_batches import is_random
 from leaveout.run.reader import Run
-from leaveout.run.recorder import Recorder
-from leaveout.run.watched_loader import INNER
+from leaveout.run.recording.recorder import Recorder
+from leaveout.run.recording.watched_loader import INNER
 from leaveout.task import batches
 from leaveout.task.forward import ORIGINAL
 from leaveout.task.task import Task

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,24 +20,25 @@ from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
 from leaveout.errors import LeaveoutWarning, is_whole
 from leaveout.optim import Hyper, HyperReader, Settings, rule_of, unwrapped
-from leaveout.run import failures, uneven
+from leaveout.run import uneven
 from leaveout.run.gradient_states import StepGradients, StorageChoice, step_gradients
-from leaveout.run.keep import Keep
 from leaveout.run.kept_batches import BatchBudget
-from leaveout.run.last_state import LastState
-from leaveout.run.live_average import LiveAverage, NoAverage
-from leaveout.run.live_model import Frozen, Piece, check_gradients, check_modules, is_unmoved, state_of
 from leaveout.run.model_match import described
-from leaveout.run.moving_buffers import MovingBuffers
-from leaveout.run.overwrite import clear
-from leaveout.run.pending import Pending
-from leaveout.run.processes import NEVER, NoWriter, processes_of
 from leaveout.run.reader import Run, open_run
 from leaveout.run.record import Record
-from leaveout.run.resume import StepsOnDisk, check_restored, check_taken_up, restore
-from leaveout.run.scaling import scale_of_step
-from leaveout.run.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
-from leaveout.run.writer import Writer, never_finished
+from leaveout.run.recording import failures
+from leaveout.run.recording.keep import Keep
+from leaveout.run.recording.last_state import LastState
+from leaveout.run.recording.live_average import LiveAverage, NoAverage
+from leaveout.run.recording.live_model import Frozen, Piece, check_gradients, check_modules, is_unmoved, state_of
+from leaveout.run.recording.moving_buffers import MovingBuffers
+from leaveout.run.recording.overwrite import clear
+from leaveout.run.recording.pending import Pending
+from leaveout.run.recording.processes import NEVER, NoWriter, processes_of
+from leaveout.run.recording.resume import StepsOnDisk, check_restored, check_trained_alike, restore
+from leaveout.run.recording.scaling import scale_of_step
+from leaveout.run.recording.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
+from leaveout.run.recording.writer import Writer, save_at_exit
 from leaveout.task import batches
 from leaveout.task.forward import bare
 
@@ -125,7 +124,7 @@ class Recorder:
         self._continue_run(restored=at is not None)
         self._pending = Pending(called, self._moving, fresh=before is None)
         self._last = LastState(model, optimizer, self._params, self._state)
-        self._at_exit = atexit.register(partial(never_finished, self._writer, os.getpid()))
+        self._do_not_save_at_exit = save_at_exit(self._writer)
         _RECORDED.add(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -244,7 +243,7 @@ class Recorder:
         if run is None:
             return
         try:
-            check_taken_up(run, self._model, self._params, self._rule)
+            check_trained_alike(run, self._model, self._params, self._rule)
             if restored:
                 check_restored(run, self._state())
             else:
@@ -296,7 +295,7 @@ class Recorder:
         self._last.release()
         self._pending.release()
         _RECORDED.discard(self._optimizer)
-        atexit.unregister(self._at_exit)
+        self._do_not_save_at_exit()
         self._hooks = []
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:

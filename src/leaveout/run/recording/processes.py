@@ -18,8 +18,9 @@ from leaveout.errors import UnsupportedError
 from leaveout.optim.averaging import Update
 from leaveout.run.gradient_states import StepGradients
 from leaveout.run.manifest import Manifest
-from leaveout.run.pending import StepInputs
-from leaveout.run.record import Record, prints
+from leaveout.run.record import Record
+from leaveout.run.recording.noting import fingerprints
+from leaveout.run.recording.pending import StepInputs
 
 NEVER = 2**62
 """The interval between kept states in processes that do not write: so long that none is kept."""
@@ -45,7 +46,7 @@ class Processes:
 
     def gathered(self, inputs: StepInputs) -> StepInputs:
         """Return all processes' parts of a step, in rank order, in the first process; each other gets its own part."""
-        inputs = inputs._replace(fingerprint=prints([inputs])[0], unhashed=[])
+        inputs = inputs._replace(fingerprint=fingerprints([inputs])[0], unhashed=[])
         parts: list[Any] | None = [None] * distributed.get_world_size() if self.first else None
         distributed.gather_object(inputs, parts, dst=0, group=self._group)
         if parts is None:

@@ -18,7 +18,7 @@ from leaveout.task import batches
 from leaveout.task.draws import set_random_state
 
 
-def check_taken_up(run: Run, model: nn.Module, params: dict[str, Tensor], rule: Rule) -> None:
+def check_trained_alike(run: Run, model: nn.Module, params: dict[str, Tensor], rule: Rule) -> None:
     """Refuse to resume a run with another model or optimizer, or with an average of the weights in only one of them."""
     averaged = AVERAGE in rule.slots
     if averaged != (AVERAGE in run.manifest.rule.slots):

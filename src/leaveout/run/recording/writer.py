@@ -6,6 +6,7 @@ last shard that the manifest names; writing continues from there.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,8 @@ from leaveout.run.kept_states import KEPT
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Run
-from leaveout.run.record import Record, prints
+from leaveout.run.record import Record
+from leaveout.run.recording.noting import fingerprints
 
 SHARD_BYTES = 16_000_000
 SHARD_STEPS = 4096
@@ -215,8 +219,9 @@ class Writer:
         run = run if steps is None else run.head(steps)
         if len(run) == 0:
             return
-        whole = [shard for place, shard in enumerate(run.manifest.shards) if run._starts[place + 1] <= len(run)]
-        self._manifest = replace(run.manifest, shards=tuple(whole), finished=run.manifest.finished and steps is None)
+        ends = accumulate(shard.steps for shard in run.manifest.shards)
+        whole = tuple(shard for shard, end in zip(run.manifest.shards, ends, strict=True) if end <= len(run))
+        self._manifest = replace(run.manifest, shards=whole, finished=run.manifest.finished and steps is None)
         self._number = max(shard.number for shard in run.manifest.shards) + 1
         self._records = [
             replace(run.written(index), batches=tuple(run.batches(index)))
@@ -311,9 +316,9 @@ def _write_shard(
     last: bool = False,
 ) -> Manifest:
     """Write a shard, then the manifest that names it, which marks the run as finished if the shard is the last."""
-    marks = prints(records)
+    marks = fingerprints(records)
     leaves = max(map(len, marks))
-    marks = [[*own, *[(-1, -1)] * (leaves - len(own))] for own in marks]
+    marks = [[*of_step, *[(-1, -1)] * (leaves - len(of_step))] for of_step in marks]
     tensors: dict[str, Tensor | Rows] = {
         "ids": torch.from_numpy(np.concatenate([record.ids.numpy() for record in records])),
         "lengths": torch.tensor([len(record.ids) for record in records]),
@@ -365,8 +370,13 @@ def _autocast(records: Sequence[Record], manifest: Manifest) -> str | None:
     return kinds.pop()
 
 
-def never_finished(writer: Any, owner: int) -> None:
-    """Save what a recorder had when the program ended without ``finish``."""
+def save_at_exit(writer: Any) -> Callable[[], Any]:
+    """Save what a recorder has if the program ends without ``finish``; return a function that calls this off."""
+    save = atexit.register(partial(_save_unfinished, writer, os.getpid()))
+    return partial(atexit.unregister, save)
+
+
+def _save_unfinished(writer: Any, owner: int) -> None:
     if os.getpid() != owner or not writer.unfinished:  # a worker's copy, or nothing to save
         return
     writer.finish(complete=False)

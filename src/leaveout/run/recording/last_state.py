@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from leaveout._util.trees import State
-from leaveout.run.live_model import Piece, are_small, joined, together
+from leaveout.run.recording.live_model import Piece, are_small, joined, together
 
 _VERSION = attrgetter("_version")
 
