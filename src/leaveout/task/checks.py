@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leaveout.errors import InputError, UnsupportedError, is_whole, kind_of
+from leaveout.errors import InputError, UnsupportedError, first_line, is_whole, kind_of
 from leaveout.task import batches
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called
@@ -97,7 +97,7 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is reported
-        return [f"the first training examples cannot be read: {_line(error)}"], none
+        return [f"the first training examples cannot be read: {first_line(error)}"], none
     task.random_data = batches.fingerprint(batch) != batches.fingerprint(again)
     if problem := _structure_problem(batch, len(ids)):
         return [problem], none
@@ -114,7 +114,7 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is reported as a problem
-        return [f"the model or the loss fails on the first training examples: {_line(error)}"], none
+        return [f"the model or the loss fails on the first training examples: {first_line(error)}"], none
     problems = _side_effects(task.model, buffers, rng)
     if problems:
         return problems, none
@@ -130,10 +130,6 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
         return [problem], none
     problem, abilities = compared(task, params, batch) if check else tried(task, params, batch)
     return [problem] if problem else [], abilities
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _structure_problem(batch: Any, count: int) -> str | None:

@@ -140,7 +140,7 @@ def _casting(params: Params) -> bool:
 
 
 def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-    return rule(model, batches.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch))
+    return rule(model, batches.to_float64(batch))
 
 
 def default_targets(batch: Batch) -> Any:
