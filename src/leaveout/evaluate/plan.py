@@ -167,11 +167,10 @@ def _subject(
 
 
 def _table(subject: _Subject, shown: Resources, plans: list[Plan]) -> pd.DataFrame:
-    cheap: list[Estimator] = [TracIn(), SGDIE(), DVEmb()]
-    linear = subject.run.rule.linear
-    dear: list[Estimator] = [ACC("exact"), Replay()]
-    jobs = [partial(_shared, method) for method in (*cheap, *([ACC()] if linear else []))]
-    jobs += [*([partial(_subspace, plans)] if linear else []), *(partial(_by_rows, method) for method in dear)]
+    jobs = [partial(_shared, method) for method in (TracIn(), SGDIE(), DVEmb())]
+    if subject.run.rule.linear:
+        jobs += [partial(_shared, ACC()), partial(_subspace, plans)]
+    jobs += [partial(_by_rows, method) for method in (ACC("exact"), Replay())]
     with _set_aside():
         for job in shown.track(jobs, len(jobs), "measuring"):
             plans += _tried(job, subject)

@@ -40,7 +40,7 @@ class Elementary(WrittenOut):
 
 
 def _precise(x: Tensor) -> bool:
-    """Whether operations of ``x`` are computed in its own type, and that type is not a coarse one."""
+    """Say whether operations of ``x`` are computed in its own type, and that type is not a coarse one."""
     return x.dtype not in COARSE and not torch.is_autocast_enabled(x.device.type)
 
 
