@@ -15,8 +15,9 @@ from torch.utils.data import Dataset
 from leaveout._util.trees import Params, each
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, check_seed
-from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.question import Question
+from leaveout.estimators.request import Request
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget

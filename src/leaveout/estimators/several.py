@@ -10,8 +10,9 @@ from leaveout._util.allocator import kept_memory
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators.acc import ACC
-from leaveout.estimators.base import Estimator, Request
+from leaveout.estimators.base import Estimator
 from leaveout.estimators.question import Question
+from leaveout.estimators.request import Request
 from leaveout.estimators.sgdie import SGDIE
 from leaveout.run.reader import Run
 from leaveout.scores import Scores

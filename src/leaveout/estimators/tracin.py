@@ -10,10 +10,11 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, add_rows, height
 from leaveout.errors import InputError
-from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.checkpoints import Checkpoint, checkpoints, example_blocks
 from leaveout.estimators.choice import Choice
 from leaveout.estimators.readout import Linear
+from leaveout.estimators.request import Request
 from leaveout.scores import UNIT
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import Flat
