@@ -94,10 +94,11 @@ def rounding(
     rows = _chosen(scores, sample, seed)
     ids = [int(scores.train_ids[row]) for row in rows]
     double = task.doubled()
-    twin = (
-        replace(estimator, ids=None) if isinstance(estimator, Replay) else estimator
-    )  # the groups say which examples are left out
-    exact = twin.score(
+    if isinstance(estimator, Replay):
+        by_groups: Estimator = replace(estimator, ids=None)  # the groups say which examples are left out
+    else:
+        by_groups = estimator
+    exact = by_groups.score(
         Doubled(run, constants_of(double.model, run.rule)),
         double,
         query,

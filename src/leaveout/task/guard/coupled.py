@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from leaveout._util.trees import Params, each
+from leaveout._util.trees import Params, each, sum_of
 from leaveout.errors import LeaveoutError, first_line
 from leaveout.task import batches
 from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
@@ -141,8 +141,8 @@ def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Pa
             outputs, targets = task.called.rule(model, batch.batch)
             losses = task.parts.losses(outputs, targets)
             scaled = losses * batch.scale if isinstance(batch.scale, torch.Tensor) else losses
-            loss = share * (scaled.mean() + (task._decay({n: named[n] for n in task.names}) if task.l2 else 0))
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            penalty = 0.5 * task.l2 * sum_of(named[name].square().sum() for name in task.names) if task.l2 else 0
+            gradients = torch.autograd.grad(share * (scaled.mean() + penalty), trained, allow_unused=True)
         slopes = {
             name: torch.zeros_like(tensor) if g is None else g
             for name, tensor, g in zip(task.chosen, trained, gradients, strict=True)
