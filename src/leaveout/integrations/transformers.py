@@ -25,9 +25,10 @@ from leaveout.integrations.model_loss import (
     found_loss,
 )
 from leaveout.integrations.skipping import Skipping
-from leaveout.integrations.tap import MethodHook, Tap, is_given, resumed
+from leaveout.integrations.tap import Tap, is_given, resumed
 from leaveout.run.kept_batches import is_random
 from leaveout.run.reader import Run
+from leaveout.run.recording.method_hook import MethodHook
 from leaveout.run.recording.recorder import Recorder
 from leaveout.run.recording.watched_loader import INNER
 from leaveout.task import batches
@@ -153,7 +154,7 @@ class RecorderCallback(TrainerCallback):
         setattr(self._adapter, INNER, self._tap)
         if state.global_step > 0:
             self._skipping = Skipping(self._adapter, self._follow)
-        hook = MethodHook(self, "_before_forward")
+        hook = MethodHook(self._before_forward)
         self._hook = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def on_step_end(self, *given: Any, **_: Any) -> None:
