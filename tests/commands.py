@@ -119,7 +119,11 @@ class Shell:
 
 def started(*args: str, cwd: Path, shard_steps: int | None = None) -> subprocess.Popen[str]:
     """A command in a process of its own; with ``shard_steps`` the recorder writes to disk this often."""
-    often = "" if shard_steps is None else f"from leaveout.run import writer; writer.SHARD_STEPS = {shard_steps}; "
+    often = (
+        ""
+        if shard_steps is None
+        else f"from leaveout.run.recording import writer; writer.SHARD_STEPS = {shard_steps}; "
+    )
     program = [sys.executable, "-c", often + PROGRAM[-1]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -269,7 +269,7 @@ KINDS = {"together": Together, "closures": Closures, "bfloat16": Bfloat16, "floa
 
 def main(folder: str) -> None:
     """Begin each of them and die in its middle."""
-    from leaveout.run import writer
+    from leaveout.run.recording import writer
 
     writer.SHARD_STEPS = 2
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import leaveout as lo
-from leaveout.run.writer import LOCK, Writer
+from leaveout.run.recording.writer import LOCK, Writer
 
 
 def settle(path: Path) -> None:

@@ -30,7 +30,7 @@ import leaveout as lo
 from leaveout.cli import entry
 from leaveout.paper.reproduce import runner
 from leaveout.paper.reproduce.spec import Row, Settings, Spec
-from leaveout.run import writer
+from leaveout.run.recording import writer
 
 DATA = [
     "--data",

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util.trees import each
-from leaveout.task.batch_norm import refuse_single_values, weighted_batch_norm
 from leaveout.task.batches import leaves, map_leaves
 from leaveout.task.draws import note, random_state, replay, set_random_state
+from leaveout.task.rewrites.batch_norm import refuse_single_values, weighted_batch_norm
 from refusal import refused
 
 COUNT, CHANNELS = 6, 3

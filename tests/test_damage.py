@@ -19,7 +19,7 @@ from leaveout._util.files import checksum, tensor_checksum, unsealed, write_json
 from leaveout.builtin import config
 from leaveout.cli.subject import subject_of
 from leaveout.run.manifest import INITIAL, MANIFEST, shard_name, write_manifest
-from leaveout.run.writer import Writer
+from leaveout.run.recording.writer import Writer
 from refusal import refused
 from test_store import contents
 

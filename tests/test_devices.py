@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from leaveout._util.trees import PARAM, add_rows, gather_sums, replace_rows
 from leaveout.optim.adamw import AdamW
 from leaveout.sweep import budget
-from leaveout.task.elementary import Elementary
+from leaveout.task.rewrites.elementary import Elementary
 from leaveout.task.trace.in_place import _has_kernel
 
 

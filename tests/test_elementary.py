@@ -16,8 +16,8 @@ from leaveout._util.trees import PARAM
 from leaveout.optim.adam import Adam
 from leaveout.optim.adamw import AdamW
 from leaveout.task.derivatives import directional, example_gradients, weight_products
-from leaveout.task.elementary import Elementary
 from leaveout.task.forms import Form
+from leaveout.task.rewrites.elementary import Elementary
 from leaveout.trajectory.trajectory import Trajectory
 
 x = torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

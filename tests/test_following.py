@@ -13,8 +13,8 @@ import leaveout as lo
 from leaveout._util.files import checksum
 from leaveout._util.tensor_files import write_tensors_checked
 from leaveout._util.trees import PARAM
-from leaveout.run import following
-from leaveout.run.following import EVERY
+from leaveout.run import gradient_states
+from leaveout.run.gradient_states import EVERY
 from leaveout.run.kept_states import WHOLE, whole
 
 TURNS = itertools.count()
@@ -114,11 +114,11 @@ def test_every_state_is_there_to_the_last_bit_in_any_order(tmp_path, name):
 
 
 def test_states_that_are_too_large_to_keep_are_computed_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(following, "CACHE", 0)
+    monkeypatch.setattr(gradient_states, "CACHE", 0)
     run, states = trained(tmp_path / "run", OPTIMIZERS["AdamW"])
     for index in [*range(30), *reversed(range(30)), *random.Random(0).sample(range(30), 30)]:
         same(run, states, index)
-        assert len(run._following._states) <= 2
+        assert len(run._recomputed._states) <= 2
 
 
 @pytest.mark.parametrize("begin", [zeros, zeros_behind_the_count, halves, sometimes_zeros])

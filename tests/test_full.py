@@ -23,7 +23,7 @@ STEPS = 60
 def train(path: Path, on_full: str, *, resume: bool = False, small: bool = True) -> dict:
     """Records steps in shards that grow; beyond the limit the disk takes no more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("leaveout.run.writer.SHARD_STEPS", 10 if small else 4096)
+        patch.setattr("leaveout.run.recording.writer.SHARD_STEPS", 10 if small else 4096)
         return _train(path, on_full, resume=resume)
 
 

@@ -15,7 +15,7 @@ from leaveout.sweep import kink_size as kink_module
 from leaveout.sweep.curvature import Hessian, KinkedHessian
 from leaveout.sweep.kink_size import are_mild, kink_size
 from leaveout.task.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Form
-from leaveout.task.kinks import Kinks, inverse_width
+from leaveout.task.rewrites.kinks import Kinks, inverse_width
 from leaveout.task.training_batch import TrainingBatch, Window
 from leaveout.trajectory.trajectory import Trajectory
 

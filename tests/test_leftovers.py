@@ -9,7 +9,7 @@ import pytest
 from commands import SMALL, Shell
 from leaveout._util.files import LOCK
 from leaveout._util.leftovers import place_of_lock, tidy
-from leaveout.run.overwrite import clear
+from leaveout.run.recording.overwrite import clear
 
 COMMANDS = {
     "scores/sgd-ie.safetensors": ("score", "runs/x", "--method", "sgd-ie"),

@@ -33,7 +33,7 @@ def steps(recorder: lo.Recorder, optimizer: torch.optim.Optimizer, model: nn.Mod
 def test_a_shard_that_the_manifest_is_about_to_name_is_not_called_superfluous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("leaveout.run.writer.SHARD_STEPS", 4)
+    monkeypatch.setattr("leaveout.run.recording.writer.SHARD_STEPS", 4)
     path = tmp_path / "run"
     recorder, optimizer, model = recorder_of(path)
     steps(recorder, optimizer, model, 10)

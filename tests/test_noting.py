@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
-from leaveout.run import noting
-from leaveout.run.noting import Noting, read
+from leaveout.run.recording import noting
+from leaveout.run.recording.noting import Noting, read
 from leaveout.task import batches
 
 SIZE = 8

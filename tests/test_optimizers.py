@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import leaveout as lo
 from leaveout._util.trees import PARAM, State
 from leaveout.optim import HyperReader, Rule, optimizers, rule_of
-from leaveout.run import writer as writing
+from leaveout.run.recording import writer as writing
 from optimizer_cases import CASES, Steps, make_of, unrounded
 from problems import data_for, flat, mostly_full
 

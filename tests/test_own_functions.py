@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import leaveout as lo
-from leaveout.task.own_functions import transformable
+from leaveout.task.rewrites.own_functions import transformable
 from refusal import refused
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 import leaveout as lo
-from leaveout.task.packing import packed, unpacked
+from leaveout.task.rewrites.packing import packed, unpacked
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout.run.train import train
-from leaveout.task import products
 from leaveout.task.derivatives import directional
+from leaveout.task.rewrites import products
 from leaveout.task.trace.tracer import WARM_UP
 from leaveout.trajectory.trajectory import Trajectory
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 import leaveout as lo
 from leaveout.builtin import config
-from leaveout.run import writer as writing
 from leaveout.run.manifest import shard_name
+from leaveout.run.recording import writer as writing
 from problems import MODELS, OPTIMIZERS, data_for, mostly_full
 from refusal import refused
 from test_store import contents, manifest, record, state

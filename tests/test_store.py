@@ -19,10 +19,10 @@ from leaveout._util.files import checksum, unsealed, write_json, write_tensors
 from leaveout._util.trees import PARAM, State
 from leaveout.builtin.config import Config, TrainPart, run_config
 from leaveout.optim import Rule
-from leaveout.run import writer as writing
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, shard_name, write_manifest
 from leaveout.run.record import Record
-from leaveout.run.writer import Writer
+from leaveout.run.recording import writer as writing
+from leaveout.run.recording.writer import Writer
 from refusal import refused
 
 
@@ -64,7 +64,7 @@ def rewritten(run: lo.Run, path: Path, shard_bytes: int) -> lo.Run:
 
 @pytest.mark.full
 def test_the_size_of_the_shards_changes_neither_states_nor_scores(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("leaveout.run.writer.SHARD_SECONDS", 1e9)  # nor does the machine's speed
+    monkeypatch.setattr("leaveout.run.recording.writer.SHARD_SECONDS", 1e9)  # nor does the machine's speed
     run, task = trained(tmp_path / "run")
     assert [shard.steps for shard in run.manifest.shards] == [12]
     step = sum(3 * tensor.numel() * 4 for tensor in run.state(0)[PARAM].values())

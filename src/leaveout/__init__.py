@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from leaveout.reporting import Show, report
     from leaveout.run.checking import check_run
     from leaveout.run.reader import Run, open_run
-    from leaveout.run.recorder import Recorder
+    from leaveout.run.recording.recorder import Recorder
     from leaveout.run.train import train
     from leaveout.scores import Scores
     from leaveout.study import Study
@@ -86,7 +86,7 @@ _HOMES = {
     "reporting": ("Show", "report"),
     "run.checking": ("check_run",),
     "run.reader": ("Run", "open_run"),
-    "run.recorder": ("Recorder",),
+    "run.recording.recorder": ("Recorder",),
     "run.train": ("train",),
     "scores": ("Scores",),
     "study": ("Study",),

@@ -74,6 +74,15 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0].upper() in 'AEIOU' else 'a'} {name}"
 
 
+def first_line(error: Exception) -> str:
+    r"""Return an error's type, and the first line of its message.
+
+    >>> first_line(ValueError("no such thing\nat all"))
+    'ValueError: no such thing'
+    """
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def is_whole(value: Any, low: int, high: int | None = None) -> bool:
     """Say whether a value is a whole number in this range; those of numpy and PyTorch count, True does not.
 

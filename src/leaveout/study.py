@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -224,7 +225,9 @@ class Study:
             rows.append(("labels", self.issues.sentence))
         for method, scores in self.scores.items():
             check = self.checks.get(method)
-            verdict = "exact" if scores.all_exact else "not verified" if check is None else check.verdict.value
+            verdict = "not verified" if check is None else check.verdict.value
+            if scores.all_exact:
+                verdict = "exact"
             rows.append((method, f"{scores.harmful_count} of {len(scores.train_ids)} did harm; {verdict}"))
         if self.curve is not None:
             rows += [("cleansing", line.strip()) for line in str(self.curve).splitlines()]
@@ -306,7 +309,8 @@ def most_trusted(scores: Sequence[Scores], checks: dict[str, Check]) -> Scores |
         one = scores[place]
         check = checks.get(one.method)
         tau = -2.0 if check is None else min(check.extreme.kendall.low, check.random.kendall.low)
-        return (2 if one.all_exact else 1 if check else 0, tau if tau == tau else -2.0, place)
+        kind = 2 if one.all_exact else int(check is not None)
+        return kind, -2.0 if math.isnan(tau) else tau, place
 
     return scores[max(range(len(scores)), key=rank)] if scores else None
 

@@ -21,8 +21,8 @@ from leaveout.optim import optimizers
 from leaveout.run.manifest import MANIFEST, cut_short
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
+from leaveout.run.recording.writer import claim
 from leaveout.run.train import train
-from leaveout.run.writer import claim
 from leaveout.task.task import Task
 
 OPTIMIZERS = {name.lower(): one.torch_class for name, one in optimizers().items() if one.torch_class is not None}

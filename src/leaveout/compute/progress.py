@@ -72,7 +72,9 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text("" if not speed else f"{speed:,.0f}/s" if speed >= 10 else f"{1 / speed:,.2g} s each")
+        if not speed:
+            return Text("")
+        return Text(f"{speed:,.0f}/s" if speed >= 10 else f"{1 / speed:,.2g} s each")
 
 
 def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Iterator[T]:

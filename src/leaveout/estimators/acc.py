@@ -8,8 +8,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 from torch import Tensor
 
 from leaveout._util.trees import Params
-from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.choice import KINKS, Choice
+from leaveout.estimators.request import Request
 from leaveout.run.reader import Run
 from leaveout.sweep.curvature import Hessian
 from leaveout.sweep.schedule import schedule_of

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, height
 from leaveout.errors import InputError, UnsupportedError
-from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.checkpoints import Checkpoint, checkpoints
+from leaveout.estimators.request import Request
 from leaveout.sweep import budget
 from leaveout.sweep.free_transport import Layout
 from leaveout.task.derivatives import example_gradients, example_products

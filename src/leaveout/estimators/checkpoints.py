@@ -10,9 +10,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, State
-from leaveout.estimators.base import Request
 from leaveout.estimators.query import Query
 from leaveout.estimators.readout import Linear
+from leaveout.estimators.request import Request
 from leaveout.optim import IDLE, STILL, Hyper
 from leaveout.sweep import budget
 from leaveout.task.batches import Batch

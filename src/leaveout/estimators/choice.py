@@ -9,8 +9,8 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params
 from leaveout.errors import InputError
-from leaveout.estimators.base import Request
 from leaveout.estimators.readout import Projected, readout_of
+from leaveout.estimators.request import Request
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature, Hessian
 from leaveout.sweep.fast_acc import Correction, Products

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from leaveout._util.trees import Params
 from leaveout.errors import InputError
-from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.choice import Choice
+from leaveout.estimators.request import Request
 from leaveout.run.reader import Run
 from leaveout.sweep.curvature import Curvature, Fisher, GaussNewton, Hessian
 from leaveout.sweep.transports import Subspace

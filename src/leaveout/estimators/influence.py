@@ -12,9 +12,10 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, add_rows, each, gather_sums
 from leaveout.errors import InputError, UnsupportedError, check_seed
-from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.checkpoints import example_blocks
 from leaveout.estimators.readout import Projected, readout_of
+from leaveout.estimators.request import Request
 from leaveout.estimators.solvers import Apply, conjugate_gradients, direct, lissa
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import check_symmetric

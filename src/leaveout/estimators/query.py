@@ -19,9 +19,9 @@ from leaveout.errors import InputError, LeaveoutError
 from leaveout.scores import MEAN
 from leaveout.task import batches
 from leaveout.task.batches import Batch
-from leaveout.task.elementary import Quicker
-from leaveout.task.folding import Folded
-from leaveout.task.products import fast_products
+from leaveout.task.rewrites.elementary import Quicker
+from leaveout.task.rewrites.folding import Folded
+from leaveout.task.rewrites.products import fast_products
 from leaveout.task.task import Task
 from leaveout.trajectory.stack import LARGE
 from leaveout.trajectory.twins import on_threads, twins

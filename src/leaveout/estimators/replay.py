@@ -15,15 +15,16 @@ from torch.utils.data import Dataset
 from leaveout._util.trees import Params, each
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, check_seed
-from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.question import Question
+from leaveout.estimators.request import Request
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.replay import counterfactuals, moved_start
-from leaveout.trajectory.stack import is_apart
+from leaveout.trajectory.stack import steps_one_by_one
 
 JITTER = 1e-3
 """The relative size of a perturbation of the initial parameters."""
@@ -81,7 +82,7 @@ class Replay(Estimator):
         # Each stack has one more model, the one with all examples, in the other half of the budget.
         trajectory, resources = request.trajectory, request.resources
         bytes_each = budget.replay_bytes(trajectory)
-        if is_apart(trajectory.trained, trajectory.activations):
+        if steps_one_by_one(trajectory.trained, trajectory.activations):
             # Models that are taking a step hold activations; those that wait hold only their state.
             stepping, waiting = torch.get_num_threads() * bytes_each, budget.model_bytes(trajectory)
             if resources.memory == "auto" or resources.bytes >= stepping + 2 * waiting:

@@ -12,9 +12,11 @@ from leaveout.errors import InputError
 from leaveout.estimators.acc import ACC
 from leaveout.estimators.base import Estimator
 from leaveout.estimators.question import Question
+from leaveout.estimators.request import Request
 from leaveout.estimators.sgdie import SGDIE
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
+from leaveout.sweep.fast_acc import Products
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups
 
@@ -45,31 +47,38 @@ def score(
 
 
 def one_by_one(
-    estimators: Sequence[Estimator], question: Question, there: Collection[Estimator] = ()
+    estimators: Sequence[Estimator], question: Question, finished: Collection[Estimator] = ()
 ) -> Iterator[tuple[Estimator, Scores]]:
     """Yield each estimator with its scores as soon as they are computed: they can be saved before the next begins.
 
-    Estimators that are ``there`` have scores already and are skipped. They still determine which methods share a
+    Those of ``finished`` estimators are there already, and are skipped. They still determine which methods share a
     sweep: work that was interrupted between two methods gives the same bits when resumed.
     """
-    waiting = dict.fromkeys(estimators)
+    waiting = list(dict.fromkeys(estimators))
     for estimator in list(waiting):
-        chosen = estimator.resolved(question.run, question.task)
-        if isinstance(chosen, ACC) and chosen.transport != "exact":
-            beside = SGDIE(readout=chosen.readout, layers=chosen.layers, kinks=chosen.kinks)
-            pair = [one for one in (estimator, beside) if one in waiting]
-            waiting = {one: None for one in waiting if one not in pair}
-            if all(one in there for one in pair):
-                continue
-            request = chosen.request(question)
-            with request.cost.metered(), kept_memory():
-                choice = chosen.choice()
-                choice.schedule.check(question.run)
-                scores = choice.scores(request)
-            if estimator not in there:
-                yield estimator, request.scores(chosen.name, scores.corrected)
-            if beside in pair and beside not in there:
-                yield beside, request.scores(beside.name, scores.plain)
+        acc = estimator.resolved(question.run, question.task)
+        if not isinstance(acc, ACC) or acc.transport == "exact":
+            continue
+        sgdie = SGDIE(readout=acc.readout, layers=acc.layers, kinks=acc.kinks)
+        pair = [one for one in (estimator, sgdie) if one in waiting]
+        waiting = [one for one in waiting if one not in pair]
+        wanted = [one for one in pair if one not in finished]
+        if not wanted:
+            continue
+        request = acc.request(question)
+        products = _swept(acc, request)
+        if estimator in wanted:
+            yield estimator, request.scores(acc.name, products.corrected)
+        if sgdie in wanted:
+            yield sgdie, request.scores(sgdie.name, products.plain)
     for estimator in waiting:
-        if estimator not in there:
+        if estimator not in finished:
             yield estimator, estimator.answer(question)
+
+
+def _swept(acc: ACC, request: Request) -> Products:
+    """Compute the scores of ACC with a cheap transport, and those of SGD-IE, which its sweep has as well."""
+    with request.cost.metered(), kept_memory():
+        choice = acc.choice()
+        choice.schedule.check(request.trajectory.run)
+        return choice.scores(request)

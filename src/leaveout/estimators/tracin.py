@@ -10,10 +10,11 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, add_rows, height
 from leaveout.errors import InputError
-from leaveout.estimators.base import Estimator, Request, titled
+from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.checkpoints import Checkpoint, checkpoints, example_blocks
 from leaveout.estimators.choice import Choice
 from leaveout.estimators.readout import Linear
+from leaveout.estimators.request import Request
 from leaveout.scores import UNIT
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import Flat
@@ -127,7 +128,9 @@ class TracIn(Estimator):
     def _factor(self, checkpoint: Checkpoint, name: str) -> float:
         """Return the weight of a parameter's inner product: zero for buffers, which no optimizer moves."""
         share = checkpoint.share.get(name)
-        return 0.0 if share is None else share if self.learning_rate else 1.0
+        if share is None:
+            return 0.0
+        return share if self.learning_rate else 1.0
 
     def _of_steps(self, request: Request) -> Float[Tensor, "rows queries"]:
         """Compute Σ_{i: k∈Z_i} ⟨∇L(query, θ_N), g(z_k, θ_i)⟩."""

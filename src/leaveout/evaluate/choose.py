@@ -109,33 +109,31 @@ def choose(
     """
     if not (isinstance(budget, int | float) and budget >= 0):
         raise InputError(f"budget={budget!r} is not a number of seconds: give 0 or more.", code="budget-not-seconds")
-    if foreign := [method.name for method in methods or () if method.unit != UNIT]:
+    other_units = [method.name for method in methods or () if method.unit != UNIT]
+    if other_units:
         raise InputError(
-            f"{foreign[0]} is not counted in {UNIT}, which replays are: leave it out.", code="unit-not-comparable"
+            f"{other_units[0]} is not counted in {UNIT}, which replays are: leave it out.", code="unit-not-comparable"
         )
     check_seed(seed)
-    asked = {"queries": queries, "ids": ids, "groups": groups, "resources": resources}
+    options = {"queries": queries, "ids": ids, "groups": groups, "resources": resources}
     rows = len(leave_out(task.size, ids, groups))
     predicted = replay_seconds(run, task, query, rows, resources) if budget < math.inf else 0.0
     if predicted <= budget or rows <= FEWEST:
-        scores = Replay().score(run, task, query, **asked)  # type: ignore[arg-type]
+        scores = Replay().score(run, task, query, **options)  # type: ignore[arg-type]
         return Chosen(scores, _alone(scores), None, True, predicted, budget)
-    scored, missing = _scored(methods_for(run, task) if methods is None else methods, run, task, query, asked)
+    methods = methods_for(run, task) if methods is None else methods
+    scored, missing = _scored(methods, run, task, query, options)
     count = int(max(FEWEST, min(MOST, budget / predicted * rows)))
     estimates = torch.stack([scores.mean().double().cpu() for scores in scored.values()])
-    samples = dict(zip(("extreme", "random"), sample(estimates, min(count, rows), seed), strict=True))
-    picked = [row for part in samples.values() for row in part]
+    extreme, random = sample(estimates, min(count, rows), seed)
+    samples = {"extreme": extreme, "random": random}
+    picked = extreme + random
     truth = replayed(next(iter(scored.values())), picked, run, task, query, resources)
     exact = truth.mean().double().cpu()
     taus = {name: _tau(one[picked], exact) for name, one in zip(scored, estimates, strict=True)}
     best = max(taus, key=lambda name: taus[name])
     winner = scored[best]
-    values = winner.values.clone()
-    values[picked] = truth.values.to(values)
-    mask = torch.zeros(len(values), dtype=torch.bool)
-    mask[picked] = True
-    cost = winner.cost + truth.cost
-    scores = replace(winner, values=values, method=f"{best} + Replay", exact=mask, cost=cost)
+    scores = _with_replays(winner, picked, truth)
     check = _trust(winner, scores, samples, exact, optimism(estimates[:, picked], exact, seed=seed), run)
     return Chosen(scores, _table(taus, scored, missing, best, len(picked)), check, False, predicted, budget)
 
@@ -150,11 +148,11 @@ def methods_for(run: Run, task: Task) -> tuple[Estimator, ...]:
 
 
 def _scored(
-    methods: Sequence[Estimator], run: Run, task: Task, query: Dataset, asked: dict
+    methods: Sequence[Estimator], run: Run, task: Task, query: Dataset, options: dict
 ) -> tuple[dict[str, Scores], dict[str, str]]:
     """Return the scores of every method that can be used, by name, and why the others cannot."""
     try:
-        every = score(list(methods), run, task, query, **asked)
+        every = score(list(methods), run, task, query, **options)
         return {scores.method: scores for scores in every}, {}
     except LeaveoutError:
         pass  # one of them cannot be used: which one?
@@ -163,7 +161,7 @@ def _scored(
     first: LeaveoutError | None = None
     for method in methods:
         try:
-            scores = method.score(run, task, query, **asked)
+            scores = method.score(run, task, query, **options)
             scored[scores.method] = scores
         except LeaveoutError as error:  # noqa: PERF203 - a handful of methods
             first = first or error
@@ -171,6 +169,16 @@ def _scored(
     if not scored and first is not None:
         raise first
     return scored, missing
+
+
+def _with_replays(scores: Scores, rows: list[int], truth: Scores) -> Scores:
+    """Return the scores with exact values in the rows that were replayed."""
+    values = scores.values.clone()
+    values[rows] = truth.values.to(values)
+    exact = torch.zeros(len(values), dtype=torch.bool)
+    exact[rows] = True
+    cost = scores.cost + truth.cost
+    return replace(scores, values=values, method=f"{scores.method} + Replay", exact=exact, cost=cost)
 
 
 def _tau(estimate: Tensor, exact: Tensor) -> float:
@@ -194,9 +202,8 @@ def _trust(
     parts = {str(name): part for name, part in table.groupby("sample")}
     agreement = {name: compare(part["score"], part["truth"]).lowered(too_high) for name, part in parts.items()}
     spread = {name: float(part["truth"].std()) for name, part in parts.items()}
-    return Check(
-        *(agreement["extreme"], agreement["random"], spread, table, scores.method, scores.cost, run.fingerprint)
-    )
+    by_sample = (agreement["extreme"], agreement["random"], spread)
+    return Check(*by_sample, table, scores.method, scores.cost, run.fingerprint)
 
 
 def _table(

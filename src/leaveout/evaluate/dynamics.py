@@ -28,7 +28,7 @@ from leaveout.task.classes import Reading, class_logits, label_numbers, own_prob
 from leaveout.task.classes import margins as margins_of
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import leave_out
-from leaveout.trajectory.replay import courses
+from leaveout.trajectory.replay import replayed_states
 from leaveout.trajectory.trajectory import Trajectory
 
 STATES = 20
@@ -283,7 +283,7 @@ def _replayed(
     task, place_of = trajectory.task, {step: place for place, step in enumerate(steps)}
     left_out = leave_out(task.size, groups=folds)
     clock = _Clock(len(trajectory), budget)
-    for recorded, stack in courses(trajectory, left_out, 0.0, resources, Cost()):
+    for recorded, stack in replayed_states(trajectory, left_out, 0.0, resources, Cost()):
         clock.tick(recorded.record.index)
         place = place_of.get(recorded.record.index + 1)
         if place is None:

@@ -204,7 +204,7 @@ def _filled(
     classes: Sequence[str],
 ) -> pd.DataFrame:
     given, suggested = class_names(history.labels, classes), class_names(predicted, classes)
-    epochs = [*history.epochs, None]
+    epochs = [*(epoch + 1 for epoch in history.epochs), None]  # counted from 1; None for an example never learned
     last = max(history.epochs) + 1
     columns: dict[str, list[Any]] = {
         "is_label_issue": issue.tolist(),
@@ -213,7 +213,7 @@ def _filled(
         "predicted_label": suggested if classes else predicted.tolist(),
         "why": reasons(history, issue, predicted, other, classes, last),
         **{name: getattr(history, name).tolist() for name in MEASURES},
-        "learned_epoch": [None if (e := epochs[place]) is None else e + 1 for place in history.learned.tolist()],
+        "learned_epoch": [epochs[place] for place in history.learned.tolist()],
         "conflicts_with": [other.get(number) for number in range(len(values))],
     }
     return table_of(columns)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -23,7 +24,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn
 from leaveout.estimators.query import Query
-from leaveout.run import following
+from leaveout.run import gradient_states
 from leaveout.run.reader import Run
 from leaveout.run.train import train
 from leaveout.sweep.budget import directions_bytes
@@ -67,6 +68,18 @@ class Plan:
     seconds: float
     memory: int
     disk: int
+
+
+class _Rate(NamedTuple):
+    """What a scoring takes: one-time seconds, seconds per step, and peak memory in bytes."""
+
+    once: float
+    per_step: float
+    memory: int
+
+    def seconds(self, steps: int) -> float:
+        """Predict the seconds of a run with this many steps."""
+        return self.once + self.per_step * steps
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,7 @@ def plan(
         cost = Cost()
         with cost.metered():
             short = train(trial, made, few, batch_size, 0, Path(folder) / "run", resources=budget)
-        disk = following.disk_bytes(short.rule, short.state(0), steps)
+        disk = gradient_states.disk_bytes(short.rule, short.state(0), steps)
         training = Plan("training, recorded", cost.seconds / len(short) * steps, cost.peak_memory, disk)
         return _table(_subject(trial, query, short, (steps, epochs), task.size, budget), shown, [training])
 
@@ -167,11 +180,10 @@ def _subject(
 
 
 def _table(subject: _Subject, shown: Resources, plans: list[Plan]) -> pd.DataFrame:
-    cheap: list[Estimator] = [TracIn(), SGDIE(), DVEmb()]
-    linear = subject.run.rule.linear
-    dear: list[Estimator] = [ACC("exact"), Replay()]
-    jobs = [partial(_shared, method) for method in (*cheap, *([ACC()] if linear else []))]
-    jobs += [*([partial(_subspace, plans)] if linear else []), *(partial(_by_rows, method) for method in dear)]
+    jobs = [partial(_shared, method) for method in (TracIn(), SGDIE(), DVEmb())]
+    if subject.run.rule.linear:
+        jobs += [partial(_shared, ACC()), partial(_subspace, plans)]
+    jobs += [partial(_by_rows, method) for method in (ACC("exact"), Replay())]
     with _set_aside():
         for job in shown.track(jobs, len(jobs), "measuring"):
             plans += _tried(job, subject)
@@ -208,15 +220,16 @@ def _shared(estimator: Estimator, subject: _Subject) -> Plan:
     def scored(task: Task, part: Run) -> Cost:
         return estimator.score(part, task, subject.query, resources=resources).cost
 
-    once, rate, memory = _rate(scored, subject)
-    seconds = once + rate * subject.steps + subject.query_seconds
+    rate = _rate(scored, subject)
+    seconds = rate.seconds(subject.steps) + subject.query_seconds
     estimator = estimator.resolved(run, subject.task)
     if not isinstance(estimator, ACC) or estimator.transport == "jump":
-        return Plan(estimator.name, seconds, memory, 0)
+        return Plan(estimator.name, seconds, rate.memory, 0)
     # The rows that a full run uses but the first steps do not.
-    rows = subject.rows * nbytes(Trajectory(run, subject.task).initial())
-    fits = rows <= resources.bytes
-    return Plan(estimator.name, seconds, memory + rows if fits else memory, 0 if fits else rows)
+    row_bytes = subject.rows * nbytes(Trajectory(run, subject.task).initial())
+    if row_bytes <= resources.bytes:
+        return Plan(estimator.name, seconds, rate.memory + row_bytes, 0)
+    return Plan(estimator.name, seconds, rate.memory, row_bytes)
 
 
 def _subspace(plans: Sequence[Plan], subject: _Subject) -> Plan:
@@ -247,27 +260,29 @@ def _by_rows(estimator: Estimator, subject: _Subject) -> Plan:
 
     images = subject.task.tracer.images
     count = min(2 * FEWEST - 1 if images and replayed else FEWEST, subject.rows)  # the whole model is replayed as well
-    begun = _begun(partial(scored, count), subject)
-    while count < subject.rows and begun.seconds < SHARE / TIMES:
+    first_steps = _first_steps(partial(scored, count), subject)
+    while count < subject.rows and first_steps.seconds < SHARE / TIMES:
         count = min(TIMES * count, subject.rows)
-        begun = _begun(partial(scored, count), subject)
-    less = max(1, count // TIMES)
-    once, rate, memory = _rate(partial(scored, count), subject, begun)
+        first_steps = _first_steps(partial(scored, count), subject)
+    rate = _rate(partial(scored, count), subject, first_steps)
     reading = _losses_seconds(subject) * subject.rows if replayed else subject.query_seconds
     if count == subject.rows:
-        return Plan(estimator.name, once + rate * subject.steps + reading, memory, 0)
+        return Plan(estimator.name, rate.seconds(subject.steps) + reading, rate.memory, 0)
     if images:  # nearly all work is that of the rows, and a second number of them would be traced anew
-        each, row = rate / (count + replayed), memory // count
+        row_seconds, row_bytes = rate.per_step / (count + replayed), rate.memory // count
     else:
-        slower, least = _rate(partial(scored, less), subject)[1:]
-        each, row = max(0.0, rate - slower) / (count - less), max(0, memory - least) // (count - less)
-    if each == 0.0:
-        each = rate / count  # too close to distinguish: assume that nothing is shared
+        fewer = max(1, count // TIMES)
+        other = _rate(partial(scored, fewer), subject)
+        row_seconds = max(0.0, rate.per_step - other.per_step) / (count - fewer)
+        row_bytes = max(0, rate.memory - other.memory) // (count - fewer)
+    if row_seconds == 0.0:
+        row_seconds = rate.per_step / count  # too close to distinguish: assume that nothing is shared
     if replayed:
-        each *= 1 - 0.5 / subject.epochs  # first used in the middle of the first epoch, on average
+        row_seconds *= 1 - 0.5 / subject.epochs  # first used in the middle of the first epoch, on average
     more = subject.rows - count
-    held = min(row * more, subject.resources.bytes)
-    return Plan(estimator.name, once + (rate + each * more) * subject.steps + reading, memory + held, 0)
+    seconds = rate.seconds(subject.steps) + row_seconds * more * subject.steps
+    memory = rate.memory + min(row_bytes * more, subject.resources.bytes)
+    return Plan(estimator.name, seconds + reading, memory, 0)
 
 
 def _measured(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> Cost:
@@ -278,21 +293,19 @@ def _measured(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> Cost
     return replace(cost, seconds=cost.seconds * min(1.0, share))
 
 
-def _begun(scored: Callable[[Task, Run], Cost], subject: _Subject) -> Cost:
+def _first_steps(scored: Callable[[Task, Run], Cost], subject: _Subject) -> Cost:
     """Return the cost of the first steps, including one-time work."""
     gc.collect()  # a collection during the measurement would be counted as work
     return _measured(scored, subject.task.quiet(), subject.run.head(min(FIRST, len(subject.run))))
 
 
-def _rate(
-    scored: Callable[[Task, Run], Cost], subject: _Subject, begun: Cost | None = None
-) -> tuple[float, float, int]:
-    """Return one-time seconds, seconds per step and peak memory; from traces if the whole run would use them."""
+def _rate(scored: Callable[[Task, Run], Cost], subject: _Subject, first_steps: Cost | None = None) -> _Rate:
+    """Measure what a scoring takes; from traces if the whole run would use them."""
     run, images = subject.run, subject.task.tracer.images
     first = min(FIRST, len(run))
-    begun = begun or _begun(scored, subject)
+    begun = first_steps or _first_steps(scored, subject)
     if begun.seconds > (SLOW if images else SHARE) or first == len(run):
-        return 0.0, begun.seconds / first, begun.peak_memory
+        return _Rate(0.0, begun.seconds / first, begun.peak_memory)
     more = min(len(run), STEPS)
     if images:  # traced at once, and several times as fast
         return _traced_rate(scored, subject, first, more)
@@ -301,25 +314,23 @@ def _rate(
         cost = _measured(scored, subject.task.quiet(), run.head(more))
         rate = max(0.0, (cost.seconds - begun.seconds) / max(1, more - first))
         if not traced or rate > QUICK:
-            return max(0.0, cost.seconds - more * rate), rate, cost.peak_memory
+            return _Rate(max(0.0, cost.seconds - more * rate), rate, cost.peak_memory)
     return _traced_rate(scored, subject, more, min(len(run), 3 * STEPS))
 
 
-def _traced_rate(
-    scored: Callable[[Task, Run], Cost], subject: _Subject, few: int, many: int
-) -> tuple[float, float, int]:
+def _traced_rate(scored: Callable[[Task, Run], Cost], subject: _Subject, few: int, many: int) -> _Rate:
     """Return the same from two numbers of steps, of which the smaller is enough for all traces to be made."""
     task = subject.task.untraced()
     task.tracer.expect(subject.steps)
     cold = _measured(scored, task, subject.run.head(few))
     if many == few:
-        return 0.0, cold.seconds / few, cold.peak_memory
+        return _Rate(0.0, cold.seconds / few, cold.peak_memory)
     rounds = 1 if subject.task.tracer.images else 2
     short, long = (
         min(_measured(scored, task, subject.run.head(steps)).seconds for _ in range(rounds)) for steps in (few, many)
     )
     rate = max(0.0, (long - short) / (many - few))
-    return max(0.0, cold.seconds - few * rate), rate, cold.peak_memory
+    return _Rate(max(0.0, cold.seconds - few * rate), rate, cold.peak_memory)
 
 
 def _losses_seconds(subject: _Subject) -> float:

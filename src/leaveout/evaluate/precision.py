@@ -38,7 +38,9 @@ class Rounding:
     @property
     def share(self) -> float:
         """The largest difference as a fraction of the largest score."""
-        return self.largest / self.scale if self.scale > 0 else float("inf") if self.largest > 0 else 0.0
+        if self.scale > 0:
+            return self.largest / self.scale
+        return float("inf") if self.largest > 0 else 0.0
 
     @property
     def sentence(self) -> str:
@@ -92,10 +94,11 @@ def rounding(
     rows = _chosen(scores, sample, seed)
     ids = [int(scores.train_ids[row]) for row in rows]
     double = task.doubled()
-    twin = (
-        replace(estimator, ids=None) if isinstance(estimator, Replay) else estimator
-    )  # the groups say which examples are left out
-    exact = twin.score(
+    if isinstance(estimator, Replay):
+        by_groups: Estimator = replace(estimator, ids=None)  # the groups say which examples are left out
+    else:
+        by_groups = estimator
+    exact = by_groups.score(
         Doubled(run, constants_of(double.model, run.rule)),
         double,
         query,

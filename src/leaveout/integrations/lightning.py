@@ -17,7 +17,7 @@ from leaveout.integrations.step_loss import StepCall, loss_of_step, step_losses
 from leaveout.integrations.tap import NotedLoader, resumed
 from leaveout.run.kept_batches import is_random
 from leaveout.run.reader import Run
-from leaveout.run.recorder import Recorder
+from leaveout.run.recording.recorder import Recorder
 from leaveout.task import batches
 from leaveout.task.task import Task
 
@@ -142,8 +142,8 @@ class RecorderCallback(Callback):
         """Tell the recorder which batch comes next."""
         if self._recorder is not None and self._noted is not None:
             cast = "bfloat16" if str(trainer.precision) == "bf16-mixed" else None
-            told = self._recorder.step(self._noted.next(), batch, epoch=trainer.current_epoch, autocast=cast)
-            self._take_back = told if self._module.automatic_optimization else None
+            take_back = self._recorder.step(self._noted.next(), batch, epoch=trainer.current_epoch, autocast=cast)
+            self._take_back = take_back if self._module.automatic_optimization else None
 
     def on_after_backward(self, *_: Any) -> None:
         """Note that the batch has a gradient."""

@@ -1,9 +1,8 @@
-"""Shared parts of the integrations: a loader that remembers what it yielded, and hooks that survive model copies."""
+"""Shared parts of the integrations: loaders that remember what they yielded, and resuming."""
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from leaveout.errors import LeaveoutWarning
 from leaveout.run.manifest import MANIFEST
-from leaveout.run.watched_loader import IndexedLoader, NotingSampler, check_loader
+from leaveout.run.recording.watched_loader import IndexedLoader, NotingSampler, check_loader
 
 
 class Tap:
@@ -111,23 +110,6 @@ class _Anew(NotingSampler):
     def __iter__(self) -> Iterator[Any]:
         self._drawn.clear()
         yield from super().__iter__()
-
-
-class MethodHook:
-    """A hook that calls a method of an object; it does not hinder copying or saving a model: its copies do nothing."""
-
-    def __init__(self, owner: Any = None, method: str = "") -> None:
-        self._owner = (lambda: None) if owner is None else weakref.ref(owner)
-        self._method = method
-
-    def __call__(self, *args: Any) -> None:
-        """Call the method, if the object still exists."""
-        owner = self._owner()
-        if owner is not None:
-            getattr(owner, self._method)(*args)
-
-    def __reduce__(self) -> tuple:
-        return MethodHook, ()
 
 
 def resumed(path: Path, options: dict[str, Any], steps: int) -> dict[str, Any]:

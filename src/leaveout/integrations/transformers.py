@@ -25,11 +25,12 @@ from leaveout.integrations.model_loss import (
     found_loss,
 )
 from leaveout.integrations.skipping import Skipping
-from leaveout.integrations.tap import MethodHook, Tap, is_given, resumed
+from leaveout.integrations.tap import Tap, is_given, resumed
 from leaveout.run.kept_batches import is_random
 from leaveout.run.reader import Run
-from leaveout.run.recorder import Recorder
-from leaveout.run.watched_loader import INNER
+from leaveout.run.recording.method_hook import MethodHook
+from leaveout.run.recording.recorder import Recorder
+from leaveout.run.recording.watched_loader import INNER
 from leaveout.task import batches
 from leaveout.task.forward import ORIGINAL
 from leaveout.task.task import Task
@@ -109,6 +110,9 @@ class RecorderCallback(TrainerCallback):
         if loss is None:
             loss = self._own_loss(model, loader.dataset, collate)
         clip = self._args.max_grad_norm
+        accumulation = "sum" if self._items_given else "mean"
+        if self._fused:
+            accumulation = "window"
         return Task(
             model,
             loss,
@@ -117,7 +121,7 @@ class RecorderCallback(TrainerCallback):
             **{
                 "collate": collate,
                 "clip_norm": clip if clip and clip > 0 else None,
-                "accumulation": "window" if self._fused else "sum" if self._items_given else "mean",
+                "accumulation": accumulation,
                 **options,
             },
         )
@@ -150,7 +154,7 @@ class RecorderCallback(TrainerCallback):
         setattr(self._adapter, INNER, self._tap)
         if state.global_step > 0:
             self._skipping = Skipping(self._adapter, self._follow)
-        hook = MethodHook(self, "_before_forward")
+        hook = MethodHook(self._before_forward)
         self._hook = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def on_step_end(self, *given: Any, **_: Any) -> None:

@@ -108,11 +108,11 @@ class Rule:
 
     def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """Compute O(s, g): the state of one model after one step."""
-        return self._each(self.definition.step, state, self._clipped(self.flowing(gradient, hypers)), hypers)
+        return self._each(self.definition.step, state, self.clipped(self.flowing(gradient, hypers)), hypers)
 
     def again(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """Compute O(s, g) with the kernels that took the step, if these are known to round differently."""
-        return self._each(self.definition.again, state, self._clipped(self.flowing(gradient, hypers)), hypers)
+        return self._each(self.definition.again, state, self.clipped(self.flowing(gradient, hypers)), hypers)
 
     def steps(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """Compute O(s, g) for a stack of models."""
@@ -241,7 +241,8 @@ class Rule:
             return gradient
         return {n: torch.zeros_like(t) if self.groups.get(n) in stopped else t for n, t in gradient.items()}
 
-    def _clipped(self, gradient: Params) -> Params:
+    def clipped(self, gradient: Params) -> Params:
+        """Return the gradient as clipping leaves it; new values of buffers stay as they are."""
         if self.clip is None:
             return gradient
         clipped = self.clip({name: gradient[name] for name in self.groups})
@@ -251,11 +252,11 @@ class Rule:
         def whole(state: State, gradient: Params) -> State:
             rows = len(next(iter(gradient.values())))
             gradient = self.flowing(gradient, hypers)
-            clipped = gradient if self.clip is None or not rows else vmap(self._clipped)(gradient)
+            clipped = gradient if self.clip is None or not rows else vmap(self.clipped)(gradient)
             return self._each(function, state, clipped, hypers)
 
         if self.definition.stacking != "elementwise" and self.clip is not None:
-            return vmap(lambda s, g: self._each(function, s, self._clipped(self.flowing(g, hypers)), hypers))
+            return vmap(lambda s, g: self._each(function, s, self.clipped(self.flowing(g, hypers)), hypers))
         return whole if self.definition.stacking == "elementwise" else vmap(whole)
 
     def _transposed(self, vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:

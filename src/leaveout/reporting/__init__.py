@@ -63,7 +63,7 @@ def report(
     check_writable(Path(path))
     path = free(path, overwrite=overwrite)
     methods = [scores] if isinstance(scores, Scores) else list(scores)
-    checks = [] if check is None else [check] if isinstance(check, Check) else list(check)
+    checks = [check] if isinstance(check, Check) else list(check or ())
     _check_given(run, methods, checks)
     if curve is not None:
         curve.check_same_run(run)

@@ -13,7 +13,7 @@ from leaveout._util.tensor_files import Rows
 from leaveout._util.trees import PARAM, Params, State
 from leaveout.errors import RunError
 from leaveout.optim import AVERAGE
-from leaveout.run.following import Used
+from leaveout.run.gradient_states import StepGradients
 from leaveout.run.manifest import AGAIN, Manifest
 
 KEPT = "kept"
@@ -26,11 +26,11 @@ GIVEN = "given/"
 """What the optimizer was given at a step; one row for each state that is not stored whole."""
 
 
-def written(states: Mapping[int, State | Used]) -> dict[str, Tensor | Rows]:
+def written(states: Mapping[int, State | StepGradients]) -> dict[str, Tensor | Rows]:
     """Return the tensors of a shard's states."""
     tensors: dict[str, Tensor | Rows] = {KEPT: torch.tensor(list(states), dtype=torch.int64)}
-    flat = {index: flatten(state) for index, state in states.items() if not isinstance(state, Used)}
-    given = [state.tensors for state in states.values() if isinstance(state, Used)]
+    flat = {index: flatten(state) for index, state in states.items() if not isinstance(state, StepGradients)}
+    given = [state.tensors for state in states.values() if isinstance(state, StepGradients)]
     for rows, start in ((list(flat.values()), ""), (given, GIVEN)):
         tensors |= {f"{start}{key}": [row[key] for row in rows] for key in (rows[0] if rows else ())}
     if given:
@@ -97,9 +97,8 @@ class StateTensors:
 
     def _names(self, slot: str) -> list[str]:
         """Return the names in a slot: the trained parameters and, in some slots, the model's moving buffers."""
-        made = self._manifest
-        moving = made.buffers if slot == PARAM else made.averaged if slot == AVERAGE else ()
-        return [*made.rule.groups, *moving]
+        buffers = {PARAM: self._manifest.buffers, AVERAGE: self._manifest.averaged}.get(slot, {})
+        return [*self._manifest.rule.groups, *buffers]
 
     def _check_one(self, file: Path, tensor: Tensor, slot: str, name: str, shape: list[int]) -> None:
         moving = self._manifest.buffers.get(name)

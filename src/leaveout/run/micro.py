@@ -58,12 +58,11 @@ def written(steps: Sequence[tuple[Micro, ...]]) -> dict[str, Tensor | Rows]:
     flat = [part for parts in steps for part in parts]
     drawn = [part.random for part in flat if part.random is not None]
     places = iter(range(len(drawn)))
+    denominators = [math.nan if part.denominator is None else part.denominator for part in flat]
     tensors: dict[str, Tensor | Rows] = {
         COUNTS: torch.tensor([len(parts) for parts in steps]),
         LENGTHS: torch.tensor([part.length for part in flat]),
-        DENOMINATORS: torch.tensor(
-            [math.nan if part.denominator is None else part.denominator for part in flat], dtype=torch.float64
-        ),
+        DENOMINATORS: torch.tensor(denominators, dtype=torch.float64),
         STATES: torch.tensor([-1 if part.random is None else next(places) for part in flat]),
     }
     for device in drawn[0] if drawn else ():
@@ -87,36 +86,57 @@ def micro_of(shard: dict[str, Tensor], offset: int) -> tuple[Micro, ...]:
 
 def is_sound(shard: dict[str, Tensor], lengths: Tensor, modes: int, kept: int) -> bool:
     """Say whether the tensors are valid for steps of these lengths and this number of modes and kept states."""
+    return (
+        _states_after_are_sound(shard, kept)
+        and _scales_are_sound(shard, lengths)
+        and _modes_are_sound(shard, len(lengths), modes)
+        and _micro_batches_are_sound(shard, lengths)
+    )
+
+
+def _states_after_are_sound(shard: dict[str, Tensor], kept: int) -> bool:
     after = [value for key, value in shard.items() if key.startswith(AFTER)]
-    if not all(value.dtype == torch.uint8 and value.ndim == 2 and len(value) == kept for value in after):
-        return False
+    return all(_are_generator_states(value) and len(value) == kept for value in after)
+
+
+def _scales_are_sound(shard: dict[str, Tensor], lengths: Tensor) -> bool:
     scales = shard.get(SCALES)
-    if scales is not None and not (
-        scales.dtype == torch.float64 and scales.shape == lengths.shape and bool((scales > 0).all())
-    ):
-        return False
-    named = shard.get(MODES)
-    if named is not None and not (_is_whole(named, len(lengths)) and _within(named, 0, modes)):
-        return False
+    if scales is None:
+        return True
+    return scales.dtype == torch.float64 and scales.shape == lengths.shape and bool((scales > 0).all())
+
+
+def _modes_are_sound(shard: dict[str, Tensor], steps: int, modes: int) -> bool:
+    indices = shard.get(MODES)
+    return indices is None or (_is_whole(indices, steps) and _within(indices, 0, modes))
+
+
+def _micro_batches_are_sound(shard: dict[str, Tensor], lengths: Tensor) -> bool:
+    columns = {LENGTHS, DENOMINATORS, STATES}
     if COUNTS not in shard:
-        return not {LENGTHS, DENOMINATORS, STATES} & set(shard)
-    if not {LENGTHS, DENOMINATORS, STATES} <= set(shard) or not _is_whole(shard[COUNTS], len(lengths)):
+        return not columns & set(shard)
+    if not columns <= set(shard) or not _is_whole(shard[COUNTS], len(lengths)):
         return False
-    total = shard[COUNTS].tolist()
-    if min(total) < 1 or not all(_is_whole(shard[key], sum(total)) for key in (LENGTHS, STATES)):
+    counts = shard[COUNTS].tolist()
+    if min(counts) < 1 or not all(_is_whole(shard[key], sum(counts)) for key in (LENGTHS, STATES)):
         return False
-    sums = [int(part.sum()) for part in shard[LENGTHS].split(total)]
+    lengths_of_steps = [int(part.sum()) for part in shard[LENGTHS].split(counts)]
     random = [value for key, value in shard.items() if key.startswith(RANDOM)]
     states = min((len(value) for value in random), default=0)
+    denominators = shard[DENOMINATORS]
     return (
-        sums == lengths.tolist()
+        lengths_of_steps == lengths.tolist()
         and int(shard[LENGTHS].min()) >= 1
         and _within(shard[STATES], -1, states)
-        and all(value.ndim == 2 and value.dtype == torch.uint8 for value in random)
-        and shard[DENOMINATORS].dtype == torch.float64
-        and shard[DENOMINATORS].shape == shard[LENGTHS].shape
-        and not bool((shard[DENOMINATORS] <= 0).any())
+        and all(_are_generator_states(value) for value in random)
+        and denominators.dtype == torch.float64
+        and denominators.shape == shard[LENGTHS].shape
+        and not bool((denominators <= 0).any())
     )
+
+
+def _are_generator_states(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.uint8 and tensor.ndim == 2
 
 
 def _is_whole(tensor: Tensor, count: int) -> bool:

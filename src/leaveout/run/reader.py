@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from zlib_ng import zlib_ng
 
@@ -26,16 +25,14 @@ from leaveout._util.trees import State
 from leaveout.errors import InputError, RunError, is_whole
 from leaveout.optim import AVERAGE, Rule, Settings
 from leaveout.run import averages, kept_batches, uneven
-from leaveout.run.following import Following, stepped
-from leaveout.run.kept_states import KEPT, WHOLE, StateTensors, whole
+from leaveout.run.gradient_states import RecomputedStates, next_state
+from leaveout.run.kept_states import KEPT, StateTensors, whole
 from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_manifest
-from leaveout.run.micro import AFTER, FURTHER, MODES, SCALES, is_sound, micro_of
+from leaveout.run.micro import AFTER, MODES, SCALES, micro_of
 from leaveout.run.record import Record
 from leaveout.run.remote import local, source
+from leaveout.run.shard_reader import load, read_shard
 from leaveout.task.draws import RandomState
-
-LOG = {"lengths": 1, "epochs": 1, "hypers": 3, "fingerprints": 3}
-"""The tensors with one row per step, and their number of dimensions."""
 
 
 class Run:
@@ -59,7 +56,7 @@ class Run:
         self._starts = [0, *accumulate(shard.steps for shard in manifest.shards)]
         self._loaded = lru_cache(maxsize=2)(self._load_shard)
         self._tensors = StateTensors(manifest)
-        self._following = Following(self._stepped, self._last_whole, self.state)
+        self._recomputed = RecomputedStates(self._stepped, self._last_whole, self.state)
         self._checked: dict[str, tuple[int, int, int]] = {}
 
     def __reduce__(self) -> tuple:
@@ -81,7 +78,7 @@ class Run:
         indices = [0]
         for place, shard in enumerate(self.manifest.shards):
             file = self.path / shard.name
-            kept = _load(file, {"kept"})["kept"]
+            kept = load(file, {"kept"})["kept"]
             if tensor_checksum(kept) != shard.kept_crc32:
                 raise RunError(
                     f"{file} is not the file that was written (checksum of 'kept'): {AGAIN}", code="run-damaged"
@@ -212,20 +209,21 @@ class Run:
                 code="state-not-kept",
             )
         place = _place(whole(shard), index)
-        return self._following.state(index) if place is None else self._tensors.unflatten(shard, place)
+        return self._recomputed.state(index) if place is None else self._tensors.unflatten(shard, place)
 
     def _last_whole(self, index: int) -> int:
         """Return the index of the last state, up to this one, that is stored whole."""
         for number in range(self._find(index - 1)[0], -1, -1):
-            known = whole(self._shard(number))
-            if place := int(torch.searchsorted(known, index, right=True)):
-                return int(known[place - 1])
+            indices = whole(self._shard(number))
+            place = int(torch.searchsorted(indices, index, right=True))
+            if place > 0:
+                return int(indices[place - 1])
         return 0
 
     def _stepped(self, index: int, state: State) -> State:
         """Return the state after a step, computed from the stored gradient."""
         given = self._tensors.given_at(self._shard(self._find(index)[0]), index + 1)
-        return stepped(self.rule, state, given, self.record(index).hypers)
+        return next_state(self.rule, state, given, self.record(index).hypers)
 
     def batches(self, index: int) -> list[Any]:
         """Return the micro-batches of a step as the loader yielded them; none if they come from the data set."""
@@ -238,7 +236,7 @@ class Run:
         for part in range(len(self.record(index).parts)):
             start = kept_batches.key(index, part)
             try:
-                tensors = _load(file, set(), start)
+                tensors = load(file, set(), start)
                 read.append(kept_batches.unpacked(tensors, start, self.manifest.structure))
             except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
                 raise RunError(
@@ -276,51 +274,23 @@ class Run:
     def _shard(self, number: int) -> dict[str, Tensor]:
         """Return a shard as it was written; its tensors are mapped from the file, which may change at any time."""
         entry = self.manifest.shards[number]
-        self._hold_against(self.path / entry.name, entry.crc32)
+        self._check_checksum(self.path / entry.name, entry.crc32)
         return self._loaded(number)
 
     def _initial(self) -> dict[str, Tensor]:
         file = self.path / INITIAL
-        self._hold_against(file, self.manifest.initial_crc32)
-        tensors = _load(file, self._tensors.keys)
+        self._check_checksum(file, self.manifest.initial_crc32)
+        tensors = load(file, self._tensors.keys)
         self._tensors.check(file, {key: tensors[key].unsqueeze(0) for key in self._tensors.keys}, 1)
         return tensors
 
     def _load_shard(self, number: int) -> dict[str, Tensor]:
         entry = self.manifest.shards[number]
         file = self.path / entry.name
-        self._hold_against(file, entry.crc32)
-        shard = _load(file, {*LOG, "ids", "kept"})
-        rule = self.manifest.rule
-        rows, groups = entry.steps, max(rule.groups.values()) + 1
-        if (
-            shard["hypers"].dtype != torch.float64
-            or any(shard[key].ndim != LOG[key] or len(shard[key]) != rows for key in LOG)
-            or any(shard[key].dtype != torch.int64 for key in ("ids", *LOG) if key != "hypers")
-            or shard["hypers"].shape[1] < groups
-            or shard["hypers"].shape[2] != len(rule.hypers)
-            or shard["fingerprints"].shape[2] != 2
-            or int(shard["lengths"].min()) < 1
-            or shard["ids"].shape != (sum(shard["lengths"].tolist()),)  # a tensor's sum may overflow
-            or int(shard["ids"].min()) < 0
-            or int(shard["epochs"].min()) < 0
-        ):
-            raise RunError(f"{file} does not hold {rows} steps of this run: {AGAIN}", code="run-damaged")
-        if count := shard["kept"].numel():
-            shard |= _load(file, set(), WHOLE)
-            if WHOLE in shard:
-                shard |= _load(file, self._tensors.given)
-                self._tensors.check_given(file, shard)
-            if as_they_are := whole(shard).numel():
-                shard |= _load(file, self._tensors.keys)
-                self._tensors.check(file, shard, as_they_are)
-        further = _load(file, set(), FURTHER)
-        sound = is_sound(further, shard["lengths"], len(self.manifest.modes), count)
-        if not (sound and averages.is_sound(further, rows) and uneven.is_sound(rule, shard | further, rows)):
-            raise RunError(f"{file} does not hold the micro-batches of this run: {AGAIN}", code="run-damaged")
-        return shard | further
+        self._check_checksum(file, entry.crc32)
+        return read_shard(file, entry, self.manifest, self._tensors)
 
-    def _hold_against(self, file: Path, crc32: int) -> None:
+    def _check_checksum(self, file: Path, crc32: int) -> None:
         """Read a file in full and compare its checksum, unless that was done before and the file is unchanged."""
         try:
             status = file.stat()
@@ -339,18 +309,6 @@ def _reopened(path: str, steps: int, interpolate: bool, averaged: bool = False) 
     run = open_run(path, partial=True).head(steps)
     run.averaged = averaged
     return run.interpolated() if interpolate else run
-
-
-def _load(file: Path, needed: set[str], more: str | None = None) -> dict[str, Tensor]:
-    """Load the needed tensors of a file, and those whose names begin with ``more``; they change if the file does."""
-    try:
-        with safe_open(plain(file), framework="pt") as opened:
-            if missing := sorted(needed - set(opened.keys())):
-                raise OSError(f"it has no {missing[0]!r}")
-            others = {key for key in opened.keys() if more and key.startswith(more)}  # noqa: SIM118 - not a dict
-            return {key: opened.get_tensor(key) for key in needed | others}
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{file} cannot be read ({error}): {AGAIN}", code="run-damaged") from None
 
 
 def _place(numbers: Tensor, index: int) -> int | None:

@@ -12,8 +12,6 @@ from torch import Tensor
 from leaveout.optim import Hyper
 from leaveout.optim.averaging import Update
 from leaveout.run.micro import Micro
-from leaveout.run.noting import read
-from leaveout.task import batches
 from leaveout.task.draws import RandomState
 
 
@@ -48,9 +46,3 @@ class Record:
     def parts(self) -> tuple[Micro, ...]:
         """The micro-batches, even if there is only one."""
         return self.micro or (Micro(len(self.ids)),)
-
-
-def prints(taken: Sequence[Any]) -> list[list[tuple[int, int]]]:
-    """Return the fingerprints of the steps' batches, computing those that were deferred."""
-    later = batches.fingerprints([read(one.unhashed) for one in taken])
-    return [found or one.fingerprint for found, one in zip(later, taken, strict=True)]

@@ -12,7 +12,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, MismatchError, RunError, check_seed, is_whole
 from leaveout.optim import Hyper
 from leaveout.run.reader import Run
-from leaveout.run.recorder import Recorder
+from leaveout.run.recording.recorder import Recorder
 from leaveout.task.task import Task
 
 

@@ -29,23 +29,28 @@ def idle(place: int) -> int:
     return -2 - place
 
 
-def marked(settings: Settings, rule: Rule, params: dict[str, Tensor]) -> Settings:
-    """Mark the parameters that the step leaves out, and those with a zero gradient because they are frozen."""
+def with_places(settings: Settings, rule: Rule, params: dict[str, Tensor]) -> Settings:
+    """Return the settings with each parameter's place: which ones the step leaves out, or moves by a zero gradient."""
     if all(param.grad is not None and param.requires_grad for param in params.values()):
         return settings
-    own = settings.places or tuple(rule.groups.values())
+    rows = settings.places or tuple(rule.groups.values())
     places = []
-    for place, name in zip(own, rule.groups, strict=True):
+    for row, name in zip(rows, rule.groups, strict=True):
         param = params[name]
-        places.append(STAYED if param.grad is None else place if param.requires_grad else idle(place))
+        if param.grad is None:
+            places.append(STAYED)
+        elif param.requires_grad:
+            places.append(row)
+        else:
+            places.append(idle(row))  # frozen, with a zero gradient
     return settings._replace(places=tuple(places))
 
 
 def written(rule: Rule, steps: Sequence[Settings]) -> dict[str, Tensor]:
     """Return the tensors for a shard's steps: their hyperparameters, and the places if any step has them."""
     names, most = rule.hypers, max(len(step.hypers) for step in steps)
-    rows = [[*step.hypers, *[step.hypers[0]] * (most - len(step.hypers))] for step in steps]
-    values = [[[hyper[name] for name in names] for hyper in own] for own in rows]
+    padded = [[*step.hypers, *[step.hypers[0]] * (most - len(step.hypers))] for step in steps]
+    values = [[[hyper[name] for name in names] for hyper in rows] for rows in padded]
     tensors = {"hypers": torch.tensor(values, dtype=torch.float64)}
     if any(step.places is not None for step in steps):
         usual = tuple(rule.groups.values())

@@ -28,7 +28,9 @@ ROUNDS = 3
 
 def hessian(kinks: bool | str, trajectory: Trajectory) -> type[Curvature]:
     """Choose the Hessian with or without the curvature of kinks; ``"auto"`` depends on the run."""
-    return KinkedHessian if (are_mild(trajectory) if kinks == "auto" else kinks) else Hessian
+    if kinks == "auto":
+        kinks = are_mild(trajectory)
+    return KinkedHessian if kinks else Hessian
 
 
 def are_mild(trajectory: Trajectory) -> bool:

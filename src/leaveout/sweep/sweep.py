@@ -211,7 +211,7 @@ class Sweep:
         cast = self.trajectory.trained.autocast is not None
         if (step.has_gradient and not cast) or index % CHECK_EVERY == 0 or index == len(self.trajectory) - 1:
             check = self.trajectory.check
-            check.step(recorded, check.taken(recorded, recorded.params) if cast else step.after)
+            check.step(recorded, check.recomputed(recorded, recorded.params) if cast else step.after)
 
     def _count(self, cost: Cost, vectors: int) -> None:
         cost.gradients += 1

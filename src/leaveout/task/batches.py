@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from leaveout._util.hashing import mixed, row_sums, weights
-from leaveout.errors import InputError, kind_of
+from leaveout.errors import InputError, first_line, kind_of
 
 Batch: TypeAlias = Any
 """What a loader yields: a tensor, or tuples, lists and dicts of them."""
@@ -54,10 +54,9 @@ def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -
     try:
         return default_collate(examples)
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError(
-            f"Examples {list(ids[:3])}... cannot be joined into a batch ({reason}): let them have tensors of one shape "
-            "and nothing that is None, or give collate= the function that joins them.",
+            f"Examples {list(ids[:3])}... cannot be joined into a batch ({first_line(error)}): let them have tensors "
+            "of one shape and nothing that is None, or give collate= the function that joins them.",
             code="examples-do-not-join",
         ) from error
 
@@ -169,6 +168,15 @@ def broken(batch: Batch) -> list[int]:
 def to(batch: Batch, device: torch.device) -> Batch:
     """Move the batch to a device."""
     return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def to_float64(batch: Any) -> Any:
+    """Convert the floating-point tensors of a batch, or of parameters, to float64."""
+    return map_leaves(_leaf_to_float64, batch)
+
+
+def _leaf_to_float64(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def fingerprint(batch: Batch) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import torch
 from torch.func import vmap
 
 from leaveout.task import batches
-from leaveout.task.rewriting import WrittenOut, quiet_loops
+from leaveout.task.rewrites.missing_rules import WrittenOut, quiet_loops
 
 
 def side_by_side(function: Callable, in_dims: Any = 0) -> Callable:

@@ -13,8 +13,8 @@ from leaveout.compute.threads import spread
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch, leaves, map_leaves
 from leaveout.task.forms import COUPLED, Form
-from leaveout.task.products import fast_products
-from leaveout.task.rewriting import WrittenOut
+from leaveout.task.rewrites.missing_rules import WrittenOut
+from leaveout.task.rewrites.products import fast_products
 from leaveout.task.trace.tracer import WARM_UP
 from leaveout.task.training_batch import size_of
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from leaveout.errors import InputError, UnsupportedError, is_whole, kind_of
+from leaveout.errors import InputError, UnsupportedError, first_line, is_whole, kind_of
 from leaveout.task import batches
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called
@@ -95,7 +97,7 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is reported
-        return [f"the first training examples cannot be read: {_line(error)}"], none
+        return [f"the first training examples cannot be read: {first_line(error)}"], none
     task.random_data = batches.fingerprint(batch) != batches.fingerprint(again)
     if problem := _structure_problem(batch, len(ids)):
         return [problem], none
@@ -112,7 +114,7 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is reported as a problem
-        return [f"the model or the loss fails on the first training examples: {_line(error)}"], none
+        return [f"the model or the loss fails on the first training examples: {first_line(error)}"], none
     problems = _side_effects(task.model, buffers, rng)
     if problems:
         return problems, none
@@ -128,10 +130,6 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
         return [problem], none
     problem, abilities = compared(task, params, batch) if check else tried(task, params, batch)
     return [problem] if problem else [], abilities
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _structure_problem(batch: Any, count: int) -> str | None:
@@ -212,6 +210,23 @@ def is_strength(value: Any) -> bool:
     """Say whether a value is a finite number, 0 or more."""
     real = isinstance(value, Real)
     return real and bool(0 <= value <= sys.float_info.max)
+
+
+def matching(names: Sequence[str], layers: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the names that match the patterns of ``layers=``; refuse a pattern that matches none.
+
+    >>> matching(("body.weight", "head.weight", "head.bias"), "head.*")
+    ('head.weight', 'head.bias')
+    """
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if unknown or not patterns:
+        raise InputError(
+            f"layers={layers!r} names no trained parameter{f' by {unknown[0]!r}' if unknown else ''}: use names or "
+            f"patterns such as 'head.*'; there are {', '.join(names)}.",
+            code="layers-match-nothing",
+        )
+    return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def refuse(problems: list[str]) -> None:

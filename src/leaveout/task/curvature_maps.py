@@ -20,9 +20,9 @@ from torch.func import grad, jvp, vjp
 from leaveout._util.trees import Params, each, inner_rows, pullback
 from leaveout.task.batches import Batch, map_leaves
 from leaveout.task.calls import form_of, no_form, ones
-from leaveout.task.folding import Folded
 from leaveout.task.forms import Form
-from leaveout.task.rewriting import Passing
+from leaveout.task.rewrites.folding import Folded
+from leaveout.task.rewrites.missing_rules import Passing
 from leaveout.task.training_batch import TrainingBatch, joined, size_of
 
 if TYPE_CHECKING:

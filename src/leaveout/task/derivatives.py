@@ -19,9 +19,9 @@ from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch
 from leaveout.task.calls import by_chunks, form_of, ones, run, stacked, staged
 from leaveout.task.curvature_maps import HESSIAN, CurvatureMap, pushed, transposed
-from leaveout.task.elementary import Elementary
 from leaveout.task.forms import Form
-from leaveout.task.kinks import inverse_widths
+from leaveout.task.rewrites.elementary import Elementary
+from leaveout.task.rewrites.kinks import inverse_widths
 from leaveout.task.trace.tracer import RARE
 from leaveout.task.training_batch import Picked, TrainingBatch, parts_of, size_of
 
@@ -63,7 +63,7 @@ def batch_products(
 def directional(
     task: Task, params: Params, batch: Batch, vector: Params
 ) -> tuple[Params | None, Params, Float[Tensor, " batch"]]:
-    """As ``batch_products``, for one vector, by the quickest form; ḡ is None where the form does without it."""
+    """Do what ``batch_products`` does for one vector, by the fastest form; ḡ is None if the form does not need it."""
     form = form_of(task, task.abilities.vector)
     result = run(task, f"directional {form.name}", partial(_product, task, form), params, batch, vector)
     return result if len(result) == 3 else (None, *result)
@@ -72,7 +72,7 @@ def directional(
 def directional_each(
     task: Task, params: Params, batch: Batch, vectors: Params, threads: int
 ) -> tuple[Params | None, Params, Float[Tensor, "vectors batch"]] | None:
-    """As ``directional``, for every vector of a stack, one vector per thread at a time; None if that cannot be had.
+    """Do what ``directional`` does for every vector of a stack, one vector per thread; None if there is no trace.
 
     What does not depend on the vector is computed once: the forward pass, and the gradients of all activations. For
     large models that is faster than all vectors at once, whose activations do not fit into the cache.
@@ -108,7 +108,7 @@ def _product(task: Task, form: Form, params: Params, batch: Batch, vector: Param
 
 
 def _slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Tensor]:
-    """The gradient of the losses' derivative along v, and that derivative, both divided by |Z|."""
+    """Compute the gradient of the losses' derivative along v, and that derivative, both divided by |Z|."""
 
     def along(q: Params) -> tuple[Tensor, Tensor]:
         slope = jvp(lambda r: task.losses({**params, **r}, batch), (q,), (vector,))[1] / size_of(batch)
@@ -119,8 +119,10 @@ def _slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Pa
 
 
 def _coupled_slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Tensor]:
-    """The same for examples that depend on each other: the gradient, in parameters, buffers and weights, of the loss's
-    derivative along v and of what v makes of the buffers' new values.
+    """Compute the same for examples that depend on each other.
+
+    This is the gradient, in parameters, buffers and weights, of the loss's derivative along v and of what v makes of
+    the buffers' new values.
     """
     moving = {name: vector[name] for name in task.chosen}
 
@@ -191,7 +193,7 @@ def gradients_with(
 def gradients_each(
     task: Task, params: Params, batch: Batch, weights: Float[Tensor, "rows batch"], threads: int
 ) -> Params | None:
-    """As ``gradients_with``, one row per thread at a time; None if that cannot be had."""
+    """Do what ``gradients_with`` does, one row per thread; None if there is no trace."""
 
     def value(p: Params, b: Batch, w: Tensor) -> Params:
         return task.gradient(p, w, b, alone=True)
@@ -252,7 +254,7 @@ def _check_separable(task: Task, examples: Batch) -> None:
 
 
 def _groups(picked: Picked, vectors: Params, shared: bool) -> list[tuple[Batch, Params]]:
-    """Each group with its vectors."""
+    """Return each group with its vectors."""
     if shared:
         return [(group, vectors) for group in picked.groups]
     places = torch.argsort(picked.order).split([size_of(group) for group in picked.groups])
@@ -264,6 +266,6 @@ def _in_order(parts: list[Params], order: Tensor) -> Params:
 
 
 def is_single(vectors: Params, params: Params) -> bool:
-    """Whether it is one vector, and not a stack of them."""
+    """Say whether it is one vector, and not a stack of them."""
     name = next(iter(vectors))
     return vectors[name].ndim == params[name].ndim

@@ -27,8 +27,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from leaveout.errors import InputError, MismatchError, UnsupportedError
-from leaveout.task.drawn_layers import LAYERS
-from leaveout.task.function_mode import FunctionMode
+from leaveout.task.rewrites.drawn_layers import LAYERS
+from leaveout.task.rewrites.function_mode import FunctionMode
 
 Draws: TypeAlias = dict[str, Tensor]
 """Drawn values in order; each name is the draw's number and the operation that drew it, such as ``"0 bernoulli_"``."""

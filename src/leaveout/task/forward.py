@@ -19,8 +19,8 @@ from leaveout._util.trees import Params
 from leaveout.errors import InputError, kind_of
 from leaveout.task import batches
 from leaveout.task.batches import Batch
-from leaveout.task.own_functions import transformable
-from leaveout.task.rewriting import Batched, plain_attention
+from leaveout.task.rewrites.missing_rules import Batched, plain_attention
+from leaveout.task.rewrites.own_functions import transformable
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
 
@@ -140,7 +140,7 @@ def _casting(params: Params) -> bool:
 
 
 def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-    return rule(model, batches.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch))
+    return rule(model, batches.to_float64(batch))
 
 
 def default_targets(batch: Batch) -> Any:

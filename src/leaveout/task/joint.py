@@ -11,8 +11,8 @@ from torch.func import grad, jvp, vmap
 from leaveout._util.trees import Params, each
 from leaveout.task.batches import Batch
 from leaveout.task.calls import run
-from leaveout.task.elementary import Elementary
-from leaveout.task.rewriting import quiet_loops
+from leaveout.task.rewrites.elementary import Elementary
+from leaveout.task.rewrites.missing_rules import quiet_loops
 from leaveout.task.training_batch import size_of
 
 if TYPE_CHECKING:

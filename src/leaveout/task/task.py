@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,26 +14,26 @@ from torch.func import grad
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params, sum_of
-from leaveout.errors import InputError, UnsupportedError
+from leaveout.errors import UnsupportedError
 from leaveout.optim.clip import clip_of
 from leaveout.task import batches
-from leaveout.task.batch_norm import weighted_batch_norm
 from leaveout.task.batches import Batch, Collate, Each
 from leaveout.task.batching import looped, side_by_side
-from leaveout.task.checks import check_options, is_coupled, module_problems, refuse, trial_problems
+from leaveout.task.checks import check_options, is_coupled, matching, module_problems, refuse, trial_problems
 from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
-from leaveout.task.folding import Folded
 from leaveout.task.footprint import footprint
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
-from leaveout.task.kinks import kinked
 from leaveout.task.losses import Loss, call_name, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
 from leaveout.task.preparing import trial_batch
-from leaveout.task.rewriting import Unstopped
+from leaveout.task.rewrites.batch_norm import weighted_batch_norm
+from leaveout.task.rewrites.folding import Folded
+from leaveout.task.rewrites.kinks import kinked
+from leaveout.task.rewrites.missing_rules import Unstopped
 from leaveout.task.trace.tracer import Tracer
 from leaveout.task.training_batch import TrainingBatch, Window, parts_of, size_of
 
@@ -100,7 +99,7 @@ class Task:
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.chosen = self.names
         self.check = check
-        self._at: dict[int, Abilities] = {}
+        self._abilities_at: dict[int, Abilities] = {}
         self.tracer = Tracer(any(isinstance(module, nn.Conv2d) for module in model.modules()), never=not trace)
         self.loss = loss
         self.parts = taken_apart(loss)
@@ -111,6 +110,7 @@ class Task:
         self.training = frozenset(name for name, module in model.named_modules() if module.training)
         self.axes: dict[tuple[str, ...], Axes | None] = {}
         self._views: dict[Any, Task] = {}
+        self._recorded_views: dict[tuple, dict[float, Task]] = {}
         self.called = Called(model, forward or default_forward)
         self.coupled = is_coupled(self.called, self.training, ())
         problems = module_problems(model)
@@ -138,34 +138,28 @@ class Task:
 
     def training_of(self, names: Collection[str]) -> Task:
         """Return the same task for a run that trained these parameters; some may be frozen by now."""
-        own = tuple(name for name, _ in self.model.named_parameters() if name in names)
-        if own == self.names or not set(self.names) <= set(own):
+        trained = tuple(name for name, _ in self.model.named_parameters() if name in names)
+        if trained == self.names or not set(self.names) <= set(trained):
             return self
-        if own not in self._views:
-            self._views[own] = self.untraced()
-            self._views[own].names = self._views[own].chosen = own
-        return self._views[own]
+        if trained not in self._views:
+            task = self.untraced()
+            task.names = task.chosen = trained
+            self._views[trained] = task
+        return self._views[trained]
 
     def restricted(self, layers: str | Sequence[str] | None) -> Task:
         """Return the same task with derivatives for chosen parameters only: names or patterns such as ``"head.*"``."""
         if layers is None:
             return self
-        patterns = [layers] if isinstance(layers, str) else list(layers)
-        unknown = [p for p in patterns if not any(fnmatchcase(name, p) for name in self.names)]
-        if unknown or not patterns:
-            raise InputError(
-                f"layers={layers!r} names no trained parameter{f' by {unknown[0]!r}' if unknown else ''}: use names or "
-                f"patterns such as 'head.*'; there are {', '.join(self.names)}.",
-                code="layers-match-nothing",
-            )
         task = self.untraced()
-        task.chosen = tuple(name for name in self.names if any(fnmatchcase(name, p) for p in patterns))
+        task.chosen = matching(self.names, layers)
         return task
 
     def untraced(self) -> Task:
         """Return the same task with nothing traced or compared yet."""
         task = copy.copy(self)
-        task.tracer, task._at, task._views, task.kink_sizes = self.tracer.fresh(), {}, {}, {}
+        task.tracer, task._abilities_at, task.kink_sizes = self.tracer.fresh(), {}, {}
+        task._views, task._recorded_views = {}, {}
         return task
 
     def quiet(self) -> Task:
@@ -187,12 +181,12 @@ class Task:
         """Return the same task with the forms of derivatives that are also correct at another state, named ``key``."""
         if not self.check:
             return self
-        if key not in self._at:
+        if key not in self._abilities_at:
             problem, abilities = compared(self, params, trial_batch(self, params), self.abilities)
             refuse([f"at the run's last state, {problem}"] if problem else [])
-            self._at[key] = abilities
+            self._abilities_at[key] = abilities
         task = copy.copy(self)
-        task.abilities = self._at[key]
+        task.abilities = self._abilities_at[key]
         return task
 
     def doubled(self) -> Task:
@@ -215,19 +209,21 @@ class Task:
         loss_scale: float = 1,
     ) -> Task:
         """Return the same task as a run trained it: modules in training mode, moving buffers, mixed precision."""
-        key = (self.training if training is None else training, tuple(buffers), autocast, loss_scale)
-        if key == (self.training, self.buffers, self.autocast, self.loss_scale):
+        mode = (self.training if training is None else training, tuple(buffers), autocast)
+        if (*mode, loss_scale) == (self.training, self.buffers, self.autocast, self.loss_scale):
             return self
-        if key not in self._views:
+        by_scale = self._recorded_views.setdefault(mode, {})
+        if loss_scale not in by_scale:
             task = self.untraced()
-            task.training, task.buffers, task.autocast, task.loss_scale = key
+            task.training, task.buffers, task.autocast = mode
+            task.loss_scale = loss_scale
             # Which draw belongs to which example does not depend on the scale.
-            task.axes = next((view.axes for known, view in self._views.items() if known[:-1] == key[:-1]), {})
-            task.coupled = is_coupled(self.called, *key[:2])
+            task.axes = next(iter(by_scale.values())).axes if by_scale else {}
+            task.coupled = is_coupled(self.called, task.training, task.buffers)
             if task.coupled:
                 task.abilities = coupled_defaults(task, self.abilities)
-            self._views[key] = task
-        return self._views[key]
+            by_scale[loss_scale] = task
+        return by_scale[loss_scale]
 
     def uncast(self) -> Task:
         """Return the same task without ``torch.autocast``, which is how derivatives are taken."""
@@ -241,7 +237,8 @@ class Task:
 
     def kinked(self) -> Task:
         """Return the same task, with the curvature of kinks included in its second derivatives."""
-        (task := copy.copy(self)).kinks = True
+        task = copy.copy(self)
+        task.kinks = True
         return task
 
     def own(self, params: Params) -> Params:
@@ -268,15 +265,14 @@ class Task:
         self, params: Params, batch: TrainingBatch, weights: Tensor | None = None
     ) -> tuple[tuple[Tensor, Any], Params]:
         """Return outputs and targets of a batch as training saw it, and the buffers after it."""
-        draws = batch.whole or (together(batch.draws, self.axes[tuple(batch.draws)] or {}) if batch.draws else {})
+        draws = together(batch.draws, self.axes[tuple(batch.draws)] or {}) if batch.draws else batch.whole
         # Cloned, for models that write to them.
         held = {name: params[name].clone() for name in self.buffers}
         leaving = weights if self.statistics == "leave" else None
         nothing: AbstractContextManager[Params] = nullcontext({})
-        with weighted_batch_norm(leaving, held) if self.coupled else nothing as new:
+        with weighted_batch_norm(leaving, held) if self.coupled else nothing as new, self.casting():
             within = replay(draws) if draws else None
-            with self.casting():
-                both, after = self._pure({**params, **held}, batch.batch, self.training, within)
+            both, after = self._pure({**params, **held}, batch.batch, self.training, within)
         return both, {name: new.get(name, after[name]) for name in self.buffers}
 
     def casting(self) -> AbstractContextManager:
@@ -298,7 +294,8 @@ class Task:
     def measuring(self, measure: Measure) -> Task:
         """Return the same task with another measure for its queries."""
         task = copy.copy(self)
-        task.measure, task._measured, task._views = measure, measure_of(measure), {}
+        task.measure, task._measured = measure, measure_of(measure)
+        task._views, task._recorded_views = {}, {}
         return task
 
     def output_losses(self, outputs: Tensor, targets: Any) -> Each:
@@ -319,11 +316,11 @@ class Task:
 
     def losses(self, params: Params, batch: Batch) -> Each:
         """Compute ℓ(z, θ) for each example z of the batch; for a training batch, times its scale."""
-        parts, at = [], params
+        parts, current = [], params
         for part in parts_of(batch):
-            losses, moved = self._part_losses(at, part)
+            losses, moved = self._part_losses(current, part)
             parts.append(losses)
-            at = {**at, **moved}
+            current = {**current, **moved}
         losses = torch.cat(parts) if len(parts) > 1 else parts[0]
         return losses + self._decay(params) if self.l2 else losses
 
@@ -347,25 +344,28 @@ class Task:
         total, start = None, 0
         moved: Params = {}
         for part in parts_of(batch):
-            own = weights[start : start + size_of(part)] if isinstance(batch, Window) else weights
+            part_weights = weights[start : start + size_of(part)] if isinstance(batch, Window) else weights
             with nullcontext() if alone or self.autocast else Folded():  # a rearranged product rounds differently
-                losses, moved = self._part_losses({**params, **moved}, part, own)
+                losses, moved = self._part_losses({**params, **moved}, part, part_weights)
                 losses = losses + self._decay(params) if self.l2 else losses
-            term = (own * losses).sum()
-            total, start = term if total is None else total + term, start + len(own)
+            term = (part_weights * losses).sum()
+            total = term if total is None else total + term
+            start += len(part_weights)
         assert total is not None  # noqa: S101 - a window has a micro-batch
         return total / len(weights), moved
 
     def gradient(self, params: Params, weights: Each, batch: Batch, *, alone: bool = False) -> Params:
         """Compute ḡ(θ; w), the gradient of the weighted batch loss; for a buffer, its new value instead."""
-        own = {name: params[name] for name in self.chosen}
+        chosen_params = {name: params[name] for name in self.chosen}
 
         def scaled(chosen: Params) -> tuple[Tensor, Params]:
             loss, moved = self.objective({**params, **chosen}, weights, batch, alone=alone)
             return (loss if self.loss_scale == 1 else loss * self.loss_scale), moved
 
-        value, moved = grad(scaled, has_aux=True)(own)
-        return {**(value if self.loss_scale == 1 else {n: t / self.loss_scale for n, t in value.items()}), **moved}
+        value, moved = grad(scaled, has_aux=True)(chosen_params)
+        if self.loss_scale != 1:
+            value = {name: tensor / self.loss_scale for name, tensor in value.items()}
+        return {**value, **moved}
 
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
         """Compute ℓ(z, θ) of one example, without a batch dimension."""

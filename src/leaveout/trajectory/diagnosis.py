@@ -50,7 +50,7 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
 def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
     """Describe the difference, with likely causes in order, and what to do."""
     hypers = recorded.record.hypers
-    clipped = rule._clipped(rule.flowing(recomputed, hypers))
+    clipped = rule.clipped(rule.flowing(recomputed, hypers))
     moving = [n for n, g in rule.groups.items() if not hypers[g].get(STILL) and not hypers[g].get(IDLE)]
     rule = rule.following(None, ()).restricted(moving)  # the optimizer alone: the gradient it received is compared
     clipped = {name: clipped[name] for name in moving}
@@ -72,9 +72,9 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
 def _divisor(recorded: RecordedStep) -> int:
     """Return what the task divides a micro-batch's loss by in addition to its own denominator."""
     accumulation = recorded.trained.accumulation
-    return (
-        accumulation if isinstance(accumulation, int) else len(recorded.record.parts) if accumulation == "mean" else 1
-    )
+    if isinstance(accumulation, int):
+        return accumulation
+    return len(recorded.record.parts) if accumulation == "mean" else 1
 
 
 def _only(rule: Rule, state: State) -> State:

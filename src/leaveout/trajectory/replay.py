@@ -42,33 +42,33 @@ def counterfactuals(
     if start is not None:
         return final(trajectory, start, len(left_out) + 1, weights, resources, cost)
     stack: Stack | None = None
-    for _, stack in _on_their_way(trajectory, left_out, weight, resources, cost):  # noqa: B007 - the last one counts
+    for _, stack in _checked_replays(trajectory, left_out, weight, resources, cost):  # noqa: B007 - the last one counts
         pass
     return {} if stack is None else trajectory.scored(stack.rows())
 
 
-def courses(
+def replayed_states(
     trajectory: Trajectory, left_out: LeftOut, weight: float, resources: Resources, cost: Cost
 ) -> Iterator[tuple[RecordedStep, Params]]:
     """Yield each step of the replays in ``counterfactuals``, with all models' parameters after it."""
-    for recorded, stack in _on_their_way(trajectory, left_out, weight, resources, cost):
+    for recorded, stack in _checked_replays(trajectory, left_out, weight, resources, cost):
         yield recorded, trajectory.scored(stack.rows())
 
 
-def _on_their_way(
+def _checked_replays(
     trajectory: Trajectory, left_out: LeftOut, weight: float, resources: Resources, cost: Cost
 ) -> Iterator[tuple[RecordedStep, Stack]]:
-    """Yield the same, and compare the model that has every example with the recorded one after each step."""
+    """Yield each step with all models after it, and compare the one that has every example with the recorded run."""
     count = len(left_out) + 1
-    travelled, strayed = 0.0, False
+    travelled, warned = 0.0, False
     steps = stacked(
         trajectory, trajectory.initial(), count, partial(_weights, left_out, weight, count), resources, cost
     )
     for recorded, stack in steps:
         travelled += distance(recorded.after[PARAM], recorded.before[PARAM])
-        share = trajectory.check.way(recorded, stack.last(), travelled)
-        if share is not None and not strayed:
-            strayed = True
+        share = trajectory.check.drift(recorded, stack.last(), travelled)
+        if share is not None and not warned:
+            warned = True
             _warn_of_rounding(recorded.record.index, share)
         yield recorded, stack
 

@@ -14,8 +14,8 @@ from leaveout._util.trees import PARAM, Params, State, height
 from leaveout.optim import AVERAGE, Hyper, Rule
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import stacked_gradients
-from leaveout.task.elementary import Quicker
-from leaveout.task.products import fast_products
+from leaveout.task.rewrites.elementary import Quicker
+from leaveout.task.rewrites.products import fast_products
 from leaveout.task.task import Task
 from leaveout.task.trace.tracer import WARM_UP
 from leaveout.trajectory.twins import on_threads, twins
@@ -48,20 +48,22 @@ class Stack:
         self._rows = torch.tensor([count - 1], device=next(iter(start[PARAM].values())).device)
         self._count, self._rule = count, rule
         self._expected = count * steps // 2  # a model begins with the first step that uses its example
-        self._ways: dict[Task, Apart | None] = {}  # None for those whose models are one stack
+        self._steppers: dict[Task, OneByOne | None] = {}  # None for tasks whose models are one stack
 
     def step(self, task: Task, weights: Tensor, batch: Batch, hypers: Sequence[Hyper]) -> int:
         """Take a step with every model, each with its row of the examples' weights; return the number of models."""
-        if task not in self._ways:
-            self._ways[task] = _way(task, self.last()[PARAM], batch, self._expected)
-        joining, apart = self._joining(weights), self._ways[task]
-        if apart is not None:
-            models = [*self._alone(), *(_each(lambda t: t[:1].clone(), self._parts[0]) for _ in joining)]
-            self._parts = apart.stepped(models, weights[self._rows], batch, partial(self._rule.steps_, hypers=hypers))
-        else:
+        if task not in self._steppers:
+            self._steppers[task] = _stepper_of(task, self.last()[PARAM], batch, self._expected)
+        stepper = self._steppers[task]
+        joining = self._joining(weights)
+        if stepper is None:
             state = self._joined(len(joining))
             gradients = stacked_gradients(task, state[PARAM], weights[self._rows], batch)
             self._parts = [self._rule.steps_(state, gradients, hypers)]
+        else:
+            models = [*self._single_models(), *(_each(lambda t: t[:1].clone(), self._parts[0]) for _ in joining)]
+            take_step = partial(self._rule.steps_, hypers=hypers)
+            self._parts = stepper.stepped(models, weights[self._rows], batch, take_step)
         return len(self._rows)
 
     def each(self, name: str) -> Iterator[Tensor]:
@@ -76,8 +78,8 @@ class Stack:
         """Return every row's parameters, and their average if there is one, in the order of the rows."""
         place = torch.zeros(self._count, dtype=torch.int64, device=self._rows.device)
         place[self._rows] = torch.arange(len(self._rows), device=self._rows.device)
-        asked = {slot: params for slot, params in self._joined().items() if slot in (PARAM, AVERAGE)}
-        return _each(lambda tensor: tensor[place], asked)
+        scored = {slot: params for slot, params in self._joined().items() if slot in (PARAM, AVERAGE)}
+        return _each(lambda tensor: tensor[place], scored)
 
     def _joining(self, weights: Tensor) -> Tensor:
         """Add and return the rows that diverge from here on, since their weights differ from the last row's."""
@@ -102,7 +104,7 @@ class Stack:
             for slot, params in first.items()
         }
 
-    def _alone(self) -> list[State]:
+    def _single_models(self) -> list[State]:
         """Return every model as a stack of one."""
         if all(height(part[PARAM]) == 1 for part in self._parts):
             return self._parts
@@ -110,7 +112,7 @@ class Stack:
         return [_each(partial(torch.narrow, dim=0, start=row, length=1), part) for part, row in places]
 
 
-def is_apart(task: Task, footprint: int) -> bool:
+def steps_one_by_one(task: Task, footprint: int) -> bool:
     """Say whether models are stepped one after the other on each of the CPU's threads, not all at once.
 
     The latter is faster for small models, whose operations take less time to run than to call. The choice depends on
@@ -121,18 +123,18 @@ def is_apart(task: Task, footprint: int) -> bool:
     return task.autocast is not None or not task.abilities.stacks or footprint > LARGE
 
 
-def _way(task: Task, params: Params, batch: Batch, expected: int) -> Apart | None:
-    """Return how a task steps its models, given how many gradients are expected; None: all at once."""
+def _stepper_of(task: Task, params: Params, batch: Batch, expected: int) -> OneByOne | None:
+    """Return what steps a task's models, given how many gradients are expected; None: all are stepped at once."""
     footprint = LONG + 1 if task.autocast else task.footprint(params, batch)
-    if not is_apart(task, footprint):
+    if not steps_one_by_one(task, footprint):
         return None
     traced = task.autocast is None and task.abilities.vmap and (footprint <= LONG or not task.tracer.images)
     pays = WARM_UP if footprint <= LONG or expected >= 2 * MANY else MANY
-    return Apart(twins(task), pays if traced else None)
+    return OneByOne(twins(task), pays if traced else None)
 
 
 @dataclass(frozen=True)
-class Apart:
+class OneByOne:
     """Models stepped one at a time by each of the ``tasks``, each on a thread of its own.
 
     ``pays`` is the number of gradients after which tracing pays off; None: never. A model's gradient and state are
@@ -147,17 +149,18 @@ class Apart:
     ) -> list[State]:
         """Take a step with every model, each a stack of one, along (1/|Z|) Σ w_z g(z)."""
 
-        def given(row: int) -> tuple[Params, Tensor, Batch]:
+        def arguments(row: int) -> tuple[Params, Tensor, Batch]:
             return {name: tensor[0] for name, tensor in models[row][PARAM].items()}, weights[row], batch
 
         def stepped_by(task: Task, row: int) -> State:
-            gradient = trace(*given(row)) if trace else _in_range(task, *given(row))
+            gradient = trace(*arguments(row)) if trace else _in_range(task, *arguments(row))
             return step(models[row], {name: tensor[None] for name, tensor in gradient.items()})
 
-        first, trace = self.tasks[0], None
+        trace = None
         if self.pays is not None:
+            first = self.tasks[0]
             counted = (len(weights), self.pays)
-            trace = first.tracer.trace(counted, "one gradient", partial(_gradient, first), *given(0))
+            trace = first.tracer.trace(counted, "one gradient", partial(_gradient, first), *arguments(0))
         return on_threads(self.tasks, stepped_by, range(len(weights)))
 
 

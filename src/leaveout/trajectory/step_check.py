@@ -82,18 +82,18 @@ class StepCheck:
                 code="step-does-not-follow",
             )
 
-    def way(self, recorded: RecordedStep, predicted: State, travelled: float) -> float | None:
-        """Check the same for a model that takes the run's steps from its own states.
+    def drift(self, recorded: RecordedStep, predicted: State, travelled: float) -> float | None:
+        """Check the same for a model that takes the run's steps from its own states; return how far it has drifted.
 
-        Rounding errors can grow along the way until the model has left the recorded one. Then the step is taken once
-        more, from the recorded state. If it follows in every slot, rounding is the only cause; what is returned is how
-        far it has moved the parameters, as a share of the distance travelled.
+        Rounding errors can grow until the model has left the recorded run. Then the step is taken once more, from the
+        recorded state. If it follows in every slot, rounding is the only cause; what is returned is how far it has
+        moved the parameters, as a share of the distance travelled.
         """
         if not recorded.exact:
             return None
         missed = _misses(recorded, predicted, _sizes(recorded, travelled), ADDED_UP)
         if missed:
-            self.step(recorded, self.taken(recorded, recorded.params))
+            self.step(recorded, self.recomputed(recorded, recorded.params))
         return missed[PARAM] / max(travelled, 1e-300) if PARAM in missed else None
 
     def along(self, recorded: RecordedStep, vector: State, carried: State, slope: float) -> None:
@@ -129,7 +129,7 @@ class StepCheck:
         """Recompute the whole step if it is off along a vector by more than is allowed."""
         if missed <= allowed:
             return
-        self.step(recorded, self.taken(recorded, recorded.params))
+        self.step(recorded, self.recomputed(recorded, recorded.params))
         apart = self._apart(recorded, dict.fromkeys(recorded.after, missed))
         if not missed <= 2 * sum(apart.values()) + ADDED_UP * allowed:
             raise MismatchError(
@@ -139,7 +139,7 @@ class StepCheck:
                 code="derivatives-do-not-add-up",
             )
 
-    def taken(self, recorded: RecordedStep, params: Params) -> State:
+    def recomputed(self, recorded: RecordedStep, params: Params) -> State:
         """Take the step with the gradient at these parameters."""
         value = gradient(recorded.trained, params, recorded.batch)
         return self._rule.step(recorded.before, value, recorded.record.hypers)
@@ -167,10 +167,10 @@ class StepCheck:
             noise = torch.randn(tensor.shape, generator=order, dtype=tensor.dtype).to(tensor.device)
             return tensor * (1 + NOISE * torch.finfo(tensor.dtype).eps * noise)
 
-        first = self.taken(recorded, each(moved, recorded.params))
+        first = self.recomputed(recorded, each(moved, recorded.params))
         apart = dict.fromkeys(missed, 0.0)
         for _ in range(DRAWS - 1):
-            end = self.taken(recorded, each(moved, recorded.params))
+            end = self.recomputed(recorded, each(moved, recorded.params))
             apart = {slot: max(apart[slot], distance(end[slot], first[slot])) for slot in missed}
             if all(missed[slot] <= 2 * apart[slot] for slot in missed):
                 break

@@ -48,7 +48,7 @@ class Trajectory:
         self.run = run
         self._modes = Modes(run, task, layers)
         self._rule = run.rule.averaging(on=run.averaged).following(task.clip, tuple(run.manifest.buffers))
-        self._known = [*run.kept, *([] if run.kept[-1] == len(run) else [len(run)])]
+        self._anchors = run.kept if run.kept[-1] == len(run) else [*run.kept, len(run)]  # states that others start from
         _, self.trained, self.task = self._modes.first
         self.rule = self._rule.restricted(self.task.chosen)
         if layers is not None and task.clip is not None and task.clip.norm is not None:
@@ -81,16 +81,17 @@ class Trajectory:
         if not self.task.check or self.task.coupled:
             return
         batch = trial_batch(self.task, params)
-        if not batch.whole and (problem := mixing(self.task, params, batch)):
+        problem = None if batch.whole else mixing(self.task, params, batch)
+        if problem:
             refuse([f"at the run's last state, {problem}"])
 
     def initial(self) -> State:
         """Return the state before the first step."""
-        return self._own(self._state(0))
+        return self._of_task(self._state(0))
 
     def final(self) -> State:
         """Return the state after the last step."""
-        return self._own(self.final_whole())
+        return self._of_task(self.final_whole())
 
     def final_whole(self) -> State:
         """Return the state of all parameters after the last step; it is read only once, so do not write to it."""
@@ -118,7 +119,7 @@ class Trajectory:
         """Yield the steps from the first to the last."""
         self.task.tracer.expect(len(self))
         before = self._state(0)
-        for start, stop in pairwise(self._known):
+        for start, stop in pairwise(self._anchors):
             states = self._between(before, self._state(stop), start, stop)
             for index, after in zip(range(start, stop), states, strict=True):
                 yield self._recorded_step(index, before, after)
@@ -130,7 +131,7 @@ class Trajectory:
         The states between two kept ones are held together.
         """
         self.task.tracer.expect(len(self))
-        kept = self._known
+        kept = self._anchors
         first = len(self) if before is None else before
         places = range(bisect_left(kept, first))
         after = self._state(kept[len(places)])
@@ -146,8 +147,8 @@ class Trajectory:
 
     def recorded_step(self, index: int) -> RecordedStep:
         """Return one step."""
-        place = bisect_right(self._known, index)
-        start, stop = self._known[place - 1], self._known[place]
+        place = bisect_right(self._anchors, index)
+        start, stop = self._anchors[place - 1], self._anchors[place]
         first = self._state(start)
         states = chain([first], self._between(first, self._state(stop), start, stop))
         before, after = islice(states, index - start, index - start + 2)
@@ -182,7 +183,8 @@ class Trajectory:
 
     def _state(self, index: int) -> State:
         """Return a kept state or the last one, on the task's device."""
-        state = self._end() if index == len(self) and index not in self.run.kept[-1:] else self.run.state(index)
+        is_kept = index != len(self) or index == self.run.kept[-1]
+        state = self.run.state(index) if is_kept else self._end()
         # Not a view of its shard: forward mode allocates zeros as large as the memory that a tensor is a view of.
         return {slot: each(lambda t: t.to(self.task.device), state[slot]) for slot in self._rule.slots}
 
@@ -211,15 +213,15 @@ class Trajectory:
 
     def _batch(self, record: Record, params: Params) -> Batch:
         """Return a step's micro-batches as training saw them; ``params`` are any that the model can be called with."""
+        kept = self.run.batches(record.index)
+        if kept:
+            return self._prepared(record, [batches.to(batch, self.task.device) for batch in kept], params)
         starts = [0, *accumulate(part.length for part in record.parts)]
         leaves = len(record.fingerprint) // len(record.parts)
-        kept = self.run.batches(record.index)
-        read = [
-            batches.to(kept[i], self.task.device)
-            if kept
-            else self._read(record.index, record.ids[a:b].tolist(), record.fingerprint[i * leaves : (i + 1) * leaves])
-            for i, (a, b) in enumerate(pairwise(starts))
-        ]
+        read = []
+        for i, (start, stop) in enumerate(pairwise(starts)):
+            fingerprint = record.fingerprint[i * leaves : (i + 1) * leaves]
+            read.append(self._read(record.index, record.ids[start:stop].tolist(), fingerprint))
         return self._prepared(record, read, params)
 
     def _read(self, index: int, ids: list[int], fingerprint: list[tuple[int, int]]) -> Batch:
@@ -247,15 +249,17 @@ class Trajectory:
 
     def _recorded_step(self, index: int, before: State, after: State) -> RecordedStep:
         record = self.run.record(index)
-        own, view = (self._own(before), self._own(after)), self._modes.of(record)
+        view = self._modes.of(record)
         batch = self._batch(record, before[PARAM])
-        return RecordedStep(record, *own, batch, before[PARAM], view.task, view.trained, self.run.exact)
+        states = (self._of_task(before), self._of_task(after))
+        return RecordedStep(record, *states, batch, before[PARAM], view.task, view.trained, self.run.exact)
 
     def trained_at(self, record: Record) -> Task:
         """Return the task in the modes of a step, with the rounding of mixed precision."""
         return self._modes.of(record).trained
 
-    def _own(self, state: State) -> State:
+    def _of_task(self, state: State) -> State:
+        """Return the parameters and buffers of a state that the task has derivatives for."""
         names = self.task.own(state[PARAM])
         return {slot: {name: params[name] for name in names if name in params} for slot, params in state.items()}
 

@@ -32,7 +32,7 @@ from leaveout.paper.bench.problems import (
 )
 from leaveout.paper.bench.table import Row
 from leaveout.run.reader import Run
-from leaveout.run.recorder import Recorder
+from leaveout.run.recording.recorder import Recorder
 from leaveout.task.task import Task
 
 IN_MEMORY = "with the files in memory; on this machine's disk"

@@ -19,7 +19,7 @@ from leaveout.paper.bench.problems import QUIET, binary, images, plain_training,
 from leaveout.paper.bench.table import Row
 from leaveout.task.derivatives import directional, directional_each, weight_products
 from leaveout.task.joint import directional_by_example
-from leaveout.task.products import FastProducts, is_faster
+from leaveout.task.rewrites.products import FastProducts, is_faster
 from leaveout.task.trace.tracer import PAYS, WARM_UP
 from leaveout.trajectory.trajectory import Trajectory
 

@@ -13,7 +13,7 @@ from leaveout.estimators.readout import readout_of
 from leaveout.paper.reproduce.problems import QUIET, Problem
 from leaveout.sweep.sweep import Sweep
 from leaveout.trajectory.left_out import leave_out
-from leaveout.trajectory.replay import courses
+from leaveout.trajectory.replay import replayed_states
 from leaveout.trajectory.trajectory import Trajectory
 
 
@@ -28,7 +28,7 @@ def displaced(problem: Problem, marks: Sequence[int], *, corrected: bool) -> Ite
 def replayed(problem: Problem, marks: Sequence[int]) -> Iterator[tuple[int, Params]]:
     """Compute every example's true displacement after each number of steps, from one stack of trainings."""
     trajectory = Trajectory(problem.run, problem.task)
-    for recorded, params in courses(trajectory, leave_out(problem.task.size), 0.0, QUIET, Cost()):
+    for recorded, params in replayed_states(trajectory, leave_out(problem.task.size), 0.0, QUIET, Cost()):
         if recorded.record.index + 1 in marks:
             yield recorded.record.index + 1, {name: tensor[:-1] - tensor[-1:] for name, tensor in params.items()}
 

@@ -78,8 +78,12 @@ def convolutional(settings: Settings) -> Iterator[Trained]:
 
 def compute(settings: Settings) -> list[Row]:
     """Compute a row per method: its agreement with the truth, and the size of the kinks."""
-    opened: Any = binary if "model" in settings else network if "hidden" in settings else convolutional
-    with opened(settings) as problem:
+    make_problem: Any = convolutional
+    if "model" in settings:
+        make_problem = binary
+    elif "hidden" in settings:
+        make_problem = network
+    with make_problem(settings) as problem:
         asked = (problem.run, problem.task, problem.val)
         ids = range(settings["replays"] or settings["n"])
         truth = Replay().score(*asked, ids=ids, resources=QUIET).mean()

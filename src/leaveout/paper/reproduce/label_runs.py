@@ -19,7 +19,7 @@ from leaveout.builtin.data import Examples
 from leaveout.paper.reproduce.problems import trained
 from leaveout.paper.reproduce.spec import Settings
 from leaveout.run.reader import Run
-from leaveout.run.recorder import Recorder
+from leaveout.run.recording.recorder import Recorder
 from leaveout.task.task import Task
 
 SHOWN = {"digits": "digits", "20news": "20News", "adult": "Adult", "mnist": "MNIST", "cifar10n": "CIFAR-10N"}

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from leaveout.builtin import data, models
 from leaveout.paper.reproduce.spec import Settings
 from leaveout.run.reader import Run
-from leaveout.run.recorder import Recorder
+from leaveout.run.recording.recorder import Recorder
 from leaveout.task.task import Task
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

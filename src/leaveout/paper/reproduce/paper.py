@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pandas as pd
 
-SOURCE = "Accumulative SGD Influence Estimation, tables of the non-convex and the strongly convex regime"
-
 
 @cache
 def figures() -> pd.DataFrame:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from leaveout._util.trees import Params
+from leaveout.errors import first_line
 from leaveout.task.derivatives import example_gradients, gradient
 from leaveout.task.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Abilities, Form
 from leaveout.task.guard import agreement
@@ -60,10 +61,9 @@ def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
         gradient(quiet, params, batch)
         example_gradients(quiet, params, batch)
     except Exception as error:  # noqa: BLE001 - PyTorch and the model may raise anything; it is reported as a problem
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return (
-            f"torch.func cannot take its gradient ({reason}); write the operation with PyTorch's own functions, or "
-            "give an autograd.Function a setup_context and generate_vmap_rule = True"
+            f"torch.func cannot take its gradient ({first_line(error)}); write the operation with PyTorch's own "
+            "functions, or give an autograd.Function a setup_context and generate_vmap_rule = True"
         )
     return None
 

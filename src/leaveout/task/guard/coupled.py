@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from leaveout._util.trees import Params, distance, each, norm
-from leaveout.errors import LeaveoutError
+from leaveout._util.trees import Params, distance, each, norm, sum_of
+from leaveout.errors import LeaveoutError, first_line
 from leaveout.task import batches
 from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
@@ -50,14 +50,14 @@ def coupled_abilities(
     """Return a problem that no method can handle, or the task's abilities."""
     abilities = coupled_defaults(task, before)
     try:
-        wide, given = task.widened(), batches.map_leaves(_widened, batch)
-        at = each(_widened, task.own(params) | params)
+        wide, given = task.widened(), batches.to_float64(batch)
+        at = batches.to_float64(task.own(params) | params)
         counters = [name for name, held in wide.model.named_buffers() if not held.is_floating_point()]
         measured = difference(_plain(wide, given), at, padding=padding_rows(wide.model), counters=counters)
     except LeaveoutError:
         raise
     except Exception as error:  # noqa: BLE001 - a model that insists on its own dtype, or fails; reported as a problem
-        return f"its gradient cannot be computed in training mode ({_line(error)})", abilities
+        return f"its gradient cannot be computed in training mode ({first_line(error)})", abilities
     once = {"vmap": abilities.vmap, "stacks": abilities.stacks, "vector": Form.TRANSPOSED, "vectors": Form.TRANSPOSED}
     plain: tuple[dict[str, Any], ...] = ({}, {"vmap": False}, {"stacks": False})
     for over in (*plain, once, {"vmap": False}, {"changes": Form.THROUGH}, {"changes": None}):
@@ -141,8 +141,8 @@ def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Pa
             outputs, targets = task.called.rule(model, batch.batch)
             losses = task.parts.losses(outputs, targets)
             scaled = losses * batch.scale if isinstance(batch.scale, torch.Tensor) else losses
-            loss = share * (scaled.mean() + (task._decay({n: named[n] for n in task.names}) if task.l2 else 0))
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            penalty = 0.5 * task.l2 * sum_of(named[name].square().sum() for name in task.names) if task.l2 else 0
+            gradients = torch.autograd.grad(share * (scaled.mean() + penalty), trained, allow_unused=True)
         slopes = {
             name: torch.zeros_like(tensor) if g is None else g
             for name, tensor, g in zip(task.chosen, trained, gradients, strict=True)
@@ -157,11 +157,3 @@ def _near(computed: Params, wanted: Params) -> bool:
     dtype = next(iter(wanted.values())).dtype
     near = 1e-7 if dtype == torch.float64 else 1e-3
     return distance(computed, wanted) <= near * max(norm(wanted), 1e-12)
-
-
-def _widened(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

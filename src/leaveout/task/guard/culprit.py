@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from leaveout._util.trees import Params
 from leaveout.task import batches
 from leaveout.task.guard.differences import Difference, difference, padding_rows
-from leaveout.task.rewriting import WrittenOut, is_hidden, padding_of, stops
+from leaveout.task.rewrites.missing_rules import WrittenOut, is_hidden, padding_of, stops
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task

@@ -99,14 +99,14 @@ def mixing(task: Task, params: Params, batch: Any) -> str | None:
 def _wide(task: Task, params: Params, batch: Any) -> tuple[Task, Any, Params]:
     """Return the task, a batch and a state in float64, if the model can be computed in it."""
     try:
-        wide, given = task.widened(), batches.map_leaves(_widened, batch)
+        wide, given = task.widened(), batches.to_float64(batch)
         with torch.no_grad():
-            wide.losses(each(_widened, params), given)
+            wide.losses(batches.to_float64(params), given)
     except LeaveoutError:
         raise
     except Exception:  # noqa: BLE001 - a model that insists on its own dtype is compared in that
         wide, given = task.quiet(), batch
-    return wide, given, each(_widened, params) if wide.is_wide else each(torch.clone, params)
+    return wide, given, batches.to_float64(params) if wide.is_wide else each(torch.clone, params)
 
 
 def plain(task: Task, batch: Any) -> Callable[[Params], Params]:
@@ -187,7 +187,3 @@ def _depends(how: str) -> str:
         f"the loss of an example depends on the other examples in its batch ({how}); normalise and compare within "
         "single examples only, and check that outputs and targets have the same shape"
     )
-
-
-def _widened(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

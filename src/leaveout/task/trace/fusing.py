@@ -47,7 +47,7 @@ def fuse(module: fx.GraphModule) -> None:
 
 
 def _terms(node: fx.Node, kept: set[fx.Node], total: fx.Node) -> Iterator[Product | fx.Node]:
-    """What a sum adds up, through the sums that it alone uses."""
+    """Yield the terms of a sum, including those of sums that it alone uses."""
     given: tuple[Any, ...] = node.args
     for term in given:
         alone = len(term.users) == 1 and term not in kept and len({*given}) == len(given)
@@ -68,7 +68,7 @@ def _product(node: fx.Node) -> Product | None:
 
 
 def _added(node: fx.Node, products: list[Product], others: list[fx.Node]) -> fx.Node:
-    """The sum, begun with what is no product, the smallest first."""
+    """Build the sum, starting with the terms that are not products, the smallest first."""
     graph = node.graph
     others.sort(key=lambda other: other.meta["val"].numel())
     first, *more = others or [products.pop(0).node]
@@ -97,6 +97,6 @@ def _is_sum(node: fx.Node, total: fx.Node) -> bool:
 
 
 def _number(node: Any) -> Tensor | None:
-    """The floating-point tensor that an operation gives, as it was traced."""
+    """Return the floating-point tensor that an operation returned while it was traced; None for any other value."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) and value.is_floating_point() else None

@@ -71,7 +71,7 @@ def observe(module: fx.GraphModule, inputs: list[Any]) -> tuple[list[Tensor], Ob
 
 
 def write_in_place(module: fx.GraphModule, observed: Observations) -> fx.GraphModule | None:
-    """Return the same trace with operations in place, or None if there are none to be had."""
+    """Return the same trace with operations in place, or None if there are none."""
     nodes: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, nodes))

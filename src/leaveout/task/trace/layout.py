@@ -42,9 +42,9 @@ DECIDING = ("gt", "ge", "lt", "le", "eq", "ne", "sgn", "sign", "max", "min", "am
 
 
 def for_images(module: fx.GraphModule, whole: bool = False) -> fx.GraphModule | None:
-    """The same operations laid out anew, yet to be simplified, or None where there is nothing to gain.
+    """Return the same operations in the new layout, not simplified yet; None where there is nothing to gain.
 
-    The ``whole`` of them also where they decide at a kink: for models that need not decide as others have.
+    ``whole`` includes operations that decide at a kink: for models that need not decide as others have.
     """
     if not any(node.target is aten.convolution.default and _is_image(node) for node in module.graph.nodes):
         return None
@@ -76,7 +76,7 @@ def pool_by_channels(module: fx.GraphModule) -> None:
 
 
 def deciding_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """What the side of a kink depends on: all that leads to a comparison, a maximum or a slope that has been chosen."""
+    """Find what the side of a kink depends on: all that leads to a comparison, a maximum or a slope already chosen."""
     deciding: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op != "call_function":
@@ -93,7 +93,7 @@ def deciding_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _lay_out(node: fx.Node) -> None:
-    """One operation: its images by channels, or another operation in its place."""
+    """Lay out one operation: give it images by channels, or put another operation in its place."""
     given: tuple[Any, ...] = node.args
     if node.target in (aten.view.default, aten._unsafe_view.default):
         node.target = aten.reshape.default  # what was one piece of memory may not be one any more
@@ -117,7 +117,7 @@ def _lay_out(node: fx.Node) -> None:
 
 
 def _join(node: fx.Node, deciding: set[fx.Node]) -> None:
-    """An elementwise operation on images that were laid out anew and others that were not: all of them anew.
+    """Lay out all images of an elementwise operation if some of them already are.
 
     Elements that lie in another order are read one by one, which takes three times as long. What is laid out for
     several operations is laid out once, since the same operation is computed once.
@@ -130,7 +130,7 @@ def _join(node: fx.Node, deciding: set[fx.Node]) -> None:
 
 
 def _lay_out_stack(node: fx.Node) -> None:
-    """An operation on images to which ``vmap`` gave one dimension more: on images, and shaped as it was afterwards."""
+    """Lay out an operation on images to which ``vmap`` added a dimension: without it, and reshaped after."""
     graph, whole = node.graph, node.meta["val"]
     flat = whole.flatten(0, 1)
     given: tuple[Any, ...] = node.args
@@ -147,7 +147,7 @@ def _lay_out_stack(node: fx.Node) -> None:
 
 
 def _pool_backward(node: fx.Node) -> fx.Node | None:
-    """Values added to zeros at the places that max-pooling chose: as its backward operation does it, by channels."""
+    """Replace adding values to zeros where max-pooling chose them by its backward operation, by channels."""
     given: tuple[Any, ...] = node.args
     zeros, _, index, values = given
     places = _pooled(_source(index))
@@ -170,21 +170,21 @@ def _pool_backward(node: fx.Node) -> fx.Node | None:
 
 
 def _is_zeros(node: Any) -> bool:
-    """Whether it is zeros, made at every call or kept as a constant."""
+    """Say whether it is zeros, made at every call or kept as a constant."""
     if node.op == "get_attr":
         return not bool(getattr(node.graph.owning_module, node.target).any())
     return node.target is aten.full.default and node.args[1] == 0
 
 
 def _room_for(node: fx.Node, images: Tensor) -> fx.Node:
-    """Images that matter by their shape alone, as those do that were pooled."""
+    """Make images of which only the shape matters, as of those that were pooled."""
     options: dict[str, Any] = {"dtype": images.dtype, "device": images.device, "memory_format": torch.channels_last}
     with node.graph.inserting_before(node):
         return _noted(node.graph.call_function(torch.empty, (tuple(images.shape),), options), images)
 
 
 def _is_stack(value: fx.Node) -> bool:
-    """Whether it is many stacks of one image, or one of many."""
+    """Say whether it is many stacks of one image, or one of many."""
     tensor = value.meta.get("val")
     return isinstance(tensor, Tensor) and tensor.ndim == 5 and 1 in tensor.shape[:2] and _has_layout(tensor)
 
@@ -220,7 +220,7 @@ def _noted(node: fx.Node, value: Tensor) -> fx.Node:
 
 
 def _example_kernels(node: fx.Node) -> fx.Node | None:
-    """The gradients of one kernel for each of many examples, which stand side by side as groups of channels."""
+    """Compute a kernel's gradients for many examples, which are side by side as groups of channels."""
     given: tuple[Any, ...] = node.args
     slopes, images, kernels, _, stride, padding, dilation, transposed, _, groups, wanted = given
     if groups == 1 or transposed or list(wanted) != [False, True, False] or not _is_image(images):
@@ -238,7 +238,7 @@ def _example_kernels(node: fx.Node) -> fx.Node | None:
 
 
 def _share_windows(graph: fx.Graph) -> None:
-    """Gradients of kernels that saw the same images, taken together."""
+    """Compute the gradients of kernels that saw the same images together."""
     seen: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is not example_kernels:
@@ -259,7 +259,7 @@ def _share_windows(graph: fx.Graph) -> None:
 
 
 def _put_late(graph: fx.Graph) -> None:
-    """Moves to the end what stands before something that it needs, and with it what needs it."""
+    """Move nodes that come before something they need to the end, and with them what needs them."""
     *nodes, output = graph.nodes
     done: set[fx.Node] = set()
     late = [node for node in nodes if not _placed(node, done)]
@@ -270,7 +270,7 @@ def _put_late(graph: fx.Graph) -> None:
 
 
 def _placed(node: fx.Node, done: set[fx.Node]) -> bool:
-    """Whether all that it needs stands before it; then it is done, too."""
+    """Say whether all that it needs comes before it; then it is done, too."""
     if not all(given in done for given in node.all_input_nodes):
         return False
     done.add(node)
@@ -278,7 +278,7 @@ def _placed(node: fx.Node, done: set[fx.Node]) -> bool:
 
 
 def _leads_to(source: fx.Node, node: fx.Node) -> bool:
-    """Whether a value is computed from another one."""
+    """Say whether a value is computed from another one."""
     waiting, seen = [node], set()
     while waiting:
         here = waiting.pop()
@@ -290,14 +290,14 @@ def _leads_to(source: fx.Node, node: fx.Node) -> bool:
 
 
 def _source(node: Any) -> fx.Node:
-    """What a tensor was before it was given other dimensions of the same elements in the same order."""
+    """Return the tensor before views gave it other dimensions of the same elements in the same order."""
     while node.target in (aten.reshape.default, aten.view.default) or _moves_nothing(node):
         node = node.args[0]
     return node
 
 
 def _moves_nothing(node: Any) -> bool:
-    """Whether it is a permutation that moves only dimensions of size 1."""
+    """Say whether it is a permutation that moves only dimensions of size 1."""
     if node.target is not aten.permute.default:
         return False
     shape = node.args[0].meta["val"].shape

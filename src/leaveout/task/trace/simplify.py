@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from leaveout.task.products import product
+from leaveout.task.rewrites.products import product
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ METHODS = {aten.view.default: "view", aten.expand.default: "expand", aten.reshap
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drops operations without effect, adds no zeros, computes once what is computed twice, and constants now."""
+    """Drop operations without effect and zeros in sums; compute repeated operations once, and constants now."""
     seen: dict[str, fx.Node] = {}
     zeros: set[fx.Node] = set()
     for node in module.graph.nodes:
@@ -114,7 +114,7 @@ def call_directly(module: fx.GraphModule) -> Callable[..., list[Tensor]]:
 
 
 def kind(tensor: Tensor) -> tuple:
-    """What two tensors have in common that are laid out alike."""
+    """Return what two tensors that are laid out alike have in common."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -124,7 +124,7 @@ def _alike(node: Any, other: fx.Node) -> bool:
 
 
 def _equal(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
-    """What has the same value, laid out in the same way, before this operation."""
+    """Return an earlier node with the same value and layout; None if there is no such node."""
     given: tuple[Any, ...] = node.args
     same: Any = None
     if node.target in (aten.detach.default, aten.alias.default):
@@ -147,7 +147,7 @@ def _is_ones(node: Any) -> bool:
 
 
 def _unviewed(node: fx.Node) -> fx.Node | None:
-    """The first tensor on the way to a view that looked the same already."""
+    """Return the earliest tensor in a chain of views that has the same layout as its end."""
     first, here = None, node
     while here.target in VIEWS:
         here = here.args[0]  # type: ignore[assignment]
@@ -157,7 +157,7 @@ def _unviewed(node: fx.Node) -> fx.Node | None:
 
 
 def _forget_values(node: fx.Node) -> None:
-    """Where a tensor matters by its shape alone, what it holds need not be computed."""
+    """Compute no values for a tensor of which only the shape matters."""
     made, given = node.meta.get("val"), node.args
     if node.target in FILLED:
         value: Any = FILLED[node.target]
@@ -173,7 +173,7 @@ def _forget_values(node: fx.Node) -> None:
 
 
 def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
-    """Whether it is zeros, as are the tangents of inputs that do not move and what products make of them."""
+    """Say whether it is zeros, as are the tangents of inputs that do not move and what products make of them."""
     given: tuple[Any, ...] = node.args
     if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
         return True

@@ -67,11 +67,11 @@ class Tracer:
         self._traces: dict[tuple, Callable | None] = {}
 
     def fresh(self) -> Tracer:
-        """Another of its kind, which has traced nothing yet."""
+        """Return a tracer with the same options, which has traced nothing yet."""
         return Tracer(self.images, self._never)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Traces do not travel to other processes: they make their own."""
+        """Leave out the traces when pickling: other processes make their own."""
         return self.fresh().__dict__
 
     def expect(self, calls: int) -> None:
@@ -114,7 +114,7 @@ class Tracer:
     def staged(self, name: str, function: Callable, shared: tuple, others: tuple) -> Callable | None:
         """Return ``others ↦ function(*shared, *others)``, with everything that does not depend on them computed now.
 
-        None where no trace can be had. It is made at once, for all calls with these shapes, and other threads may call
+        None where no trace can be made. It is made at once, for all calls with these shapes, and other threads may call
         what is returned, too.
         """
         key = (name, "staged", _signature((shared, others)))
@@ -141,7 +141,7 @@ class Tracer:
 
 
 def _signature(nest: Any) -> Any:
-    """The nest with each tensor's kind in its place."""
+    """Return the nest with each tensor replaced by its kind."""
     if isinstance(nest, Tensor):
         return kind(nest)
     if isinstance(nest, dict):
@@ -152,8 +152,9 @@ def _signature(nest: Any) -> Any:
 
 
 def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool = False) -> tuple[Callable | None, Any]:
-    """Return the function's operations as a function of the same arguments, or None where they cannot be had; and its
-    value, to the last bit as the next calls compute it.
+    """Return the function's operations as a function of the same arguments, and its value.
+
+    The first is None where there is no trace; the value is, to the last bit, as the next calls compute it.
     """
     inputs = _inputs(args)
     trial, expected = _captured(name, function, args, inputs, anew, whole)
@@ -172,7 +173,7 @@ def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool 
 
 
 def _staged(name: str, function: Callable, shared: tuple, others: tuple, anew: bool) -> Callable | None:
-    """Return the function's operations in two stages (``Tracer.staged``), or None where they cannot be had."""
+    """Return the function's operations in two stages (``Tracer.staged``), or None where there is no trace."""
     fixed, varying = _inputs(shared), _inputs(others)
     trial, expected = _captured(name, function, (*shared, *others), [*fixed, *varying], anew)
     if trial is None:
@@ -216,7 +217,7 @@ def _captured(
 ) -> tuple[_Trial | None, Any]:
     """Return the function's operations, simplified and, if ``anew``, laid out for images; and the function's value.
 
-    The first is None where they cannot be had.
+    The first is None where there is no trace.
     """
     expected = function(*args)
 
@@ -265,7 +266,7 @@ def _equal_to(expected: list[Tensor], inputs: list[Any], *modules: fx.GraphModul
 
 
 def _laid_out(trusted: _Trial, inputs: list[Any], whole: bool) -> _Trial | None:
-    """The trace for images, if its results are the same: for the inputs, and for random ones, where these may be zero.
+    """Return the trace for images, if its results are the same: for the inputs and, as these may be zero, random ones.
 
     The ``whole`` trace may decide otherwise at a kink, and is compared for random inputs and in the mean.
     """
@@ -295,7 +296,7 @@ def _laid_out(trusted: _Trial, inputs: list[Any], whole: bool) -> _Trial | None:
 
 @torch.no_grad()
 def _separate(module: fx.GraphModule, inputs: list[Any], values: list[Tensor]) -> None:
-    """Gives every result memory of its own, as callers write into it: what is computed once may be returned twice."""
+    """Give every result its own memory, as callers write into it: what is computed once may be returned twice."""
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     results: Any = output.args[0]
     constants = [getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"]
@@ -311,14 +312,14 @@ def _separate(module: fx.GraphModule, inputs: list[Any], values: list[Tensor]) -
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Whether they differ by what another order of summation may do."""
+    """Say whether they differ by no more than another order of summation may cause."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     return bool((a - b).abs().max() <= ROUNDING * torch.finfo(a.dtype).eps * b.abs().max())
 
 
 def _close_in_the_mean(a: Tensor, b: Tensor) -> bool:
-    """Whether they differ by what a few decisions among many may do."""
+    """Say whether they differ by no more than a few decisions among many may cause."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     return bool((a - b).norm() <= FEW * b.norm())

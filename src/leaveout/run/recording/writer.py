@@ -6,34 +6,30 @@ last shard that the manifest names; writing continues from there.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from leaveout._util.files import LOCK, Lock, asides, checksum, is_full, tensor_checksum
-from leaveout._util.tensor_files import Rows, write_tensors_checked
-from leaveout._util.trees import PARAM, Params, State
-from leaveout.errors import LeaveoutWarning, RunError, UnsupportedError
-from leaveout.optim import AVERAGE, Settings
+from leaveout._util.files import LOCK, Lock, asides, is_full
+from leaveout._util.trees import PARAM, State
+from leaveout.errors import LeaveoutWarning, RunError
 from leaveout.optim.averaging import Update
-from leaveout.run import averages, kept_batches, kept_states, micro, uneven
-from leaveout.run.following import Used, size_of
-from leaveout.run.kept_states import KEPT
-from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, Shard, read_manifest, shard_name, write_manifest
+from leaveout.run.gradient_states import StepGradients, size_of
+from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, read_manifest, write_manifest
 from leaveout.run.paths import CONFIG
 from leaveout.run.reader import Run
-from leaveout.run.record import Record, prints
+from leaveout.run.record import Record
+from leaveout.run.recording.shard_writer import write_shard, write_start
 
 SHARD_BYTES = 16_000_000
 SHARD_STEPS = 4096
@@ -67,7 +63,7 @@ class Writer:
         self._shard_bytes = shard_bytes
         self._manifest: Manifest | None = None
         self._records: list[Record] = []
-        self._states: dict[int, State | Used] = {}
+        self._states: dict[int, State | StepGradients] = {}
         self._held = 0
         self._number = 0
         self._flushed = time.monotonic()
@@ -88,9 +84,9 @@ class Writer:
 
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Write the state before the first step while training goes on; its tensors must not change afterwards."""
-        self._writing = self._thread.submit(_write_start, self.path, manifest, initial)
+        self._writing = self._thread.submit(write_start, self.path, manifest, initial)
 
-    def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
+    def append(self, record: Record, state: State | StepGradients | None, held: int | None = None) -> None:
         """Add one step, and the state after it if it is to be kept; its tensors must not change afterwards.
 
         Instead of the state there may be what the step was given, if the state before it is kept. ``held`` is the
@@ -106,13 +102,15 @@ class Writer:
         self._records.append(record)
         if state is not None:
             self._states[record.index + 1] = state
-        self._held += (0 if state is None else size_of(state)) if held is None else held
+        if held is None:
+            held = 0 if state is None else size_of(state)
+        self._held += held
 
     @property
-    def newest(self) -> Used | None:
+    def newest(self) -> StepGradients | None:
         """What is kept for the last step's state, if that is not the state itself."""
         kept = self._states.get(self._records[-1].index + 1) if self._records else None
-        return kept if isinstance(kept, Used) else None
+        return kept if isinstance(kept, StepGradients) else None
 
     def settle(self, final: Callable[[], State | None]) -> bool:
         """Ensure that the newest state is kept: whole, if the gradient that led to it may have been written to.
@@ -137,14 +135,17 @@ class Writer:
         else:
             self._states[index] = state
 
-    def amend(self, average: Update, state: Params) -> bool:
-        """Record how the weight average changed after the newest step; return False if that is on disk already."""
+    def amend(self, average: Update, slot: State) -> bool:
+        """Record how the weight average changed after the newest step; return False if that step is on disk already.
+
+        ``slot`` is the average, as a slot of the state.
+        """
         if not self._records:
             return False
         self._records[-1] = replace(self._records[-1], average=average)
-        held = self._states.get(self._records[-1].index + 1)
-        if isinstance(held, dict):
-            held[AVERAGE] = state
+        state = self._states.get(self._records[-1].index + 1)
+        if isinstance(state, dict):
+            state |= slot
         return True
 
     def finish(self, final: State | None = None, *, complete: bool = True) -> None:
@@ -163,7 +164,7 @@ class Writer:
                     self.replace_newest(final)
                 self.settle(lambda: None)
                 # Not on the thread: no thread starts while the interpreter shuts down.
-                self._manifest = _write_shard(
+                self._manifest = write_shard(
                     self.path, self._number, self._records, self._states, self._manifest, last=complete and new
                 )
             if self._manifest is not None:
@@ -210,8 +211,9 @@ class Writer:
         run = run if steps is None else run.head(steps)
         if len(run) == 0:
             return
-        whole = [shard for place, shard in enumerate(run.manifest.shards) if run._starts[place + 1] <= len(run)]
-        self._manifest = replace(run.manifest, shards=tuple(whole), finished=run.manifest.finished and steps is None)
+        ends = accumulate(shard.steps for shard in run.manifest.shards)
+        whole = tuple(shard for shard, end in zip(run.manifest.shards, ends, strict=True) if end <= len(run))
+        self._manifest = replace(run.manifest, shards=whole, finished=run.manifest.finished and steps is None)
         self._number = max(shard.number for shard in run.manifest.shards) + 1
         self._records = [
             replace(run.written(index), batches=tuple(run.batches(index)))
@@ -225,7 +227,7 @@ class Writer:
         self._wait()  # writing one shard at a time bounds what is held in memory
         assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
         self._writing = self._thread.submit(
-            _write_shard, self.path, self._number, self._records, self._states, self._manifest
+            write_shard, self.path, self._number, self._records, self._states, self._manifest
         )
         self._number += 1
         self._records, self._states, self._held, self._flushed = [], {}, 0, time.monotonic()
@@ -284,84 +286,13 @@ def _ours(file: Path, names: re.Pattern[str]) -> bool:
     return bool(ASIDE.fullmatch(file.name) or (names.fullmatch(file.name) and file.is_file()))
 
 
-def _write_start(path: Path, manifest: Manifest, initial: State) -> Manifest:
-    """Write the state before the first step, then the manifest that names it."""
-    config = path / CONFIG
-    manifest = replace(
-        manifest,
-        initial_crc32=write_tensors_checked(path / INITIAL, kept_states.flatten(initial)),
-        config_crc32=checksum(config) if config.exists() else None,
-    )
-    write_manifest(path, manifest)
-    return manifest
+def save_at_exit(writer: Any) -> Callable[[], Any]:
+    """Save what a recorder has if the program ends without ``finish``; return a function that calls this off."""
+    save = atexit.register(partial(_save_unfinished, writer, os.getpid()))
+    return partial(atexit.unregister, save)
 
 
-def _write_shard(
-    path: Path,
-    number: int,
-    records: Sequence[Record],
-    states: dict[int, State | Used],
-    manifest: Manifest,
-    *,
-    last: bool = False,
-) -> Manifest:
-    """Write a shard, then the manifest that names it, which marks the run as finished if the shard is the last."""
-    marks = prints(records)
-    leaves = max(map(len, marks))
-    marks = [[*own, *[(-1, -1)] * (leaves - len(own))] for own in marks]
-    tensors: dict[str, Tensor | Rows] = {
-        "ids": torch.from_numpy(np.concatenate([record.ids.numpy() for record in records])),
-        "lengths": torch.tensor([len(record.ids) for record in records]),
-        "epochs": torch.tensor([record.epoch for record in records]),
-        "fingerprints": torch.tensor(marks, dtype=torch.int64).reshape(len(records), leaves, 2),
-    }
-    tensors |= micro.written([record.parts for record in records])
-    tensors |= averages.written([record.average for record in records])
-    tensors |= uneven.written(manifest.rule, [Settings(record.hypers, record.places) for record in records])
-    if any(record.scale != 1 for record in records):
-        tensors[micro.SCALES] = torch.tensor([record.scale for record in records], dtype=torch.float64)
-    modes = list(manifest.modes)
-    if all(record.training is not None for record in records):
-        modes += [one for one in dict.fromkeys(r.training for r in records) if one is not None and one not in modes]
-        tensors[micro.MODES] = torch.tensor([modes.index(record.training) for record in records])  # type: ignore[arg-type]
-    after = {record.index + 1: record.after for record in records}
-    random = [state for index in states if (state := after.get(index)) is not None]
-    if random and len(random) == len(states):
-        tensors |= {f"{micro.AFTER}{device}": [one[device] for one in random] for device in random[0]}
-    for record in records:
-        for part, batch in enumerate(record.batches):
-            tensors |= kept_batches.packed(batch, kept_batches.key(record.index, part))
-            if manifest.structure is None:
-                manifest = replace(manifest, structure=kept_batches.structure(batch))
-    kept = kept_states.written(states)
-    crc32 = write_tensors_checked(path / shard_name(number), tensors | kept)
-    shard = Shard(number, len(records), crc32, tensor_checksum(kept[KEPT]))  # type: ignore[arg-type]
-    manifest = replace(
-        manifest,
-        shards=(*manifest.shards, shard),
-        modes=tuple(modes),
-        autocast=_autocast(records, manifest),
-        uneven=manifest.uneven or uneven.PLACES in tensors,
-        finished=manifest.finished or last,
-    )
-    write_manifest(path, manifest)
-    return manifest
-
-
-def _autocast(records: Sequence[Record], manifest: Manifest) -> str | None:
-    """Return the one dtype that forward passes were cast to; it is the same in all steps of a run."""
-    kinds = {record.autocast for record in records} | ({manifest.autocast} if manifest.shards else set())
-    if len(kinds) > 1:
-        raise UnsupportedError(
-            "Some steps were taken with torch.autocast and some without, or with another type: train in one way, or "
-            "finish() between them and record two runs.",
-            code="autocast-changed",
-        )
-    return kinds.pop()
-
-
-def never_finished(writer: Any, owner: int) -> None:
-    """Save what a recorder had when the program ended without ``finish``."""
+def _save_unfinished(writer: Any, owner: int) -> None:
     if os.getpid() != owner or not writer.unfinished:  # a worker's copy, or nothing to save
         return
     writer.finish(complete=False)

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from leaveout.errors import InputError, UnsupportedError
-from leaveout.task.function_mode import FunctionMode
+from leaveout.task.rewrites.function_mode import FunctionMode
 
 COUNT = "num_batches_tracked"
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from leaveout._util.trees import Params
 from leaveout.task.batches import Batch
 from leaveout.task.forward import Called
-from leaveout.task.function_mode import FunctionMode
+from leaveout.task.rewrites.function_mode import FunctionMode
 
 WIDTH = 0.2 * 1.2533
 """The width of a bump over the pre-activation's mean absolute deviation (1.2533 of which are a Gaussian's σ).
@@ -182,7 +182,7 @@ def inverse_width(a: Tensor) -> Tensor:
 
 
 def _thinned(a: Tensor) -> Tensor:
-    """Images with fewer rows and columns, evenly spaced, where a channel has more than ``ENOUGH`` values."""
+    """Take fewer rows and columns of images, evenly spaced, where a channel has more than ``ENOUGH`` values."""
     if a.ndim < 4:
         return a
     step = max(1, int((a.numel() / a.shape[1] / ENOUGH) ** 0.5))
@@ -204,7 +204,7 @@ def inverse_widths(forward: Callable[[Params, Batch], Any], params: Params, part
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Tensors with the same units, one after the other; positions may differ in number."""
+    """Join tensors with the same units; positions may differ in number."""
     if parts[0].ndim < 2 or len({part.shape[1:] for part in parts}) == 1:
         return torch.cat([part.reshape(-1) if part.ndim == 0 else part for part in parts])
     ndim, axis = parts[0].ndim, 1 if parts[0].ndim >= 4 else parts[0].ndim - 1
@@ -219,7 +219,7 @@ def kinked(
     training: frozenset[str],
     within: AbstractContextManager | None = None,
 ) -> tuple[tuple[Tensor, Any], Params]:
-    """As ``called.pure``, with the curvature of kinks; widths are found among the parameters."""
+    """Do what ``called.pure`` does, with the curvature of kinks; their widths are among the parameters."""
     widths = {name: tensor for name, tensor in params.items() if name.startswith(KINK)}
     own = {name: tensor for name, tensor in params.items() if name not in widths}
     with Kinks(widths):

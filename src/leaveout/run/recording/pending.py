@@ -8,27 +8,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from leaveout.run.first_pass import FirstPass
-from leaveout.run.forwards import Forwards, random_of
 from leaveout.run.micro import Micro
-from leaveout.run.moving_buffers import MovingBuffers
-from leaveout.run.noting import Noting
+from leaveout.run.recording.first_pass import FirstPass
+from leaveout.run.recording.forwards import Forwards, random_of
+from leaveout.run.recording.moving_buffers import MovingBuffers
+from leaveout.run.recording.noting import Noting
 from leaveout.task import batches
 from leaveout.task.draws import RandomState
 
 
-class Drawn(NamedTuple):
-    """A drawn batch; ``noted`` are the values to fingerprint, ``random`` the random generator states at that time."""
+class DrawnBatch(NamedTuple):
+    """A drawn batch, the values to fingerprint of it, and the states of the random generators when it was drawn."""
 
     ids: Tensor
     batch: Any
-    noted: list[Any]
+    unhashed: list[Any]
     random: RandomState | None = None
     denominator: float | None = None
     autocast: str | None = None
 
 
-class Taken(NamedTuple):
+class StepInputs(NamedTuple):
     """What a step was computed from: its micro-batches, modes, the random generators after it, and batches to keep.
 
     ``unhashed`` holds the values that the writer thread has yet to fingerprint.
@@ -54,12 +54,12 @@ class Pending:
     """
 
     def __init__(self, model: nn.Module, moving: MovingBuffers, *, fresh: bool = True) -> None:
-        self._batches: list[Drawn] = []
+        self._batches: list[DrawnBatch] = []
         self._moving = moving
         self._noting = Noting()
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._first_pass = FirstPass(model if fresh else None)
-        self._forwards = Forwards(model, lambda: len(self._batches), moving.begin, self._dropped)
+        self._forwards = Forwards(model, lambda: len(self._batches), moving.begin, self._forget_dropped)
 
     def __bool__(self) -> bool:
         return bool(self._batches)
@@ -75,75 +75,75 @@ class Pending:
         last = self._forwards.passes or self._batches
         return last[-1].autocast if last else None
 
-    def _dropped(self) -> None:
+    def _forget_dropped(self) -> None:
         """Forget batches whose gradients were discarded, as after a step that a gradient scaler skipped.
 
         This shows when the next batch is drawn or, if the loop calls ``zero_grad`` after that, at its forward pass.
         """
-        last = len(self._batches) if self._batches and self._forwards.passes[-1].place < len(self._batches) else 0
-        if last > 1 and all(param.grad is None for param in self._params):
-            own = self._batches[last - 1 :]
+        newest_is_unused = len(self._batches) > 1 and self._forwards.passes[-1].place < len(self._batches)
+        if newest_is_unused and self._without_gradients():
+            newest = self._batches[-1]
             self.clear()
-            self._batches = own
+            self._batches = [newest]
 
     def watch(self, ids: Tensor, batch: Any) -> None:
         """Add a batch that a loader is about to yield."""
         used = self._batches and any(self._forwards.of_batches(len(self._batches)))
-        if used and all(param.grad is None for param in self._params):
+        if used and self._without_gradients():
             self.clear()
-        self._batches.append(Drawn(ids, batch, self._noting(batch), self._forwards.state()))
+        self._batches.append(DrawnBatch(ids, batch, self._noting(batch), self._forwards.state()))
 
-    def tell(
+    def add(
         self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None
     ) -> Callable[[], None]:
         """Add a batch that the loop names, before or after its forward pass; return a function that removes it."""
-        noted = [] if batch is None else self._noting(batch)
-        told = Drawn(ids, batch, noted, self._forwards.state(), denominator, autocast)
-        self._batches.append(told)
-        return lambda: self._take_back(told)
+        unhashed = [] if batch is None else self._noting(batch)
+        drawn = DrawnBatch(ids, batch, unhashed, self._forwards.state(), denominator, autocast)
+        self._batches.append(drawn)
+        return lambda: self._remove(drawn)
 
-    def _take_back(self, told: Drawn) -> None:
+    def _remove(self, batch: DrawnBatch) -> None:
         """Forget a batch that has no gradient, with the forward passes since it was named."""
-        if self._batches and self._batches[-1] is told:
+        if self._batches and self._batches[-1] is batch:
             self._moving.check_skipped()
             self._forwards.passes = [one for one in self._forwards.passes if one.place < len(self._batches)]
             self._batches.pop()
 
-    def take(self, *, keep_batches: bool = False) -> Taken:
+    def take(self, *, keep_batches: bool = False) -> StepInputs:
         """Return what the step just taken was computed from, and start over.
 
         Batches that no forward pass has used were skipped by the loop, and are left out.
         """
         passes = self._forwards.of_batches(len(self._batches))
         if any(passes) and not all(passes):
-            kept = [i for i, own in enumerate(passes) if own]
-            self._batches, passes = [self._batches[i] for i in kept], [passes[i] for i in kept]
+            self._batches = [batch for batch, own in zip(self._batches, passes, strict=True) if own]
+            passes = [own for own in passes if own]
+        drawn = self._batches
         micro = tuple(
-            Micro(len(one.ids), random_of(own) if own else self._guessed(one), one.denominator)
-            for one, own in zip(self._batches, passes, strict=True)
+            Micro(len(batch.ids), random_of(own) if own else self._random_if_changed(batch), batch.denominator)
+            for batch, own in zip(drawn, passes, strict=True)
         )
-        taken = Taken(
-            torch.cat([one.ids for one in self._batches]) if len(self._batches) > 1 else self._batches[0].ids,
-            [],
-            micro,
-            self._forwards.passes[-1].training if self._forwards.passes else self._forwards.training(),
-            self._forwards.state() if any(part.random for part in micro) else None,
-            tuple(one.batch for one in self._batches) if keep_batches else (),
-            self.autocast,
-            [leaf for one in self._batches for leaf in one.noted],
+        last = self._forwards.passes[-1] if self._forwards.passes else None
+        inputs = StepInputs(
+            ids=torch.cat([batch.ids for batch in drawn]) if len(drawn) > 1 else drawn[0].ids,
+            fingerprint=[],
+            micro=micro,
+            training=self._forwards.training() if last is None else last.training,
+            after=self._forwards.state() if any(part.random for part in micro) else None,
+            batches=tuple(batch.batch for batch in drawn) if keep_batches else (),
+            autocast=self.autocast,
+            unhashed=[leaf for batch in drawn for leaf in batch.unhashed],
         )
         self.clear()
-        return taken
+        return inputs
 
     def broken(self) -> tuple[list[int], list[int]]:
         """Return all ids, and those of the examples that hold NaN or infinite values."""
-        ids = [int(i) for one in self._batches for i in one.ids]
-        bad = [
-            int(one.ids[i])
-            for one in self._batches
-            for i in ([] if one.batch is None else batches.broken(one.batch))
-            if i < len(one.ids)
-        ]
+        ids, bad = [], []
+        for drawn in self._batches:
+            ids += drawn.ids.tolist()
+            rows = [] if drawn.batch is None else batches.broken(drawn.batch)
+            bad += [int(drawn.ids[row]) for row in rows if row < len(drawn.ids)]
         return ids, bad
 
     def clear(self) -> None:
@@ -151,7 +151,7 @@ class Pending:
         self._batches = []
         self._forwards.clear()
 
-    def look_no_more(self) -> None:
+    def skip_check(self) -> None:
         """Skip the check of the first forward pass."""
         self._first_pass.release()
 
@@ -160,7 +160,12 @@ class Pending:
         self._forwards.release()
         self._first_pass.release()
 
-    def _guessed(self, one: Drawn) -> RandomState | None:
-        """Return the generators when a batch was drawn, for models not called as a whole; None if still unchanged."""
-        now, before = self._forwards.state(), one.random
-        return before if before and not all(torch.equal(before[name], now[name]) for name in now) else None
+    def _without_gradients(self) -> bool:
+        return all(param.grad is None for param in self._params)
+
+    def _random_if_changed(self, batch: DrawnBatch) -> RandomState | None:
+        """Return the generators' states when a batch was drawn, for models not called as a whole; None if unchanged."""
+        now, before = self._forwards.state(), batch.random
+        if not before or all(torch.equal(before[name], now[name]) for name in now):
+            return None
+        return before

@@ -7,7 +7,6 @@ tensor counts the in-place changes made to it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from leaveout._util.trees import State
-from leaveout.run.live_model import Piece, are_small, joined, together
+from leaveout.run.recording.live_model import Piece, are_small, joined, together
+from leaveout.run.recording.method_hook import MethodHook
 
 _VERSION = attrgetter("_version")
 
@@ -43,7 +43,7 @@ class LastState:
         self._versions: list[int] | None = None
         self._total = torch.zeros(())
         self._state: State | None = None
-        hook = _BeforeLoading(self)
+        hook = MethodHook(self.keep_copy)
         self._hooks: list[Any] = [optimizer.register_load_state_dict_pre_hook(hook)]
         self._hooks += [module.register_load_state_dict_pre_hook(hook) for module in model.modules()]
 
@@ -64,7 +64,7 @@ class LastState:
         self._versions = self._counted()
         self._total, self._state = total, state
 
-    def keep_copy(self) -> None:
+    def keep_copy(self, *_: Any) -> None:
         """Copy the state before something writes to it, unless there is a copy already or it is too late."""
         if self._versions is not None and self._state is None and self._counted() == self._versions:
             self._state = self._copied()
@@ -92,18 +92,3 @@ class LastState:
 
     def _counted(self) -> list[int]:
         return list(map(_VERSION, self._params))
-
-
-class _BeforeLoading:
-    """A hook that does not hinder copying or saving the model: its copies do nothing."""
-
-    def __init__(self, last: LastState | None = None) -> None:
-        self._last = (lambda: None) if last is None else weakref.ref(last)
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
-        last = self._last()
-        if last is not None:
-            last.keep_copy()
-
-    def __reduce__(self) -> tuple:
-        return _BeforeLoading, ()

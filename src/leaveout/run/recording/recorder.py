@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,25 +19,26 @@ from torch.utils.data import DataLoader
 from leaveout._util.trees import PARAM, State, nbytes
 from leaveout.compute.resources import parse_bytes
 from leaveout.errors import LeaveoutWarning, is_whole
-from leaveout.optim import AVERAGE, Hyper, HyperReader, Settings, rule_of, unwrapped
-from leaveout.run import failures, uneven
-from leaveout.run.following import Choice, Used, used
-from leaveout.run.keep import Keep
+from leaveout.optim import Hyper, HyperReader, Settings, rule_of, unwrapped
+from leaveout.run import uneven
+from leaveout.run.gradient_states import StepGradients, StorageChoice, step_gradients
 from leaveout.run.kept_batches import BatchBudget
-from leaveout.run.last_state import LastState
-from leaveout.run.live_average import LiveAverage, check_resumed
-from leaveout.run.live_model import Frozen, Piece, check_gradients, check_modules, is_unmoved, state_of
 from leaveout.run.model_match import described
-from leaveout.run.moving_buffers import MovingBuffers
-from leaveout.run.overwrite import clear
-from leaveout.run.pending import Pending
-from leaveout.run.processes import NEVER, NoWriter, processes_of
 from leaveout.run.reader import Run, open_run
 from leaveout.run.record import Record
-from leaveout.run.resume import Past, check_restored, check_taken_up, restore
-from leaveout.run.scaling import scale_of_step
-from leaveout.run.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
-from leaveout.run.writer import Writer, never_finished
+from leaveout.run.recording import failures
+from leaveout.run.recording.keep import Keep
+from leaveout.run.recording.last_state import LastState
+from leaveout.run.recording.live_average import LiveAverage, NoAverage
+from leaveout.run.recording.live_model import Frozen, Piece, check_gradients, check_modules, is_unmoved, state_of
+from leaveout.run.recording.moving_buffers import MovingBuffers
+from leaveout.run.recording.overwrite import clear
+from leaveout.run.recording.pending import Pending
+from leaveout.run.recording.processes import NEVER, NoWriter, processes_of
+from leaveout.run.recording.resume import StepsOnDisk, check_restored, check_trained_alike, restore
+from leaveout.run.recording.scaling import scale_of_step
+from leaveout.run.recording.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
+from leaveout.run.recording.writer import Writer, save_at_exit
 from leaveout.task import batches
 from leaveout.task.forward import bare
 
@@ -97,11 +96,11 @@ class Recorder:
             raise failures.already_recording()
         called, model = model, bare(model)
         rule = rule_of(optimizer, model).averaging(on=average is not None)
-        self._average = None if average is None else LiveAverage(average, model)
+        self._average = NoAverage() if average is None else LiveAverage(average, model)
         self._processes = processes_of(called, resume=bool(resume))
         writes = self._processes is None or self._processes.first
         self._keep = Keep(keep if writes else NEVER, parse_bytes(disk, "disk"))
-        self._choice = Choice(rule)
+        self._storage = StorageChoice(rule)
         self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
         self._keep_batches = keep_batches
         check_modules(called)
@@ -120,12 +119,12 @@ class Recorder:
         self._cut = self._full = self._closure = False
         self._loaders = IndexedLoaders()
         before = self._writer.before
-        self._past = Past(before if at is None else None)
+        self._on_disk = StepsOnDisk(before if at is None else None)
         self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
-        self._go_on(restored=at is not None)
+        self._continue_run(restored=at is not None)
         self._pending = Pending(called, self._moving, fresh=before is None)
         self._last = LastState(model, optimizer, self._params, self._state)
-        self._forgotten = atexit.register(partial(never_finished, self._writer, os.getpid()))
+        self._do_not_save_at_exit = save_at_exit(self._writer)
         _RECORDED.add(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -157,16 +156,16 @@ class Recorder:
         self._epoch += 1
         try:
             for number, (ids, batch) in enumerate(indexed, 1):
-                if self._past.left_early(self._epoch):
+                if self._on_disk.left_early(self._epoch):
                     break
-                if self._past.covers(ids, batch):
-                    if self._past.left_early(self._epoch) and number < indexed.length:
+                if self._on_disk.covers(ids, batch):
+                    if self._on_disk.left_early(self._epoch) and number < indexed.length:
                         break  # before another batch is drawn, as the loop did
                     continue
                 if self._keep_batches is None:
                     self._keep_batches = indexed.gives_something_else(ids, batch)
                 if self._hooks:
-                    self._past.resume_draws()
+                    self._on_disk.restore_generators()
                     self._pending.watch(ids, batch)
                 yield batch
         except BaseException:  # the loop was left early: no step will use the current batch
@@ -194,12 +193,12 @@ class Recorder:
         self._epoch = int(epoch)
         if not self._hooks:
             return lambda: None  # the disk is full, or the run is finished
-        self._past.resume_draws()
-        return self._pending.tell(numbers, batch, denominator, autocast)
+        self._on_disk.restore_generators()
+        return self._pending.add(numbers, batch, denominator, autocast)
 
     def called_otherwise(self) -> None:
         """Say that the task will call the model in another way: its current autograd functions do not matter."""
-        self._pending.look_no_more()
+        self._pending.skip_check()
 
     def flush(self) -> None:
         """Write what is recorded so far; call it at each checkpoint, so that ``resume=steps`` can continue from it."""
@@ -238,20 +237,18 @@ class Recorder:
         self._cut = kind is not None
         self._close(complete=not self._cut and self._steps > 0)
 
-    def _go_on(self, *, restored: bool) -> None:
+    def _continue_run(self, *, restored: bool) -> None:
         """Restore everything to where a run was cut short, or check that the loop has done so."""
         run = self._writer.before
         if run is None:
             return
         try:
-            check_resumed(run, self._average)
-            check_taken_up(run, self._model, self._params, self._rule)
+            check_trained_alike(run, self._model, self._params, self._rule)
             if restored:
                 check_restored(run, self._state())
             else:
                 restore(run, self._model, self._optimizer, self._params, self._rule)
-                if self._average is not None:
-                    self._average.restore(run)
+                self._average.restore(run)
         except BaseException:
             self._writer.abandon()
             raise
@@ -263,13 +260,13 @@ class Recorder:
         self._loaders.size = run.manifest.train_size
 
     def _close(self, *, complete: bool) -> None:
-        if self._past.finished:
+        if self._on_disk.finished:
             self._writer.abandon()
             return
-        taken = complete and self._steps > (0 if self.before is None else len(self.before))
+        has_new_steps = self._steps > (0 if self.before is None else len(self.before))
         self._settle()
-        final = self._last.final() if taken else None
-        lost = taken and final is None and self._writer.newest is None
+        final = self._last.final() if complete and has_new_steps else None
+        lost = complete and has_new_steps and final is None and self._writer.newest is None
         self._cut |= lost
         try:
             self._writer.finish(final, complete=complete and not self._cut)
@@ -298,14 +295,14 @@ class Recorder:
         self._last.release()
         self._pending.release()
         _RECORDED.discard(self._optimizer)
-        atexit.unregister(self._forgotten)
+        self._do_not_save_at_exit()
         self._hooks = []
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._hooks:
             return
         where = f"At step {self._steps}"
-        if self._past.finished:
+        if self._on_disk.finished:
             raise failures.finished(self._writer.path)
         if not self._pending:
             raise failures.batch_missing(where)
@@ -320,7 +317,7 @@ class Recorder:
         self._settings = self._hypers.next(gradients=not closure)
         self._closure, self._scale = closure, scale_of_step(self._pending.autocast)
         if not closure:
-            self._settings = uneven.marked(self._settings, self._rule, self._params)
+            self._settings = uneven.with_places(self._settings, self._rule, self._params)
         if self._steps == 0 and closure:
             if not self._pending.passes:  # the forward passes are all still to come
                 self._moving.begin()
@@ -333,13 +330,12 @@ class Recorder:
         moving = self._moving.decide()
         if self._processes is not None and moving:
             raise failures.buffers_apart(next(iter(moving)))
-        start = {**start, PARAM: {**start[PARAM], **self._moving.start()}}
+        averaged = self._average.follow(self._params, moving)
+        start = {**start, PARAM: {**start[PARAM], **self._moving.start()}, **self._average.state()}
+        self._storage.begin(start)
+        manifest = described(self._model, self._rule, self._params, moving, self._loaders.size)
         try:
-            averaged = {} if self._average is None else self._average.follow(self._params, moving)
-            start |= {} if self._average is None else {AVERAGE: self._average.now()}
-            self._choice.begin(start)
-            about = described(self._model, self._rule, self._params, moving, self._loaders.size)
-            self._writer.begin(replace(about, averaged=averaged), start)
+            self._writer.begin(replace(manifest, averaged=averaged), start)
         except OSError as error:
             self._give_up(error)
 
@@ -349,40 +345,43 @@ class Recorder:
         total, copied = self._last.total()  # one check per step: a sum is finite only if all its terms are
         if not math.isfinite(total.item()):
             self._stop_at_nan()
-        if self._steps == 0 and self._start is not None:
+        if self._start is not None:
             self._begin(self._start)
             self._start = None
         if self._closure:  # its gradients exist only now
             check_gradients(f"At step {self._steps}", self._params)
-            self._settings = uneven.marked(self._settings, self._rule, self._params)
-        taken = self._pending.take(keep_batches=bool(self._keep_batches))
+            self._settings = uneven.with_places(self._settings, self._rule, self._params)
+        inputs = self._pending.take(keep_batches=bool(self._keep_batches))
         if self._processes is not None:
-            taken = self._processes.gathered(taken)
-        record = Record(self._steps, self._epoch, **self._settings._asdict(), **taken._asdict(), scale=self._scale)
-        held = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
+            inputs = self._processes.gathered(inputs)
+        record = Record(self._steps, self._epoch, **self._settings._asdict(), **inputs._asdict(), scale=self._scale)
+        batch_bytes = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
         self._steps += 1
-        kept: State | Used | None = None
-        if self._keep.wants(self._steps):
-            given = partial(used, self._params, self._moving.now, alike=self._settings.places is None)
-            kept = self._choice.kept(self._steps, given, self._settings.hypers, partial(self._state, copied))
-            held += (size := self._choice.size(kept))
-            self._keep.note(self._steps, size)
-        self._last.note(total, None if isinstance(kept, Used) else kept)
+        state, state_bytes = self._state_to_keep(copied) if self._keep.wants(self._steps) else (None, 0)
+        self._last.note(total, None if isinstance(state, StepGradients) else state)
         try:
-            self._writer.append(record, kept, held)
+            self._writer.append(record, state, batch_bytes + state_bytes)
         except OSError as error:
             self._give_up(error)
-        if self._average is not None:
-            self._average.stepped()
+        self._average.stepped()
+
+    def _state_to_keep(self, copied: Sequence[Piece]) -> tuple[State | StepGradients, int]:
+        """Return what is stored of the current state, and its bytes; ``copied`` may hold copies of the parameters."""
+        given = partial(step_gradients, self._params, self._moving.now, alike=self._settings.places is None)
+        state = self._storage.stored(self._steps, given, self._settings.hypers, partial(self._state, copied))
+        size = self._storage.size(state)
+        self._keep.note(self._steps, size)
+        return state, size
 
     def _settle(self) -> None:
-        """Note what the loop has done since the last step to its average, and to the gradients, which are its own."""
+        """Record what the loop has done since the last step: to its gradients, and to its average."""
         if self._writer.settle(self._last.final):
-            self._choice.written_to()
-        update = self._average and self._average.taken(first=not self._steps)
-        kept = self._average is None or not update or not self._steps or self._writer.amend(update, self._average.now())
-        if not kept and update and update.added:
-            raise failures.average_late(self._steps - 1)
+            self._storage.note_in_place_writes()
+        update = self._average.updates(first=self._steps == 0)
+        if update is not None and self._steps > 0:
+            amended = self._writer.amend(update, self._average.state())
+            if not amended and update.added:
+                raise failures.average_late(self._steps - 1)
 
     def _stop_at_nan(self) -> None:
         broken = [name for name, param in self._params.items() if not torch.isfinite(param).all()]
@@ -390,11 +389,11 @@ class Recorder:
             return  # large finite values whose sum overflows
         self._release()
         self._cut = True
-        ids, bad = self._pending.broken()
+        error = failures.not_finite(self._steps, broken[0], *self._pending.broken())
         self._close(complete=False)
-        raise failures.not_finite(self._steps, broken[0], ids, bad)
+        raise error
 
     def _state(self, copied: Sequence[Piece] = ()) -> State:
         state = state_of(self._optimizer, self._rule, self._params, copied)
         state[PARAM] |= self._moving.now()
-        return state if self._average is None else {**state, AVERAGE: self._average.now()}
+        return state | self._average.state()

@@ -6,7 +6,6 @@ are kept only if the pass changed them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from leaveout.run.recording.method_hook import MethodHook
 from leaveout.task.draws import RandomState, random_state
 from leaveout.task.forward import bare, casts_itself
 
@@ -46,15 +46,19 @@ class Forwards:
     Args:
         model: the model that is trained.
         drawn: returns how many batches were drawn since the last step.
-        first: called before the first pass since the last step.
-        again: called before each later pass.
+        before_first: called before the first pass since the last step.
+        before_later: called before each later pass.
     """
 
     def __init__(
-        self, model: nn.Module, drawn: Callable[[], int], first: Callable[[], None], again: Callable[[], None]
+        self,
+        model: nn.Module,
+        drawn: Callable[[], int],
+        before_first: Callable[[], None],
+        before_later: Callable[[], None],
     ) -> None:
         self._named = list(bare(model).named_modules())
-        self._drawn, self._first, self._again = drawn, first, again
+        self._drawn, self._before_first, self._before_later = drawn, before_first, before_later
         self._kind = next((tensor.device.type for tensor in model.parameters()), "cpu")
         self._devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}
         self._modules = [module for _, module in self._named]
@@ -63,11 +67,11 @@ class Forwards:
         self.passes: list[Pass] = []
         self._within: str | None = None
         self._hooks = [
-            model.register_forward_pre_hook(_Hook(self, "_before")),
-            model.register_forward_hook(_Hook(self, "_after")),
+            model.register_forward_pre_hook(MethodHook(self._before)),
+            model.register_forward_hook(MethodHook(self._after)),
         ]
         parts = list(model.modules())[1:] if casts_itself(model) else []
-        self._inner = [part.register_forward_pre_hook(_Hook(self, "_inside")) for part in parts]
+        self._inner = [part.register_forward_pre_hook(MethodHook(self._inside)) for part in parts]
 
     def state(self) -> RandomState:
         """Return the generators' current states."""
@@ -85,20 +89,20 @@ class Forwards:
         on = torch.is_autocast_enabled(kind)
         return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None
 
-    def _before(self) -> None:
+    def _before(self, *_: Any) -> None:
         if torch.is_grad_enabled():
             if self.passes:
-                self._again()
+                self._before_later()
             if not self.passes:
-                self._first()
+                self._before_first()
             self.passes.append(Pass(self._drawn(), self.state(), self.training(), self._within or self._autocast()))
 
-    def _inside(self) -> None:
+    def _inside(self, *_: Any) -> None:
         """Note the dtype if autocasting begins inside the model; once is enough."""
         if torch.is_grad_enabled() and self.passes and self._inner:
             self._within = self.passes[-1].autocast = self._autocast()
 
-    def _after(self) -> None:
+    def _after(self, *_: Any) -> None:
         if torch.is_grad_enabled() and self.passes:
             before, now = self.passes[-1].random, self.state()
             self.passes[-1].drew = not all(torch.equal(before[name], now[name]) for name in before)
@@ -136,19 +140,3 @@ def random_of(passes: Sequence[Pass]) -> RandomState | None:
     True
     """
     return passes[0].random if any(one.drew for one in passes) else None
-
-
-class _Hook:
-    """A hook that does not hinder copying or saving the model: its copies do nothing."""
-
-    def __init__(self, forwards: Forwards | None = None, method: str = "") -> None:
-        self._forwards = (lambda: None) if forwards is None else weakref.ref(forwards)
-        self._method = method
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
-        forwards = self._forwards()
-        if forwards is not None:
-            getattr(forwards, self._method)()
-
-    def __reduce__(self) -> tuple:
-        return _Hook, ()

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from leaveout._util.trees import Params, State
+from leaveout._util.trees import State
 from leaveout.errors import UnsupportedError
 from leaveout.optim.averaging import Update
-from leaveout.run.following import Used
+from leaveout.run.gradient_states import StepGradients
 from leaveout.run.manifest import Manifest
-from leaveout.run.pending import Taken
-from leaveout.run.record import Record, prints
+from leaveout.run.record import Record
+from leaveout.run.recording.noting import fingerprints
+from leaveout.run.recording.pending import StepInputs
 
 NEVER = 2**62
 """The interval between kept states in processes that do not write: so long that none is kept."""
@@ -43,14 +44,14 @@ class Processes:
         self._group = None if own else distributed.new_group(backend="gloo")  # objects are sent between CPUs
         self.first = distributed.get_rank() == 0
 
-    def gathered(self, taken: Taken) -> Taken:
+    def gathered(self, inputs: StepInputs) -> StepInputs:
         """Return all processes' parts of a step, in rank order, in the first process; each other gets its own part."""
-        taken = taken._replace(fingerprint=prints([taken])[0], unhashed=[])
+        inputs = inputs._replace(fingerprint=fingerprints([inputs])[0], unhashed=[])
         parts: list[Any] | None = [None] * distributed.get_world_size() if self.first else None
-        distributed.gather_object(taken, parts, dst=0, group=self._group)
+        distributed.gather_object(inputs, parts, dst=0, group=self._group)
         if parts is None:
-            return taken
-        return taken._replace(
+            return inputs
+        return inputs._replace(
             ids=torch.cat([part.ids for part in parts]),
             fingerprint=[mark for part in parts for mark in part.fingerprint],
             micro=tuple(one for part in parts for one in part.micro),
@@ -81,14 +82,14 @@ class NoWriter:
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Do nothing: the first process does all the writing."""
 
-    def append(self, record: Record, state: State | Used | None, held: int | None = None) -> None:
+    def append(self, record: Record, state: State | StepGradients | None, held: int | None = None) -> None:
         """See ``begin``."""
 
     def settle(self, final: Callable[[], State | None]) -> bool:  # noqa: ARG002
         """See ``begin``."""
         return False
 
-    def amend(self, average: Update, state: Params) -> bool:  # noqa: ARG002
+    def amend(self, average: Update, slot: State) -> bool:  # noqa: ARG002
         """See ``begin``."""
         return True
 

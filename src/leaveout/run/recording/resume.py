@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import MismatchError
-from leaveout.optim import IDLE, STILL, Hyper, Rule
+from leaveout.optim import AVERAGE, IDLE, STILL, Hyper, Rule
 from leaveout.run.model_match import check_model
 from leaveout.run.reader import Run
 from leaveout.run.record import Record
@@ -18,8 +18,14 @@ from leaveout.task import batches
 from leaveout.task.draws import set_random_state
 
 
-def check_taken_up(run: Run, model: nn.Module, params: dict[str, Tensor], rule: Rule) -> None:
-    """Refuse to resume a run with another model or optimizer."""
+def check_trained_alike(run: Run, model: nn.Module, params: dict[str, Tensor], rule: Rule) -> None:
+    """Refuse to resume a run with another model or optimizer, or with an average of the weights in only one of them."""
+    averaged = AVERAGE in rule.slots
+    if averaged != (AVERAGE in run.manifest.rule.slots):
+        raise MismatchError(
+            f"The run in {run.path} was begun {'without' if averaged else 'with'} average=: go on as it was begun.",
+            code="average-differs",
+        )
     if rule != run.manifest.rule:
         raise MismatchError(
             f"The run in {run.path} was trained by {run.rule.kind} with other parameter groups or buffers than this "
@@ -53,12 +59,15 @@ def restore(
     with torch.no_grad():
         for name, param in params.items():
             param.copy_(state[PARAM][name])
-            held = {slot: state[slot][name].to(param, copy=True) for slot in rule.slots if slot != PARAM}
-            group = optimizer.param_groups[rule.groups[name]]
             hyper = last.get(run.rule.groups[name])
-            if hyper and (restored := rule.definition.restored(held, hyper, group, param)):
+            if hyper is None:
+                continue
+            slots = {slot: state[slot][name].to(param, copy=True) for slot in rule.slots if slot != PARAM}
+            group = optimizer.param_groups[rule.groups[name]]
+            restored = rule.definition.restored(slots, hyper, group, param)
+            if restored:
                 optimizer.state[param] = restored
-            if hyper and hyper.get(IDLE):  # a loop that keeps the gradients of frozen parameters has one
+            if hyper.get(IDLE):  # a loop that keeps the gradients of frozen parameters has one
                 param.grad = torch.zeros_like(param)
         for name, buffer in model.named_buffers():
             if name in run.manifest.buffers:
@@ -82,19 +91,20 @@ SKIPPED = 32
 """How many steps in a row a gradient scaler may skip: it halves its scale at each."""
 
 
-class Past:
+class StepsOnDisk:
     """The steps of a run that are on disk, matched with the batches of a loop that starts over from the beginning."""
 
     def __init__(self, run: Run | None) -> None:
         self._run = run
-        self._met = self._part = self._skipped = 0
+        self._index = self._part = self._skipped = 0
         self._epoch = 0
-        self._resumed = run is None
+        self._generators_restored = run is None
         self.finished = run is not None and run.manifest.finished
 
     def left_early(self, epoch: int) -> bool:
         """Say whether the recorded loop moved on to the next epoch at this point."""
-        record, self._epoch = self._next(), epoch
+        self._epoch = epoch
+        record = self._next()
         return record is not None and record.epoch > epoch
 
     def covers(self, ids: Tensor, batch: Any) -> bool:
@@ -104,20 +114,23 @@ class Past:
             return False
         starts = [0, *accumulate(part.length for part in record.parts)]
         leaves = len(record.fingerprint) // len(record.parts)
-        marks = record.fingerprint[self._part * leaves : (self._part + 1) * leaves]
-        own = record.ids[starts[self._part] : starts[self._part + 1]]
+        fingerprint = record.fingerprint[self._part * leaves : (self._part + 1) * leaves]
+        recorded_ids = record.ids[starts[self._part] : starts[self._part + 1]]
         drawn_anew = self._run is not None and self._run.manifest.structure is not None
-        if (marks and not drawn_anew and batches.fingerprint(batch) != marks) or not torch.equal(ids, own):
+        same_data = not fingerprint or drawn_anew or batches.fingerprint(batch) == fingerprint
+        if not (same_data and torch.equal(ids, recorded_ids)):
             if self._was_skipped(record):
                 return True
             raise MismatchError(
-                f"The loader gives another batch for step {self._met} than the run that is resumed: seed it as before, "
-                "and give the same data in the same order.",
+                f"The loader gives another batch for step {self._index} than the run that is resumed: seed it as "
+                "before, and give the same data in the same order.",
                 code="batches-differ",
             )
-        self._part, self._skipped = self._part + 1, 0
+        self._skipped = 0
+        self._part += 1
         if self._part == len(record.parts):
-            self._met, self._part = self._met + 1, 0
+            self._part = 0
+            self._index += 1
         return True
 
     def _was_skipped(self, record: Record) -> bool:
@@ -126,13 +139,13 @@ class Past:
         self._skipped += 1
         return scaled and self._part == 0 and self._skipped <= SKIPPED and record.epoch >= self._epoch
 
-    def resume_draws(self) -> None:
+    def restore_generators(self) -> None:
         """Restore the random generators, before the first new batch, to their states after the last step."""
-        if not self._resumed:
-            self._resumed = True
+        if not self._generators_restored:
+            self._generators_restored = True
             after = self._run.random_after() if self._run is not None else None
             if after is not None:
                 set_random_state(after)
 
     def _next(self) -> Record | None:
-        return self._run.record(self._met) if self._run is not None and self._met < len(self._run) else None
+        return self._run.record(self._index) if self._run is not None and self._index < len(self._run) else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from leaveout.task.batches import leaves
-from leaveout.task.packing import numbers, packed, unpacked
+from leaveout.task.rewrites.packing import numbers, packed, unpacked
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 PACKING: dict[Any, Callable] = {torch._pack_padded_sequence: packed, torch._pad_packed_sequence: unpacked}

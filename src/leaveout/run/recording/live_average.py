@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from leaveout._util.trees import Params
-from leaveout.errors import InputError, MismatchError, UnsupportedError
+from leaveout._util.trees import State
+from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim.averaging import AVERAGE, Update
 from leaveout.run.reader import Run
 from leaveout.task.forward import bare
 
 
 class LiveAverage:
-    """Follows an averaged model: ``taken`` returns the combined effect of its updates since the last step.
+    """Follows an averaged model: ``updates`` returns the combined effect of its updates since the last step.
 
     Args:
         average: the loop's ``AveragedModel``, or the decay of an average that the loop computes itself:
@@ -25,7 +25,7 @@ class LiveAverage:
     """
 
     def __init__(self, average: AveragedModel | float, model: nn.Module) -> None:
-        self.own = not isinstance(average, nn.Module)
+        self._updates_itself = not isinstance(average, nn.Module)
         if isinstance(average, nn.Module) and not isinstance(average, AveragedModel):
             raise InputError(
                 f"average= is a {type(average).__name__}: give a torch.optim.swa_utils.AveragedModel, or the decay.",
@@ -49,43 +49,43 @@ class LiveAverage:
 
     def follow(self, params: Iterable[str], moving: dict[str, list[int]]) -> dict[str, list[int]]:
         """Follow these parameters and those moving buffers that are averaged; return the shapes of these buffers."""
-        held = {name: shape for name, shape in moving.items() if name in self._buffers}
-        self._names = [*params, *held]
-        return held
+        buffers = {name: shape for name, shape in moving.items() if name in self._buffers}
+        self._names = [*params, *buffers]
+        return buffers
 
     def stepped(self) -> None:
         """Update the average after a step if only the decay was given; otherwise the loop updates it."""
-        if self.own:
+        if self._updates_itself:
             self._averaged.update_parameters(self._model)
 
-    def taken(self, *, first: bool = False) -> Update:
+    def updates(self, *, first: bool = False) -> Update | None:
         """Return the combined effect of the updates since the last step; with ``first``, start counting here."""
         if first:
             self._seen = self._count()
-        now, whole = self._count(), Update(models=self._seen)
+        now, combined = self._count(), Update(models=self._seen)
         if now < self._seen:
             raise UnsupportedError(
                 "The averaged model was begun anew during the training: record what follows as another run.",
                 code="average-begun-anew",
             )
         for count in range(self._seen, now):
-            whole = whole.then(self._update(count))
+            combined = combined.then(self._update(count))
         self._seen = now
-        return whole
+        return combined
 
-    def now(self) -> Params:
-        """Return a copy of the current average."""
-        held = self._tensors | self._buffers
-        return {name: held[name].detach().to("cpu", copy=True).contiguous() for name in self._names}
+    def state(self) -> State:
+        """Return a copy of the current average, as a slot of the state."""
+        tensors = self._tensors | self._buffers
+        return {AVERAGE: {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in self._names}}
 
     def restore(self, run: Run) -> None:
         """Put the average back to what it was after the run's last step."""
-        held, state = self._tensors | self._buffers, run.final()[AVERAGE]
+        tensors, average = self._tensors | self._buffers, run.final()[AVERAGE]
         last = run.written(len(run) - 1).average
-        self._names = list(state)
+        self._names = list(average)
         with torch.no_grad():
-            for name, tensor in state.items():
-                held[name].copy_(tensor)
+            for name, tensor in average.items():
+                tensors[name].copy_(tensor)
             if last is not None:
                 self._averaged.n_averaged.fill_(int(last.models))
         self._seen = self._count()
@@ -108,8 +108,8 @@ class LiveAverage:
                 "get_ema_multi_avg_fn or get_swa_multi_avg_fn of torch.optim.swa_utils, or leave average= out.",
                 code="average-not-linear",
             )
-        own = (kept, added) if self._averaged.use_buffers else (0.0, 1.0)
-        return Update(kept, added, own[0], own[1], count + 1)
+        buffers = (kept, added) if self._averaged.use_buffers else (0.0, 1.0)
+        return Update(kept, added, buffers[0], buffers[1], count + 1)
 
     def _applied(self, old: Tensor, new: Tensor, number: Tensor) -> Tensor:
         averaged = self._averaged
@@ -121,11 +121,23 @@ class LiveAverage:
         return old + (new - old) / (number + 1)
 
 
-def check_resumed(before: Run, average: LiveAverage | None) -> None:
-    """Refuse to resume a run without its average, or with an average that it did not have."""
-    if (AVERAGE in before.manifest.rule.slots) != (average is not None):
-        raise MismatchError(
-            f"The run in {before.path} was begun {'with' if average is None else 'without'} average=: go on as it was "
-            "begun.",
-            code="average-differs",
-        )
+class NoAverage:
+    """Replaces the average in a recording without one."""
+
+    def follow(self, params: Iterable[str], moving: dict[str, list[int]]) -> dict[str, list[int]]:  # noqa: ARG002
+        """Return no buffers: none is averaged."""
+        return {}
+
+    def stepped(self) -> None:
+        """Do nothing: there is no average to update."""
+
+    def updates(self, *, first: bool = False) -> Update | None:  # noqa: ARG002
+        """Return None: there is no average to update."""
+        return None
+
+    def state(self) -> State:
+        """Return no slot."""
+        return {}
+
+    def restore(self, run: Run) -> None:
+        """Do nothing: the run has no average either."""

@@ -17,7 +17,7 @@ from torch.func import grad
 from torch.utils._pytree import tree_map_only
 
 from leaveout._util.trees import sum_of
-from leaveout.errors import UnsupportedError
+from leaveout.errors import UnsupportedError, first_line
 from leaveout.task.draws import random_state, set_random_state
 from leaveout.task.forward import Called, bare
 
@@ -77,8 +77,11 @@ def tensors_of(outputs: Any) -> list[Tensor]:
     """
     if isinstance(outputs, Tensor):
         return [outputs]
-    parts = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
+    if isinstance(outputs, Mapping):
+        outputs = list(outputs.values())
+    if not isinstance(outputs, list | tuple):
+        return []
+    return [tensor for part in outputs for tensor in tensors_of(part)]
 
 
 def check_transformed(model: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]) -> None:
@@ -100,11 +103,10 @@ def check_transformed(model: nn.Module, args: tuple, kwargs: dict[str, Any], nam
     try:
         grad(lambda chosen: called.pure(chosen, None, frozenset())[0][0])(params)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedError(
             f"torch.func cannot take the gradient of this model, which has autograd functions of its own "
-            f"({', '.join(names)}): {reason}. Nothing was recorded. Write what they do with PyTorch's own functions, "
-            "or give them a setup_context and generate_vmap_rule = True.",
+            f"({', '.join(names)}): {first_line(error)}. Nothing was recorded. Write what they do with PyTorch's own "
+            "functions, or give them a setup_context and generate_vmap_rule = True.",
             code="model-not-supported",
         ) from error
     finally:

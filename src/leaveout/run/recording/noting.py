@@ -83,6 +83,12 @@ def read(noted: Sequence[Any]) -> list[Any]:
     return [] if lost else leaves
 
 
+def fingerprints(steps: Sequence[Any]) -> list[list[tuple[int, int]]]:
+    """Return the fingerprints of the batches of ``Record`` or ``StepInputs`` objects, computing deferred ones."""
+    deferred = batches.fingerprints([read(step.unhashed) for step in steps])
+    return [computed or step.fingerprint for computed, step in zip(deferred, steps, strict=True)]
+
+
 def _alike(one: Tensor | Summed, other: Tensor | Summed) -> bool:
     if isinstance(one, Summed) and isinstance(other, Summed):
         return np.array_equal(one.sums, other.sums)

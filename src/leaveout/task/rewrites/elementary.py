@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
-from leaveout.task.rewriting import WrittenOut
+from leaveout.task.rewrites.missing_rules import WrittenOut
 
 COARSE = (torch.float16, torch.bfloat16)
 """Types in which PyTorch's own kernels sum more precisely than their operands."""
@@ -40,7 +40,7 @@ class Elementary(WrittenOut):
 
 
 def _precise(x: Tensor) -> bool:
-    """Whether operations of ``x`` are computed in its own type, and that type is not a coarse one."""
+    """Say whether operations of ``x`` are computed in its own type, and that type is not a coarse one."""
     return x.dtype not in COARSE and not torch.is_autocast_enabled(x.device.type)
 
 

@@ -29,7 +29,7 @@ PROVEN = 3
 _VERSION = attrgetter("_version")
 
 
-class Used(NamedTuple):
+class StepGradients(NamedTuple):
     """What a step was given: each parameter's gradient, and the new values of buffers that training changes.
 
     The gradients are the loop's own tensors, not copies. Most loops drop them before the next backward pass;
@@ -46,15 +46,15 @@ class Used(NamedTuple):
 
         A gradient still held by a parameter may be zeroed through ``.data``, which the version counter does not see.
         """
-        now = [param.grad for param in self.params]
-        held = memories(list(self.gradients.values()))
-        return self.unchanged() and held.isdisjoint(memories([grad for grad in now if grad is not None]))
+        recorded = memories(list(self.gradients.values()))
+        current = memories([param.grad for param in self.params if param.grad is not None])
+        return self.unchanged() and recorded.isdisjoint(current)
 
     def unchanged(self) -> bool:
         """Say whether the version counters of the gradients are unchanged."""
         return self.versions == _versions(self.gradients)
 
-    def copied(self) -> Used:
+    def copied(self) -> StepGradients:
         """Return the same with copies of the gradients, which nothing else can change."""
         copies = {name: tensor.clone() for name, tensor in self.gradients.items()}
         return self._replace(gradients=copies, versions=_versions(copies))
@@ -65,8 +65,10 @@ class Used(NamedTuple):
         return {**self.gradients, **self.moved}
 
 
-def used(params: Mapping[str, Tensor], moved: Callable[[], Params], *, alike: bool = True) -> Used | None:
-    """Return what the step just taken was given; None if it did not move all parameters ``alike``."""
+def step_gradients(
+    params: Mapping[str, Tensor], moved: Callable[[], Params], *, alike: bool = True
+) -> StepGradients | None:
+    """Return what the last step was given; None if it did not move all parameters ``alike``."""
     if not alike:
         return None
     gradients: Params = {}
@@ -75,12 +77,12 @@ def used(params: Mapping[str, Tensor], moved: Callable[[], Params], *, alike: bo
         if grad is None or grad.dtype != param.dtype or grad.is_sparse:
             return None
         gradients[name] = grad.detach()
-    return Used(tuple(params.values()), gradients, moved(), _versions(gradients))
+    return StepGradients(tuple(params.values()), gradients, moved(), _versions(gradients))
 
 
-def size_of(kept: State | Used) -> int:
+def size_of(stored: State | StepGradients) -> int:
     """Count the bytes of a state as it is stored."""
-    return nbytes({PARAM: kept.tensors} if isinstance(kept, Used) else kept)
+    return nbytes({PARAM: stored.tensors} if isinstance(stored, StepGradients) else stored)
 
 
 def _versions(tensors: Params) -> tuple[int, ...]:
@@ -94,71 +96,73 @@ def saves_room(rule: Rule) -> bool:
 
 def disk_bytes(rule: Rule, state: State, steps: int) -> int:
     """Predict the size in bytes of all states of a run."""
-    whole, given = nbytes(state), nbytes({PARAM: state[PARAM]})
-    return (steps + 1) * whole if not saves_room(rule) else steps * given + (steps // EVERY + 1) * (whole - given)
+    whole, gradients = nbytes(state), nbytes({PARAM: state[PARAM]})
+    if not saves_room(rule):
+        return (steps + 1) * whole
+    return steps * gradients + (steps // EVERY + 1) * (whole - gradients)
 
 
-def follows(rule: Rule, before: State, given: Used, hypers: list[Hyper], after: State) -> bool:
+def gives_state(rule: Rule, before: State, given: StepGradients, hypers: list[Hyper], after: State) -> bool:
     """Say whether a recomputed step gives the recorded state, bit for bit."""
-    again = stepped(rule, before, {name: tensor.cpu() for name, tensor in given.tensors.items()}, hypers)
-    return all(torch.equal(again[slot][name], tensor) for slot in after for name, tensor in after[slot].items())
+    recomputed = next_state(rule, before, {name: tensor.cpu() for name, tensor in given.tensors.items()}, hypers)
+    return all(torch.equal(recomputed[slot][name], tensor) for slot in after for name, tensor in after[slot].items())
 
 
 @torch.no_grad()
-def stepped(rule: Rule, state: State, given: Params, hypers: list[Hyper]) -> State:
+def next_state(rule: Rule, state: State, given: Params, hypers: list[Hyper]) -> State:
     """Compute O(s, g): the state after a step, from what it was given."""
     buffers = tuple(name for name in given if name not in rule.groups)
     return rule.following(None, buffers).again(state, given, hypers)
 
 
-class Choice:
-    """Chooses which states are stored whole while a run is recorded."""
+class StorageChoice:
+    """Chooses which states are stored whole while a run is recorded, and which as gradients."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._allowed = saves_room(rule)
         self._proven = 0
         self._last: tuple[int, State] | None = None
-        self._whole = self._kept = 0
-        self._in_place = False
-        self._sizes: dict[bool, int] = {}
+        self._newest_whole = self._newest = 0
+        self._copies = False
+        self._sizes: dict[type, int] = {}
 
-    def size(self, kept: State | Used) -> int:
-        """Count the bytes of a state as it is stored, which are the same each time."""
-        short = isinstance(kept, Used)
-        if short not in self._sizes:
-            self._sizes[short] = size_of(kept)
-        return self._sizes[short]
+    def size(self, stored: State | StepGradients) -> int:
+        """Count the bytes of a state as it is stored; they are the same for all whole states, and for all gradients."""
+        kind = type(stored)
+        if kind not in self._sizes:
+            self._sizes[kind] = size_of(stored)
+        return self._sizes[kind]
 
     def begin(self, start: State) -> None:
         """Note the state before the first step, which is stored whole."""
         self._remember(0, start)
 
-    def kept(
-        self, index: int, given: Callable[[], Used | None], hypers: list[Hyper], state: Callable[[], State]
-    ) -> State | Used:
+    def stored(
+        self, index: int, given: Callable[[], StepGradients | None], hypers: list[Hyper], state: Callable[[], State]
+    ) -> State | StepGradients:
         """Return what to store of the state before step ``index``: the state itself, or what the last step got."""
-        follows_kept, self._kept = self._kept == index - 1, index
-        near = self._allowed and follows_kept and index - self._whole < EVERY
+        follows_stored, self._newest = self._newest == index - 1, index
+        near = self._allowed and follows_stored and index - self._newest_whole < EVERY
         step = given() if near else None
         if step is None or self._proven < PROVEN:
             whole = state()
             proof = step is not None and self._leads_to(index, step, hypers, whole)
             self._remember(index, whole)
             if step is None or not proof:
-                self._whole = index
+                self._newest_whole = index
                 return whole
-        return step.copied() if self._in_place else step
+        return step.copied() if self._copies else step
 
-    def written_to(self) -> None:
+    def note_in_place_writes(self) -> None:
         """Note that this loop writes to its gradients in place: from the next whole state on, they are copied."""
-        self._in_place, self._kept = True, -1
+        self._copies, self._newest = True, -1
 
-    def _leads_to(self, index: int, given: Used, hypers: list[Hyper], state: State) -> bool:
+    def _leads_to(self, index: int, given: StepGradients, hypers: list[Hyper], state: State) -> bool:
         """Recompute the step: states may be stored as gradients only if the result agrees to the last bit."""
         if self._last is None or self._last[0] != index - 1:
             return False
-        self._allowed = follows(self._rule, self._last[1], given, hypers, state)
+        self._allowed = gives_state(self._rule, self._last[1], given, hypers, state)
         self._proven += 1
         return self._allowed
 
@@ -167,7 +171,7 @@ class Choice:
         self._last = (index, state) if self._allowed and self._proven < PROVEN else None
 
 
-class Following:
+class RecomputedStates:
     """States computed from earlier ones; the latest ones are cached, because they are requested in order.
 
     Backward, a block of states that follow from a whole one is computed at once, as far as it fits into ``CACHE``; for
@@ -184,15 +188,15 @@ class Following:
     ) -> None:
         self._step, self._whole, self._read = step, whole, read
         self._states: dict[int, State] = {}
-        self._asked = -1
+        self._previous = -1
 
     def state(self, index: int) -> State:
         """Return a state that the caller may modify."""
-        backward, self._asked = index < self._asked, index
+        backward, self._previous = index < self._previous, index
         if index not in self._states:
-            known = self._states.get(index - 1)
-            if known is not None and not backward:
-                self._states = {index: self._step(index - 1, known)}
+            before = self._states.get(index - 1)
+            if before is not None and not backward:
+                self._states = {index: self._step(index - 1, before)}
             else:
                 self._states = self._up_to(index)
         if backward:

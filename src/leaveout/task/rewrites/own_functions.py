@@ -58,7 +58,7 @@ OWN = frozenset(vars(Context(())))
 
 
 class Note:
-    """What one call of a function saved, and where backward finds it."""
+    """What one call of a function returned and saved, and where backward finds it."""
 
     def __init__(self) -> None:
         self.count, self.single = 0, False
@@ -66,6 +66,40 @@ class Note:
         self.attributes: dict[str, Place] = {}
         self.plain: list[int] = []
         self.written: dict[int, int] = {}  # the input that an output overwrites
+
+    def take(self, context: Context, args: Sequence[Any], result: Any, *, may_write: bool) -> tuple[Any, ...]:
+        """Note a call; return its outputs, with saved tensors that are neither inputs nor outputs added to them."""
+        self.single = not isinstance(result, tuple)
+        outputs: list[Any] = [result] if self.single else list(result)
+        self.count = len(outputs)
+        self.plain = [i for i, output in enumerate(outputs) if _place(output, context.plain) is not None]
+        written = [i for i, arg in enumerate(args) if _place(arg, context.written) is not None]
+        self.written = {k: i for k, output in enumerate(outputs) for i in written if output is args[i]}
+        if written and not (may_write and len(self.written) == len(written)):
+            raise RuntimeError("an autograd.Function writes into an input in a way that cannot be followed")
+        self.saved = [self._placed(value, context, args, outputs) for value in context.saved_tensors]
+        attributes = {name: value for name, value in vars(context).items() if name not in OWN}
+        self.attributes = {name: self._placed(value, context, args, outputs) for name, value in attributes.items()}
+        return tuple(outputs)
+
+    def _placed(self, value: Any, context: Context, args: Sequence[Any], outputs: list[Any]) -> Place:
+        """Say where a saved value is found; a tensor that is nowhere yet becomes a further output."""
+        if not isinstance(value, Tensor):
+            return "value", value
+        among_inputs, among_outputs = _place(value, args), _place(value, outputs)
+        was_written = _place(value, context.written) is not None  # then what it holds now is the output
+        if among_inputs is not None and not (was_written and among_outputs is not None):
+            return "input", among_inputs
+        if among_outputs is None:
+            outputs.append(value)
+            among_outputs = len(outputs) - 1
+            self.plain.append(among_outputs)
+        return "output", among_outputs
+
+
+def _place(value: Any, values: Sequence[Any]) -> int | None:
+    """Return the position of this very object; None if it is not there."""
+    return next((i for i, other in enumerate(values) if other is value), None)
 
 
 APPLY, RECOMPUTED = Function.__dict__["apply"], checkpoint._checkpoint_without_reentrant_generator
@@ -146,30 +180,7 @@ def _converted(old: type[Function]) -> type[Function]:
             context = Context([isinstance(arg, Tensor) for arg in args])
             args = tuple(arg.clone() if isinstance(arg, Tensor) and _writes(old) else arg for arg in args)
             result = _forward(old, context, args)
-            note.single = not isinstance(result, tuple)
-            outputs: list[Any] = [result] if note.single else list(result)
-            note.count = len(outputs)
-            note.plain = [i for i, one in enumerate(outputs) if any(one is tensor for tensor in context.plain)]
-            written = [i for i, arg in enumerate(args) if any(arg is tensor for tensor in context.written)]
-            note.written = {k: i for k, one in enumerate(outputs) for i in written if one is args[i]}
-            if written and not (_writes(old) and len(note.written) == len(written)):
-                raise RuntimeError("an autograd.Function writes into an input in a way that cannot be followed")
-
-            def placed(value: Any) -> Place:
-                if not isinstance(value, Tensor):
-                    return "value", value
-                own = (("input", args), ("output", outputs))
-                for kind, many in own[::-1] if any(value is tensor for tensor in context.written) else own:
-                    for i, one in enumerate(many):
-                        if one is value:
-                            return kind, i
-                outputs.append(value)
-                note.plain.append(len(outputs) - 1)
-                return "output", len(outputs) - 1
-
-            note.saved = [placed(value) for value in context.saved_tensors]
-            note.attributes = {name: placed(value) for name, value in vars(context).items() if name not in OWN}
-            return tuple(outputs)
+            return note.take(context, args, result, may_write=_writes(old))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

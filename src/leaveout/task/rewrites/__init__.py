@@ -1,0 +1,1 @@
+"""Operations of the forward pass that are computed in another way than PyTorch does."""
