@@ -40,6 +40,22 @@ def test_it_answers_as_the_functions_do(problem, study):
     assert torch.equal(study.timeline().values, lo.timeline(run, task, query).values)
 
 
+def test_printed_it_says_the_answers(study):
+    assert "try labels() and score()" in str(study)
+    scores = study.score(lo.SGDIE())
+    labels = study.labels()
+    assert str(labels) in str(study)
+    assert f"SGD-IE: {scores.harmful_count} of 80 did harm; not verified" in str(study)
+
+
+def test_labels_take_the_check_of_the_scores_that_are_given(study):
+    study.verify(study.score(lo.TracIn()), replays=8)
+    scores = study.score(lo.SGDIE())
+    check = study.verify(scores, replays=8)
+    plain = lo.labels(study.run, study.task, scores=scores, check=check)
+    assert study.labels(scores=scores).table.equals(plain.table)
+
+
 def test_it_remembers(problem, study):
     scores = study.score(lo.SGDIE())
     assert study.score(lo.SGDIE()) is scores

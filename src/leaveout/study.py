@@ -36,6 +36,8 @@ _BY_IDENTITY = (Scores, Check, Labels, Dataset)
 REMOVED = (0.02, 0.05, 0.1)
 """How many examples ``cleanse`` removes by default, as shares of the training set."""
 
+UNASKED = "Nothing was asked yet: try labels() and score()."
+
 
 class Study:
     """Ask a recorded run about its training examples; the answers are remembered and go into the report.
@@ -129,10 +131,9 @@ class Study:
 
     def labels(self, *, folds: int | str | None = AUTO, **options: Any) -> Labels:
         """Say which labels look wrong; verified scores are included as far as they can be trusted."""
-        scores = next(
-            (one for one in self.scores.values() if one.method in self.checks and _of_all(one, self.task)), None
-        )
-        check = None if scores is None else self.checks[scores.method]
+        verified = [one for one in self.scores.values() if one.method in self.checks and _of_all(one, self.task)]
+        scores = options.pop("scores", next(iter(verified), None))
+        check = options.pop("check", self.checks.get(scores.method) if isinstance(scores, Scores) else None)
 
         def answered() -> Labels:
             given = {"scores": scores, "check": check, "folds": folds, "classes": self.show.classes, **options}
@@ -218,7 +219,20 @@ class Study:
         parts = [*self.scores, *(["labels"] if self.issues else []), *(["curve"] if self.curve else [])]
         return f"Study({self.run}, {self.task.size} training examples; {', '.join(parts) or 'nothing asked yet'})"
 
+    def __str__(self) -> str:
+        """Say what every question that was asked gave, one per line; before the first, what to ask."""
+        rows = [f"{name}: {words}" for name, words in self._answers_in_words()]
+        return "\n".join([f"{self._title}:", *(f"  {row}" for row in rows)]) if rows else f"{self._title}. {UNASKED}"
+
     def _repr_html_(self) -> str:
+        rows = self._answers_in_words()
+        return notebook.card(self._title, [] if rows else [UNASKED], ("", ""), rows)
+
+    @property
+    def _title(self) -> str:
+        return f"Study of {self.run.path}, {self.task.size} training examples"
+
+    def _answers_in_words(self) -> list[tuple[str, str]]:
         rows: list[tuple[str, str]] = []
         if self.issues is not None:
             rows.append(("labels", self.issues.sentence))
@@ -228,9 +242,7 @@ class Study:
             rows.append((method, f"{scores.harmful_count} of {len(scores.train_ids)} did harm; {verdict}"))
         if self.curve is not None:
             rows += [("cleansing", line.strip()) for line in str(self.curve).splitlines()]
-        words = "" if rows else "Nothing was asked yet: try .labels() and .score()."
-        title = f"Study of {self.run.path}, {self.task.size} training examples"
-        return notebook.card(title, [words], ("", ""), rows)
+        return rows
 
     def _scored(self, estimator: Estimator | None, budget: float, options: dict[str, Any]) -> Scores:
         if estimator is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from leaveout._util import notebook
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutError, check_seed
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn, score
@@ -70,6 +71,18 @@ class Chosen:
 
     def __str__(self) -> str:
         return self.sentence
+
+    def __repr__(self) -> str:
+        return f"Chosen({self.scores.method})"
+
+    def _repr_html_(self) -> str:
+        columns = ["tau", "compared", "seconds", "chosen"]
+        rows = [(name, *row) for name, *row in self.table[columns].itertuples()]
+        return notebook.card(f"Chosen: {self.scores.method}", [self.sentence], ("method", *columns), rows)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a copy of the table, with one row per method that was compared."""
+        return self.table.copy()
 
 
 def choose(

@@ -11,7 +11,7 @@ from torch import nn
 from leaveout.evaluate.ceiling import REPRODUCIBLE
 from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.verdict import Verdict
-from leaveout.evaluate.verify import Check
+from leaveout.evaluate.verify import MINIMUM, Check
 from leaveout.reporting.content import Table, Trust, Verdicts
 from leaveout.run.reader import Run
 from leaveout.scores import MEAN, SELF, UNIT, Scores
@@ -127,14 +127,17 @@ def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
 def trusted(scores: Scores, check: Check | None) -> Trust:
     """Say how far the scores can be trusted."""
     if scores.all_exact:
-        words = "Each comes from retraining exactly without its example or group: nothing is estimated."
+        what = "example" if scores.groups is None else "group"
+        words = f"Each comes from retraining exactly without its {what}: nothing is estimated."
         return Trust("exact", "Every score is exact", words)
     if check is None:
+        few = len(scores.train_ids) < 2 * MINIMUM  # too few for verify to compare rankings
+        find_out = "Score them with lo.Replay() to be sure." if few else "Run study.verify(), or leaveout verify."
         return Trust(
             "unchecked",
             "Not verified",
             "These scores have not been compared with exact replays, so it is not known how far they can be trusted. "
-            "Run lo.verify(scores, run, task, query), or leaveout verify, to find out.",
+            f"{find_out}",
         )
     return Trust(check.verdict.level, _title(check), check.sentence, _brief(check))
 
@@ -173,7 +176,7 @@ def timing(sums: Sequence[float], scores: Sequence[float], method: str) -> str:
     """Say how far to trust the times at which influence arose, which are SGD-IE's whatever the method of the scores.
 
     >>> timing([1.0, 2.0, 3.0, 4.0], [4.0, 1.0, 3.0, 2.0], "Replay")
-    'SGD-IE ranks the examples otherwise than Replay does (tau -0.33), so take when influence arose as a hint.'
+    'SGD-IE gives a different ranking from Replay (tau -0.33), so take the times at which influence arose as a hint.'
     >>> timing([1.0, 2.0, 3.0], [1.0, 2.0, 3.5], "Replay")
     ''
     """
@@ -181,8 +184,8 @@ def timing(sums: Sequence[float], scores: Sequence[float], method: str) -> str:
     if not tau < ALIKE:
         return ""
     return (
-        f"SGD-IE ranks the examples otherwise than {method} does (tau {tau:.2f}), so take when influence arose as a "
-        "hint."
+        f"SGD-IE gives a different ranking from {method} (tau {tau:.2f}), so take the times at which influence arose "
+        "as a hint."
     )
 
 
