@@ -1,5 +1,7 @@
 """A study says run, task and query once, remembers what was answered, and answers as the functions do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,17 @@ def test_labels_take_the_check_of_the_scores_that_are_given(study):
     check = study.verify(scores, replays=8)
     plain = lo.labels(study.run, study.task, scores=scores, check=check)
     assert study.labels(scores=scores).table.equals(plain.table)
+
+
+def test_scores_that_were_chosen_keep_the_check_of_the_choice(problem):
+    run, task, query, _ = problem
+    study = lo.Study(run, task, query)
+    study.choice = lo.choose(run, task, query, budget=0, methods=[lo.TracIn(), lo.SGDIE()], ids=range(60))
+    assert study.choice.exact, "few enough to replay"
+    check = study.verify(study.score(lo.SGDIE()), replays=8)
+    study.choice = replace(study.choice, scores=study.scores["SGD-IE"], check=check)
+    assert study.verify(study.scores["SGD-IE"], replays=8) is check
+    assert study.verify(study.scores["SGD-IE"], replays=10) is not check, "more replays say more"
 
 
 def test_it_remembers(problem, study):

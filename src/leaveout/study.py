@@ -107,8 +107,15 @@ class Study:
         return self._once(("score", estimator, budget, options), lambda: self._scored(estimator, budget, options))
 
     def verify(self, scores: Scores | None = None, *, replays: int = 64, seed: int = 0) -> Check:
-        """Compare scores, by default the most trustworthy ones, with exact replays."""
+        """Compare scores, by default the most trustworthy ones, with exact replays.
+
+        Scores that ``score`` chose have been compared already; their check is returned unless it has fewer replays.
+        """
         scores = self._known(scores)
+        if self.choice is not None and self.choice.scores is scores and self.choice.check is not None:
+            check = self.choice.check
+            if len(check.table) >= replays and self.checks.get(scores.method) is check:
+                return check
 
         def compared() -> Check:
             check = verify(
@@ -221,7 +228,7 @@ class Study:
 
     def __str__(self) -> str:
         """Say what every question that was asked gave, one per line; before the first, what to ask."""
-        rows = [f"{name}: {words}" for name, words in self._answers_in_words()]
+        rows = [f"{name}: {words}" if name else f"  {words}" for name, words in self._answers_in_words()]
         return "\n".join([f"{self._title}:", *(f"  {row}" for row in rows)]) if rows else f"{self._title}. {UNASKED}"
 
     def _repr_html_(self) -> str:
@@ -241,7 +248,8 @@ class Study:
             verdict = "exact" if scores.all_exact else "not verified" if check is None else check.verdict.value
             rows.append((method, f"{scores.harmful_count} of {len(scores.train_ids)} did harm; {verdict}"))
         if self.curve is not None:
-            rows += [("cleansing", line.strip()) for line in str(self.curve).splitlines()]
+            lines = str(self.curve).splitlines()
+            rows += [("" if number else "cleansing", line.strip()) for number, line in enumerate(lines)]
         return rows
 
     def _scored(self, estimator: Estimator | None, budget: float, options: dict[str, Any]) -> Scores:
