@@ -90,7 +90,7 @@ def _plain(numbers: dict[str, float | None]) -> dict[str, float | None]:
 def _kept(path: Path) -> str:
     """Say what an interrupted training leaves behind."""
     if (path / MANIFEST).exists() and read_manifest(path).shards:
-        return f"The steps up to here are kept in {path}; the same command goes on from there."
+        return f"The steps up to here are kept in {path}; the same command continues from there."
     return "No step was kept yet; the same command begins again."
 
 

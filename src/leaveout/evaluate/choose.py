@@ -65,9 +65,10 @@ class Chosen:
         best = self.table[self.table["chosen"]].iloc[0]
         others = self.table[~self.table["chosen"] & self.table["tau"].notna()]
         beside = ", ".join(f"{name} {row['tau']:.2f}" for name, row in others.iterrows())
-        long = f"To replay everything would take about {self.predicted:.0f} s, and the budget is {self.budget:g} s"
         ranked = f"{best.name} agreed best with {int(best['compared'])} exact replays (tau {best['tau']:.2f}"
-        return f"{long}; {ranked}{f'; {beside}' if beside else ''}). {self.check or ''}".strip()
+        ranked += f"; {beside})." if beside else ")."
+        all_of_it = f"Replaying everything would take about {self.predicted:.0f} s; the budget is {self.budget:g} s."
+        return " ".join([ranked, *([str(self.check)] if self.check else []), all_of_it])
 
     def __str__(self) -> str:
         return self.sentence

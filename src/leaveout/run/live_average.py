@@ -65,7 +65,7 @@ class LiveAverage:
         now, whole = self._count(), Update(models=self._seen)
         if now < self._seen:
             raise UnsupportedError(
-                "The averaged model was begun anew during the training: record what follows as another run.",
+                "The averaged model was reset during training: record what follows as another run.",
                 code="average-begun-anew",
             )
         for count in range(self._seen, now):
@@ -125,7 +125,7 @@ def check_resumed(before: Run, average: LiveAverage | None) -> None:
     """Refuse to resume a run without its average, or with an average that it did not have."""
     if (AVERAGE in before.manifest.rule.slots) != (average is not None):
         raise MismatchError(
-            f"The run in {before.path} was begun {'with' if average is None else 'without'} average=: go on as it was "
-            "begun.",
+            f"The run in {before.path} was started {'with' if average is None else 'without'} average=: continue it in "
+            "the same way.",
             code="average-differs",
         )

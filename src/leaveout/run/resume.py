@@ -38,7 +38,7 @@ def check_restored(run: Run, state: State) -> None:
     if differing:
         slot, name = differing[0]
         raise MismatchError(
-            f"The training goes on from step {len(run)} with another {slot!r} of {name!r} than the run in {run.path} "
+            f"The training continues from step {len(run)} with another {slot!r} of {name!r} than the run in {run.path} "
             "has after that step: load the checkpoint that was saved in that training, or record into another "
             "directory.",
             code="checkpoint-differs",
