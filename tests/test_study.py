@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
+from leaveout.evaluate.verdict import Verdict
 from leaveout.study import most_trusted
 from refusal import refused
 
@@ -63,10 +64,16 @@ def test_scores_that_were_chosen_keep_the_check_of_the_choice(problem):
     study = lo.Study(run, task, query)
     study.choice = lo.choose(run, task, query, budget=0, methods=[lo.TracIn(), lo.SGDIE()], ids=range(60))
     assert study.choice.exact, "few enough to replay"
-    check = study.verify(study.score(lo.SGDIE()), replays=8)
-    study.choice = replace(study.choice, scores=study.scores["SGD-IE"], check=check)
-    assert study.verify(study.scores["SGD-IE"], replays=8) is check
-    assert study.verify(study.scores["SGD-IE"], replays=10) is not check, "more replays say more"
+    scores = study.score(lo.SGDIE())
+    check = lo.verify(scores, run, task, query, replays=40)
+    assert check.verdict in (Verdict.GOOD, Verdict.COARSE)
+    study.choice, study.checks["SGD-IE"] = replace(study.choice, scores=scores, check=check), check
+    assert study.verify(scores, replays=8) is check
+    assert study.verify(scores, replays=44) is not check, "more replays say more"
+    backwards = replace(check.random.kendall, value=-1.0, low=-1.0, high=-1.0)
+    bad = replace(check, random=replace(check.random, kendall=backwards))
+    study.choice, study.checks["SGD-IE"] = replace(study.choice, check=bad), bad
+    assert study.verify(scores, replays=16) is not bad, "it looks for the cause"
 
 
 def test_it_remembers(problem, study):

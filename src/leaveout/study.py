@@ -22,6 +22,7 @@ from leaveout.evaluate.label_issues import AUTO, Labels
 from leaveout.evaluate.labels import labels
 from leaveout.evaluate.plan import plan
 from leaveout.evaluate.refine import refine
+from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import Check, verify
 from leaveout.reporting import Page, Show, report
 from leaveout.reporting.show import show_of
@@ -109,12 +110,14 @@ class Study:
     def verify(self, scores: Scores | None = None, *, replays: int = 64, seed: int = 0) -> Check:
         """Compare scores, by default the most trustworthy ones, with exact replays.
 
-        Scores that ``score`` chose have been compared already; their check is returned unless it has fewer replays.
+        Scores that ``score`` chose have been compared already. That check is returned, unless it has fewer replays or
+        its verdict is bad: then new replays also look for the cause.
         """
         scores = self._known(scores)
         if self.choice is not None and self.choice.scores is scores and self.choice.check is not None:
             check = self.choice.check
-            if len(check.table) >= replays and self.checks.get(scores.method) is check:
+            trusted = check.verdict in (Verdict.GOOD, Verdict.COARSE)
+            if trusted and len(check.table) >= replays and self.checks.get(scores.method) is check:
                 return check
 
         def compared() -> Check:

@@ -68,7 +68,7 @@ class Chosen:
         ranked = f"{best.name} agreed best with {int(best['compared'])} exact replays (tau {best['tau']:.2f}"
         ranked += f"; {beside})." if beside else ")."
         all_of_it = f"Replaying everything would take about {self.predicted:.0f} s; the budget is {self.budget:g} s."
-        return " ".join([ranked, *([str(self.check)] if self.check else []), all_of_it])
+        return " ".join([ranked, all_of_it, *([str(self.check)] if self.check else [])])
 
     def __str__(self) -> str:
         return self.sentence

@@ -202,7 +202,7 @@ class Writer:
         if steps is not None and steps not in run.on_disk[1:]:
             raise RunError(
                 f"The run in {self.path} does not have the state after {steps} steps, from which training continues "
-                f"(it has those up to step {len(run)}): continue from a checkpoint that was saved with recorder.flush(), "
+                f"(it has those up to step {len(run)}): use a checkpoint that was saved with recorder.flush(), "
                 "or record into another directory.",
                 code="checkpoint-not-recorded",
             )
