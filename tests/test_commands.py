@@ -652,7 +652,7 @@ def test_ctrl_c_while_training_keeps_the_steps(tmp_path):
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "Interrupted" in err
-    assert "the same command goes on" in " ".join(err.split())
+    assert "the same command continues" in " ".join(err.split())
     assert len(lo.open_run(tmp_path / "run", partial=True)) > 0
 
 
@@ -684,7 +684,7 @@ def test_ctrl_c_while_scoring_keeps_what_was_finished(tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert "the same command goes on from there" in " ".join(err.split())
+    assert "the same command continues from there" in " ".join(err.split())
     assert lo.Scores.load(first).method == "ACC(free)"
     assert [file.name for file in first.parent.iterdir()] == [first.name]
 

@@ -88,7 +88,7 @@ def test_a_full_disk_stops_the_training_or_not_as_asked(on_full: str, tmp_path: 
         assert told["weights"] == whole["weights"]  # the training is not disturbed
         assert told["finish"] == 30
         assert len(told["warnings"]) == 1
-        assert "the training goes on without being recorded" in told["warnings"][0]
+        assert "training continues without being recorded" in told["warnings"][0]
     again = train(tmp_path / "run", "stop", resume=True)  # there is room again
     assert again["taken"] == 30
     assert again["weights"] == whole["weights"]

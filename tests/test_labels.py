@@ -240,7 +240,7 @@ def test_memorised_labels_are_judged_out_of_sample_where_that_is_affordable(tmp_
     assert chosen.misfit == asked.misfit == never.misfit == 0
     assert "judged by a training that did not see it (5 folds)" in chosen.sentence
     poor = replace(chosen, table=chosen.table.assign(predicted_label=1 - chosen.table["given_label"]))
-    assert "The 5 trainings agree with only 0.0% of the labels" in poor.sentence
+    assert "The 5 retrained models agree with only 0.0% of the labels" in poor.sentence
     assert "look wrong to a weak model" in poor.sentence
     assert poor.doubtful
     assert "5 folds" not in asked.sentence  # which is what was asked for

@@ -66,6 +66,13 @@ def test_results_show_themselves(study):
             assert word in shown, (type(thing), word)
 
 
+def test_a_choice_shows_its_comparison(study):
+    chosen = lo.choose(study.run, study.task, study.query, budget=0)
+    assert Balanced(chosen._repr_html_()).words.count(chosen.scores.method) >= 2
+    assert chosen.to_frame().equals(chosen.table)
+    assert repr(chosen) == f"Chosen({chosen.scores.method})"
+
+
 def test_names_in_the_data_are_escaped():
     scores = lo.Scores(torch.tensor([[1.0], [-1.0]]), ("<b>a", "c"), ("mean",), "<i>ACC")
     assert "&lt;b&gt;a" in scores._repr_html_()

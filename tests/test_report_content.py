@@ -468,11 +468,26 @@ def test_refusals(rowed, tmp_path):
         lo.Show(top=0)
 
 
+def test_exact_scores_show_no_estimates(rowed, tmp_path):
+    exact = lo.Replay().score(rowed.run, rowed.task, rowed.query)
+    check = lo.verify(exact, rowed.run, rowed.task, rowed.query, replays=8)
+    page = lo.report(tmp_path / "page.html", rowed.run, exact, check, task=rowed.task, query=rowed.query)
+    assert data(page)["methods"][0]["trust"]["level"] == "exact"
+    assert data(page)["methods"][0]["check"] is None
+    assert "Estimate against truth" not in page.read_text().split("<script")[0]
+
+
+def test_groups_that_are_too_few_to_verify_are_to_be_replayed(rowed, tmp_path):
+    scores = lo.SGDIE().score(rowed.run, rowed.task, rowed.query, groups={"a": [0, 1], "b": [2]})
+    page = lo.report(tmp_path / "page.html", rowed.run, scores)
+    assert "lo.Replay()" in data(page)["methods"][0]["trust"]["sentence"]
+
+
 def test_when_influence_arose_is_doubted_where_sgdie_ranks_otherwise(rowed, tmp_path):
     assert data(rowed.path)["timing"] == "", "SGD-IE agrees with itself"
     turned = replace(rowed.scores, values=-rowed.scores.values, method="turned")
     page = lo.report(tmp_path / "page.html", rowed.run, turned, task=rowed.task, query=rowed.query)
-    words = "SGD-IE ranks the examples otherwise than turned does (tau -1.00)"
+    words = "SGD-IE gives a different ranking from turned (tau -1.00)"
     assert data(page)["timing"].startswith(words)
     assert page.read_text().count(words) >= 2, "beside the cards too"
 

@@ -95,6 +95,10 @@ CAUSES: dict[str, tuple[dict, str]] = {
         {"scale": lambda _: 0.25},
         r"its length is 0\.25 times: were 4 micro-batches averaged.*Give accumulation=4\.",
     ),
+    "averaged": (
+        {"scale": lambda _: 1 / 6},
+        r"was the loss averaged over the 6 examples of the batch.*reduction='mean'.*accumulation=6",
+    ),
     "summed": ({"scale": lambda _: 6.0}, r"was the loss summed over the 6 examples of the batch, reduction='sum'"),
     "multiplied": (
         {"scale": lambda _: 3.0},

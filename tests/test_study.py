@@ -1,11 +1,14 @@
 """A study says run, task and query once, remembers what was answered, and answers as the functions do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
+from leaveout.evaluate.verdict import Verdict
 from leaveout.study import most_trusted
 from refusal import refused
 
@@ -38,6 +41,39 @@ def test_it_answers_as_the_functions_do(problem, study):
     curve = study.cleanse(scores, test, [4], random=1)
     assert curve.table.equals(lo.cleanse(plain, run, task, test, [4], random=1).table)
     assert torch.equal(study.timeline().values, lo.timeline(run, task, query).values)
+
+
+def test_printed_it_says_the_answers(study):
+    assert "try labels() and score()" in str(study)
+    scores = study.score(lo.SGDIE())
+    labels = study.labels()
+    assert str(labels) in str(study)
+    assert f"SGD-IE: {scores.harmful_count} of 80 did harm; not verified" in str(study)
+
+
+def test_labels_take_the_check_of_the_scores_that_are_given(study):
+    study.verify(study.score(lo.TracIn()), replays=8)
+    scores = study.score(lo.SGDIE())
+    check = study.verify(scores, replays=8)
+    plain = lo.labels(study.run, study.task, scores=scores, check=check)
+    assert study.labels(scores=scores).table.equals(plain.table)
+
+
+def test_scores_that_were_chosen_keep_the_check_of_the_choice(problem):
+    run, task, query, _ = problem
+    study = lo.Study(run, task, query)
+    study.choice = lo.choose(run, task, query, budget=0, methods=[lo.TracIn(), lo.SGDIE()], ids=range(60))
+    assert study.choice.exact, "few enough to replay"
+    scores = study.score(lo.SGDIE())
+    check = lo.verify(scores, run, task, query, replays=40)
+    assert check.verdict in (Verdict.GOOD, Verdict.COARSE)
+    study.choice, study.checks["SGD-IE"] = replace(study.choice, scores=scores, check=check), check
+    assert study.verify(scores, replays=8) is check
+    assert study.verify(scores, replays=44) is not check, "more replays say more"
+    backwards = replace(check.random.kendall, value=-1.0, low=-1.0, high=-1.0)
+    bad = replace(check, random=replace(check.random, kendall=backwards))
+    study.choice, study.checks["SGD-IE"] = replace(study.choice, check=bad), bad
+    assert study.verify(scores, replays=16) is not bad, "it looks for the cause"
 
 
 def test_it_remembers(problem, study):

@@ -22,7 +22,7 @@ TYPOS = {
     "train --lr 0.3 --weight-decay -1": ["--weight-decay: ", "-1.0"],
     "train --n-val 0": ["--n-val 0"],
     "score runs/y": ["did you mean runs/x?"],
-    "score runs/x --method agd-ie": ["--method: ", "did you mean sgdie?"],
+    "score runs/x --method agd-ie": ["--method: ", "did you mean sgd-ie?"],
     "score runs/x --method acc(transprt=exact)": ["--method: ", "did you mean transport?"],
     "score runs/x --method acc(transport=exat)": ["--method: ", "'free'", "'exact'"],
     "score runs/x --queries eahc": ["--queries", "neither mean nor each"],

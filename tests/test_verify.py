@@ -40,6 +40,16 @@ def test_saving_and_loading_keeps_everything(check, tmp_path):
     assert json.loads(path.read_text())["sentence"] == str(check)
 
 
+def test_a_table_on_disk_is_the_frame(check, tmp_path):
+    read = pd.read_csv(check.to_csv(tmp_path / "check.csv"), index_col="train")
+    pd.testing.assert_frame_equal(read, check.to_frame())
+
+
+def test_swapped_arguments_are_named(check):
+    with refused(lo.InputError, "scores-expected", "call verify(scores, run, task, query)"):
+        lo.verify("runs/x", check, None, None)
+
+
 def test_a_check_of_before_does_not_say_its_run(check, tmp_path):
     told = read_json(check.save(tmp_path / "new.json"))
     assert told.pop("run_fingerprint") == check.run_fingerprint is not None

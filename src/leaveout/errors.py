@@ -67,11 +67,12 @@ def closest(word: str, among: Iterable[str]) -> str:
 def kind_of(value: Any) -> str:
     """Name the type of a value with its article.
 
-    >>> kind_of(1.5), kind_of(3)
-    ('a float', 'an int')
+    >>> kind_of(1.5), kind_of(3), kind_of(type("SGD", (), {})())
+    ('a float', 'an int', 'an SGD')
     """
     name = type(value).__name__
-    return f"{'an' if name[0].upper() in 'AEIOU' else 'a'} {name}"
+    spelled = len(name) > 1 and name.isupper()  # SGD is read letter by letter
+    return f"{'an' if name[0].upper() in ('AEFHILMNORSX' if spelled else 'AEIOU') else 'a'} {name}"
 
 
 def first_line(error: Exception) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from leaveout._util import notebook
 from leaveout._util.equality import Comparable
-from leaveout._util.files import free, read_sealed, save_sealed
+from leaveout._util.files import free, read_sealed, save_csv, save_sealed
 from leaveout.compute.cost import Cost
 from leaveout.errors import InputError, LeaveoutWarning, RunError
 from leaveout.run.reader import Run
@@ -93,6 +93,28 @@ class Scores(Comparable):
         rows, columns = self.values.shape
         mixed = f", {self.mixed}" if self.mixed else ""
         return f"Scores({self.method}, {rows} train x {columns} query, {self.unit}{mixed})"
+
+    def __str__(self) -> str:
+        """Say which examples did harm and which helped, whether that is exact, and what the sign means."""
+        count, few = len(self.train_ids), 5
+        named = self.groups is not None or any(isinstance(i, str) for i in self.train_ids)
+        kind = "groups" if named else "training examples"
+        mean_of = f", on average over {len(self.query_ids)} queries" if len(self.query_ids) > 1 else ""
+        head = f"{self.harmful_count} of {count} {kind} did harm, {self.helpful_count} helped{mean_of}"
+        lines = [f"{self.method}: {head}."]
+        mean = dict(zip(self.train_ids, self.mean().tolist(), strict=True))
+        harmful = self.harmful(min(few, self.harmful_count))
+        for name, ids in ("harmful", harmful), ("helpful", self.helpful(min(few, self.helpful_count))):
+            lines += [f"  most {name}: {', '.join(f'{i} ({mean[i]:+.2g})' for i in ids)}"] if ids else []
+        exact = 0 if self.exact is None else int(self.exact.sum())
+        if self.all_exact:
+            trust = "Every score is an exact replay"
+        elif exact:
+            trust = f"{exact} of {count} scores are exact replays, the others are estimates"
+        else:
+            trust = "These are estimates; verify compares them with exact replays"
+        last = [part[:1].upper() + part[1:] for part in (trust, self.mixed, self.sign) if part]
+        return "\n".join([*lines, f"{'. '.join(last)}."])
 
     def _repr_html_(self) -> str:
         count = len(self.train_ids)
@@ -238,6 +260,10 @@ class Scores(Comparable):
             values = [data[row][name] for row in rows]
             frame.insert(place, name, [v.tolist() if isinstance(v, Tensor) else v for v in values])
         return frame
+
+    def to_csv(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the table of ``to_frame`` to a CSV file, atomically."""
+        return save_csv(path, self.to_frame(), overwrite=overwrite)
 
     def to_dataset(self, data: Any, column: str = "influence") -> Any:
         """Return the training set, a ``datasets.Dataset``, with one more column: the mean score of each row.

@@ -23,6 +23,7 @@ from leaveout.evaluate.label_issues import AUTO, Labels
 from leaveout.evaluate.labels import labels
 from leaveout.evaluate.plan import plan
 from leaveout.evaluate.refine import refine
+from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import Check, verify
 from leaveout.reporting import Page, Show, report
 from leaveout.reporting.show import show_of
@@ -36,6 +37,8 @@ _BY_IDENTITY = (Scores, Check, Labels, Dataset)
 
 REMOVED = (0.02, 0.05, 0.1)
 """How many examples ``cleanse`` removes by default, as shares of the training set."""
+
+UNASKED = "Nothing was asked yet: try labels() and score()."
 
 
 class Study:
@@ -106,8 +109,17 @@ class Study:
         return self._once(("score", estimator, budget, options), lambda: self._scored(estimator, budget, options))
 
     def verify(self, scores: Scores | None = None, *, replays: int = 64, seed: int = 0) -> Check:
-        """Compare scores, by default the most trustworthy ones, with exact replays."""
+        """Compare scores, by default the most trustworthy ones, with exact replays.
+
+        Scores that ``score`` chose have been compared already. That check is returned, unless it has fewer replays or
+        its verdict is bad: then new replays also look for the cause.
+        """
         scores = self._known(scores)
+        if self.choice is not None and self.choice.scores is scores and self.choice.check is not None:
+            check = self.choice.check
+            trusted = check.verdict in (Verdict.GOOD, Verdict.COARSE)
+            if trusted and len(check.table) >= replays and self.checks.get(scores.method) is check:
+                return check
 
         def compared() -> Check:
             check = verify(
@@ -130,10 +142,9 @@ class Study:
 
     def labels(self, *, folds: int | str | None = AUTO, **options: Any) -> Labels:
         """Say which labels look wrong; verified scores are included as far as they can be trusted."""
-        scores = next(
-            (one for one in self.scores.values() if one.method in self.checks and _of_all(one, self.task)), None
-        )
-        check = None if scores is None else self.checks[scores.method]
+        verified = [one for one in self.scores.values() if one.method in self.checks and _of_all(one, self.task)]
+        scores = options.pop("scores", next(iter(verified), None))
+        check = options.pop("check", self.checks.get(scores.method) if isinstance(scores, Scores) else None)
 
         def answered() -> Labels:
             given = {"scores": scores, "check": check, "folds": folds, "classes": self.show.classes, **options}
@@ -219,21 +230,33 @@ class Study:
         parts = [*self.scores, *(["labels"] if self.issues else []), *(["curve"] if self.curve else [])]
         return f"Study({self.run}, {self.task.size} training examples; {', '.join(parts) or 'nothing asked yet'})"
 
+    def __str__(self) -> str:
+        """Say what every question that was asked gave, one per line; before the first, what to ask."""
+        rows = [f"{name}: {words}" if name else f"  {words}" for name, words in self._answers_in_words()]
+        return "\n".join([f"{self._title}:", *(f"  {row}" for row in rows)]) if rows else f"{self._title}. {UNASKED}"
+
     def _repr_html_(self) -> str:
+        rows = self._answers_in_words()
+        return notebook.card(self._title, [] if rows else [UNASKED], ("", ""), rows)
+
+    @property
+    def _title(self) -> str:
+        return f"Study of {self.run.path}, {self.task.size} training examples"
+
+    def _answers_in_words(self) -> list[tuple[str, str]]:
         rows: list[tuple[str, str]] = []
         if self.issues is not None:
             rows.append(("labels", self.issues.sentence))
         for method, scores in self.scores.items():
             check = self.checks.get(method)
-            verdict = "not verified" if check is None else check.verdict.value
-            if scores.all_exact:
+            verdict = "not verified" if check is None else check.short
+            if scores.all_exact and not (check and check.exact):
                 verdict = "exact"
             rows.append((method, f"{scores.harmful_count} of {len(scores.train_ids)} did harm; {verdict}"))
         if self.curve is not None:
-            rows += [("cleansing", line.strip()) for line in str(self.curve).splitlines()]
-        words = "" if rows else "Nothing was asked yet: try .labels() and .score()."
-        title = f"Study of {self.run.path}, {self.task.size} training examples"
-        return notebook.card(title, [words], ("", ""), rows)
+            lines = str(self.curve).splitlines()
+            rows += [("" if number else "cleansing", line.strip()) for number, line in enumerate(lines)]
+        return rows
 
     def _scored(self, estimator: Estimator | None, budget: float, options: dict[str, Any]) -> Scores:
         if estimator is not None:

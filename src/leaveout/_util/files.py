@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,9 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
 from leaveout.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LOCK = ".lock"
 BLOCK = 1 << 20
@@ -112,6 +115,13 @@ def save_text(file: Path, text: str) -> None:
     """Write a result to a text file of the user's choice."""
     with _writable(file):
         write_text(file, text)
+
+
+def save_csv(file: str | Path, table: pd.DataFrame, *, overwrite: bool) -> Path:
+    """Write a table to a CSV file, which must not exist unless it may be overwritten."""
+    path = free(file, overwrite=overwrite)
+    save_text(path, table.to_csv())
+    return path
 
 
 def check_writable(file: Path) -> None:

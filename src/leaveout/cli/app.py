@@ -56,7 +56,7 @@ def opened(path: Path, *, partial: bool = False) -> Run:
             raise RunError(f"{path} does not hold a run ({hint}).", code="run-not-found")
     if not partial and RunPaths(path).config.exists() and cut_short(path):
         raise RunError(
-            f"The run in {path} was cut short: give the leaveout train command that began it again, and it goes on.",
+            f"The run in {path} was cut short: repeat the leaveout train command that started it; it continues.",
             code="run-cut-short",
         )
     return open_run(path, partial=partial)
@@ -89,7 +89,7 @@ def working(
     work = cached_work(run.fingerprint, *question)
     engine = engine_of(processes, ray)
     with claimed(targets):
-        with resumable("What was finished is kept; the same command goes on from there."):
+        with resumable("What was finished is kept; the same command continues from there."):
             yield Resources(memory, engine=engine, work=work, shard=SHARD)
         shutil.rmtree(work, ignore_errors=True)
     with suppress(OSError):  # other work is stored there

@@ -61,7 +61,7 @@ def mnist(
     ] = True,
     out: Annotated[Path, typer.Option(help="Where the figures and the sheet of images go.")] = Path("docs/mnist"),
     work: Annotated[
-        Path | None, typer.Option(help="Where run, scores and finished replays stay; the same command goes on.")
+        Path | None, typer.Option(help="Where run, scores and finished replays stay; the same command continues.")
     ] = None,
 ) -> None:
     """Score every MNIST training image along 20 epochs, and check it by exact replays. Long: see docs/mnist.md.

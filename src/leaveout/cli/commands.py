@@ -41,10 +41,10 @@ COMMANDS = {
         "Write one page to look at: pictures, scores, how far to trust them. It needs no network and no other file."
     ),
     "export": Command(
-        "Write one table of everything that is known of each training example: labels, scores, which are exact."
+        "Write one table of everything that is known about each training example: labels, scores, which are exact."
     ),
     "show": Command(
-        "Say what a run holds: what was trained, how long, how many states are kept, and which scores lie beside it."
+        "Say what a run holds: what was trained, how long, how many states are kept, and which scores it has."
     ),
     "plan": Command("Predict time, memory and disk of every method along the run from a few measured steps."),
     "data": Command("The built-in data sets: which there are, and whether their files are here.", DATA),
@@ -120,7 +120,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def main(show_version: Annotated[bool, typer.Option("--version", help="Say which version this is.")] = False) -> None:
+def main(show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
     """Which training examples made your model what it is, and what would it be without them?
 
     The way through, on data that need no network:

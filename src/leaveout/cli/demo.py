@@ -50,7 +50,7 @@ def _show(result: Demo) -> None:
     values = result.scores[method].mean()
     for i in result.scores[method].harmful(15):
         number = int(i)
-        flipped = f"yes, it is a {result.truth[number]}" if number in result.flipped else "no"
+        flipped = f"yes, was {result.truth[number]}" if number in result.flipped else "no"
         table.add_row(str(i), str(result.labels[number]), flipped, f"{values[number]:+.5f}")
     console.print(table)
     for name, scores in result.scores.items():

@@ -32,7 +32,7 @@ def export(
     results: ResultsOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one table of everything that is known of each training example: labels, scores, which are exact.
+    """Write one table of everything that is known about each training example: labels, scores, which are exact.
 
     [dim]$[/dim] leaveout export runs/digits
 

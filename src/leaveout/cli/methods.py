@@ -26,6 +26,8 @@ METHODS: dict[str, type[Estimator]] = {
     for name in estimators.__all__
     if isinstance(kind := getattr(estimators, name), type) and issubclass(kind, Estimator) and kind is not Estimator
 }
+NAMES = [{"sgdie": "sgd-ie", "adamie": "adam-ie"}.get(name, name) for name in METHODS]
+"""The methods as help and messages write them."""
 CHOICES: dict[str, Callable[..., Any]] = {"subspace": Subspace}
 
 
@@ -43,9 +45,8 @@ def parse(text: str) -> Estimator:
     if name not in METHODS and len(candidates) == 1:
         name = candidates[0]  # influence, adam
     if name not in METHODS:
-        names = [kind.__name__.lower() for kind in METHODS.values()]
         raise InputError(
-            f"there is no method {match[1]!r}{closest(name, names)}; choose one of {', '.join(names)}.",
+            f"there is no method {match[1]!r}{closest(match[1], NAMES)}; choose one of {', '.join(NAMES)}.",
             code="method-unknown",
         )
     try:

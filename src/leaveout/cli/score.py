@@ -28,7 +28,7 @@ from leaveout.cli.asked import Asked
 from leaveout.cli.auto import AUTO
 from leaveout.cli.commands import app
 from leaveout.cli.facts import kept, read_off
-from leaveout.cli.methods import METHODS, parse
+from leaveout.cli.methods import NAMES, parse
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.errors import InputError
 from leaveout.estimators import Estimator
@@ -50,7 +50,7 @@ def score(
     run: Annotated[Path, typer.Argument(help="A recorded run.")],
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"May be repeated: auto (the default), {', '.join(METHODS)}, with options in brackets."),
+        typer.Option(help=f"May be repeated: auto (the default), {', '.join(NAMES)}, with options in brackets."),
     ] = None,
     task: TaskOption = None,
     queries: Annotated[str, typer.Option(help="mean: their mean loss; each: a column for every query.")] = "mean",

@@ -31,7 +31,7 @@ def show(
     results: ResultsOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run holds: what was trained, how long, how many states are kept, and which scores lie beside it.
+    """Say what a run holds: what was trained, how long, how many states are kept, and which scores it has.
 
     [dim]$[/dim] leaveout show runs/digits
 

@@ -44,7 +44,7 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="Of the optimizer.")] = None,
     l2: Annotated[float | None, typer.Option(help="Strength of an L2 term in each example's loss.")] = None,
     epochs: Annotated[int | None, typer.Option(help="How often every example is seen.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples a step.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per step.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the split, the initial weights and the batches.")] = None,
     keep: Annotated[str | None, typer.Option(help="States to keep: all, auto, or K for every K-th.")] = None,
     as_json: AsJson = False,
@@ -90,7 +90,7 @@ def _plain(numbers: dict[str, float | None]) -> dict[str, float | None]:
 def _kept(path: Path) -> str:
     """Say what an interrupted training leaves behind."""
     if (path / MANIFEST).exists() and read_manifest(path).shards:
-        return f"The steps up to here are kept in {path}; the same command goes on from there."
+        return f"The steps up to here are kept in {path}; the same command continues from there."
     return "No step was kept yet; the same command begins again."
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from leaveout._util import notebook
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutError, check_seed
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn, score
@@ -64,12 +65,25 @@ class Chosen:
         best = self.table[self.table["chosen"]].iloc[0]
         others = self.table[~self.table["chosen"] & self.table["tau"].notna()]
         beside = ", ".join(f"{name} {row['tau']:.2f}" for name, row in others.iterrows())
-        long = f"To replay everything would take about {self.predicted:.0f} s, and the budget is {self.budget:g} s"
         ranked = f"{best.name} agreed best with {int(best['compared'])} exact replays (tau {best['tau']:.2f}"
-        return f"{long}; {ranked}{f'; {beside}' if beside else ''}). {self.check or ''}".strip()
+        ranked += f"; {beside})." if beside else ")."
+        all_of_it = f"Replaying everything would take about {self.predicted:.0f} s; the budget is {self.budget:g} s."
+        return " ".join([ranked, all_of_it, *([str(self.check)] if self.check else [])])
 
     def __str__(self) -> str:
         return self.sentence
+
+    def __repr__(self) -> str:
+        return f"Chosen({self.scores.method})"
+
+    def _repr_html_(self) -> str:
+        columns = ["tau", "compared", "seconds", "chosen"]
+        rows = [(name, *row) for name, *row in self.table[columns].itertuples()]
+        return notebook.card(f"Chosen: {self.scores.method}", [self.sentence], ("method", *columns), rows)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a copy of the table, with one row per method that was compared."""
+        return self.table.copy()
 
 
 def choose(

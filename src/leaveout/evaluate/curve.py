@@ -12,7 +12,7 @@ import scipy
 
 from leaveout._util import notebook
 from leaveout._util.equality import Comparable
-from leaveout._util.files import free, or_null, read_json, save_json
+from leaveout._util.files import free, or_null, read_json, save_csv, save_json
 from leaveout.compute.cost import Cost
 from leaveout.errors import InputError, RunError
 from leaveout.run.reader import Run
@@ -185,6 +185,10 @@ class Curve(Comparable):
         ax.set(xlabel="examples removed", ylabel=f"test {measure}")
         ax.legend()
         return ax
+
+    def to_csv(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the table of ``to_frame`` to a CSV file, atomically."""
+        return save_csv(path, self.to_frame(), overwrite=overwrite)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the curve to one JSON file, atomically."""

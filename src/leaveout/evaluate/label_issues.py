@@ -13,7 +13,7 @@ import torch
 
 from leaveout._util import notebook
 from leaveout._util.equality import Comparable
-from leaveout._util.files import free, read_json, save_json, save_text
+from leaveout._util.files import free, read_json, save_csv, save_json
 from leaveout.errors import InputError, RunError
 from leaveout.evaluate.dynamics import MEMORISED, STATES
 from leaveout.run.reader import Run
@@ -140,8 +140,8 @@ class Labels(Comparable):
         if not self.doubtful:
             return ""
         return (
-            f" The {self.folds} trainings agree with only {self.agreed:.1%} of the labels: unless that many of your "
-            "labels are wrong, it is mostly the trainings that are, so look at the first ones at most."
+            f" The {self.folds} retrained models agree with only {self.agreed:.1%} of the labels: unless that many of "
+            "your labels are wrong, it is mostly the models that are wrong. Look at the first few only."
         )
 
     def __repr__(self) -> str:
@@ -189,9 +189,7 @@ class Labels(Comparable):
 
     def to_csv(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the table to a CSV file, atomically."""
-        path = free(path, overwrite=overwrite)
-        save_text(path, self.table.to_csv())
-        return path
+        return save_csv(path, self.table, overwrite=overwrite)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the labels to one JSON file, atomically."""

@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 
 from leaveout._util import notebook
 from leaveout._util.equality import Comparable
-from leaveout._util.files import free, or_null, read_json, save_json
+from leaveout._util.files import free, or_null, read_json, save_csv, save_json
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, RunError, check_seed, is_whole
+from leaveout.errors import InputError, RunError, check_seed, is_whole, kind_of
 from leaveout.estimators.replay import JITTER, Replay, replayed
 from leaveout.evaluate.ceiling import MOVE, Ceiling, ceiling_of
 from leaveout.evaluate.metrics import Agreement, Interval, compare
@@ -121,6 +121,14 @@ class Check(Comparable):
         ax.set(xlabel="estimate", ylabel="truth", title=f"{self.method}: {self.short}")
         ax.legend()
         return ax
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a copy of the table, with one row per replayed example."""
+        return self.table.copy()
+
+    def to_csv(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the table to a CSV file, atomically."""
+        return save_csv(path, self.table, overwrite=overwrite)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the check to one JSON file, atomically."""
@@ -248,9 +256,15 @@ def verify(
             are not: 48 more replays for every size that is tried, which for a long run takes most of the time.
         resources: memory budget and progress.
     """
+    if not isinstance(scores, Scores):
+        raise InputError(
+            f"Scores are needed first, not {kind_of(scores)}: call verify(scores, run, task, query).",
+            code="scores-expected",
+        )
     if len(scores.train_ids) < 2 * MINIMUM or not is_whole(replays, 2 * MINIMUM):
         raise InputError(
-            f"verify needs at least {2 * MINIMUM} scored examples or groups, and replays: it compares rankings.",
+            f"verify needs at least {2 * MINIMUM} scored examples or groups, and replays: it compares rankings. For "
+            "fewer, Replay().score(...) gives exact scores.",
             code="too-few-to-compare",
         )
     if moves is not None and not is_whole(moves, 0):

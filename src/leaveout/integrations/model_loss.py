@@ -171,7 +171,7 @@ def found_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         if own is not None and torch.allclose(mean.float(), own.float(), rtol=1e-4, atol=1e-7):
             return loss
     raise UnsupportedError(
-        f"The loss that {type(model).__name__} computes is not one of those that are known by example: give "
+        f"The loss that {type(model).__name__} computes is not one of those that leaveout recognises: give "
         "task(loss=...), a function of (logits, labels) that returns one loss per example, or (sums, counts).",
         code="model-loss-unknown",
     )

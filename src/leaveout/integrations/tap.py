@@ -116,7 +116,7 @@ def resumed(path: Path, options: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return the recorder's options for a training that resumes after this many steps; 0 for a new one."""
     if steps and not (path / MANIFEST).exists():
         warnings.warn(
-            f"The training goes on from a checkpoint after {steps} steps, and {path} has no run of these: the run "
+            f"The training continues from a checkpoint after {steps} steps, and {path} has no run of these: the run "
             "begins there, and scores say what examples did from then on. Record from the beginning for all of it.",
             LeaveoutWarning,
             stacklevel=3,

@@ -230,8 +230,8 @@ class RecorderCallback(TrainerCallback):
     def _own_loss(self, model: nn.Module, data: Dataset, collate: Any) -> Any:
         if getattr(self._args, "loss_type", "nll") != "nll":
             raise UnsupportedError(
-                f"The loss {self._args.loss_type!r} of this trainer is not known by example: give task(loss=...), a "
-                "function of (logits, labels) that returns one loss per example, or (sums, counts).",
+                f"The loss {self._args.loss_type!r} of this trainer is not one that leaveout recognises: give "
+                "task(loss=...), a function of (logits, labels) that returns one loss per example, or (sums, counts).",
                 code="model-loss-unknown",
             )
         smoothing = self._args.label_smoothing_factor

@@ -70,7 +70,7 @@ def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted:
     measured = [] if curve is None else [name for name in (LABELS, method) if name in curve.choices]
     if curve is None or not measured:
         words = f"{harmful:,} of {total:,} {what}s did harm by {method}. What removing them brings was not measured"
-        words += "." if groups else ": lo.cleanse, or leaveout cleanse, retrains without them."
+        words += "." if groups else ": study.cleanse(), or leaveout cleanse, retrains without them."
         return Answer("removal", "unchecked", f"{harmful:,} {what}{'' if harmful == 1 else 's'} did harm", words)
     rows = curve.changes()
     numbers = [amount(curve, name, wanted) for name in measured]

@@ -99,7 +99,7 @@ def _method(
         trust=words.trusted(scores, check),
         histogram=rows.histogram(mean),
         parts=[_part(name, members, mean, when) for name, members in kinds.items()],
-        check=_checked(check) if check and not check.exact else None,
+        check=_checked(check) if check and not scores.all_exact else None,
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from leaveout.evaluate.ceiling import Ceiling
 from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.verdict import Verdict
-from leaveout.evaluate.verify import Check
+from leaveout.evaluate.verify import MINIMUM, Check
 from leaveout.reporting.content import Table, Trust, Verdicts
 from leaveout.run.reader import Run
 from leaveout.scores import MEAN, SELF, UNIT, Scores
@@ -128,23 +128,26 @@ def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
 def trusted(scores: Scores, check: Check | None) -> Trust:
     """Say how far the scores can be trusted."""
     if scores.all_exact:
-        return _exact(None if check is None else check.ceiling)
+        return _exact(None if check is None else check.ceiling, "example" if scores.groups is None else "group")
     if check is None:
+        few = len(scores.train_ids) < 2 * MINIMUM  # too few for verify to compare rankings
+        find_out = "Score them with lo.Replay() to be sure." if few else "Run study.verify(), or leaveout verify."
         return Trust(
             "unchecked",
             "Not verified",
             "These scores have not been compared with exact replays, so it is not known how far they can be trusted. "
-            "Run lo.verify(scores, run, task, query), or leaveout verify, to find out.",
+            f"{find_out}",
         )
     return Trust(check.verdict.level, _title(check), check.sentence, _brief(check))
 
 
-def _exact(ceiling: Ceiling | None) -> Trust:
+def _exact(ceiling: Ceiling | None, what: str) -> Trust:
     """Say that every score is exact and, if that was measured, whether the effects are reproducible."""
-    words = "Each comes from retraining exactly without its example or group: nothing is estimated."
+    words = f"Each comes from retraining exactly without its {what}: nothing is estimated."
     if ceiling is None:
-        ask = "Whether the effects are a property of the training, or of its last digits, was not measured: lo.verify, "
-        return Trust("exact", "Every score is exact", f"{words} {ask}or leaveout verify, does that.", words)
+        ask = "Whether the effects are a property of the training, or of its last digits, was not measured: "
+        ask += "study.verify(), or leaveout verify, does that."
+        return Trust("exact", "Every score is exact", f"{words} {ask}", words)
     level = "exact" if ceiling.reproducible else "coarse" if ceiling.largest else "none"
     taus = f"{ceiling.extreme.value:.2f} among the most extreme, {ceiling.random.value:.2f} among those drawn at random"
     brief = f"{words} Rank correlation (tau) between replays from slightly moved starts: {taus}."
@@ -187,7 +190,7 @@ def timing(sums: Sequence[float], scores: Sequence[float], method: str) -> str:
     """Say how far to trust the times at which influence arose, which are SGD-IE's whatever the method of the scores.
 
     >>> timing([1.0, 2.0, 3.0, 4.0], [4.0, 1.0, 3.0, 2.0], "Replay")
-    'SGD-IE ranks the examples otherwise than Replay does (tau -0.33), so take when influence arose as a hint.'
+    'SGD-IE gives a different ranking from Replay (tau -0.33), so take the times at which influence arose as a hint.'
     >>> timing([1.0, 2.0, 3.0], [1.0, 2.0, 3.5], "Replay")
     ''
     """
@@ -195,8 +198,8 @@ def timing(sums: Sequence[float], scores: Sequence[float], method: str) -> str:
     if not tau < ALIKE:
         return ""
     return (
-        f"SGD-IE ranks the examples otherwise than {method} does (tau {tau:.2f}), so take when influence arose as a "
-        "hint."
+        f"SGD-IE gives a different ranking from {method} (tau {tau:.2f}), so take the times at which influence arose "
+        "as a hint."
     )
 
 

@@ -337,13 +337,14 @@ def open_run(path: str | Path, *, partial: bool = False) -> Run:
     run = Run(path, read_manifest(path))
     if len(run) == 0:
         raise RunError(
-            f"The run in {path} has no complete step on disk: record it again, and let recorder.finish() end it.",
+            f"The run in {path} has no complete step on disk: call recorder.finish() if its Recorder still exists in "
+            "this process; otherwise record it again, and let finish() end it.",
             code="run-without-steps",
         )
     if not run.manifest.finished and not partial:
         raise RunError(
-            f"The run in {path} was cut short after step {len(run) - 1}: continue it with resume=True up to "
-            "recorder.finish(), record it again, or use open_run(path, partial=True) for the steps that are there.",
+            f"The run in {path} was cut short after step {len(run) - 1}: call recorder.finish() if its Recorder still "
+            "exists, continue it with resume=True, or use open_run(path, partial=True) for the steps that are there.",
             code="run-cut-short",
         )
     return run

@@ -81,15 +81,15 @@ def _pass_over(run: Run, plan: Iterator[tuple[int, Tensor]], steps: int, hypers:
     same = len(run) == steps if run.manifest.finished else len(run) <= steps
     if not same or not all(torch.equal(record.ids, ids) for record, (_, ids) in zip(done, plan, strict=False)):
         raise MismatchError(
-            f"The run in {run.path} was begun with other batches: give the epochs, batch_size, seed and training set "
-            "that it was begun with, or another directory.",
+            f"The run in {run.path} was started with other batches: give the epochs, batch_size, seed and training set "
+            "that it was started with, or another directory.",
             code="batches-differ",
         )
     counted = run.rule.definition.counters
     for now, then in zip(hypers, run.record(len(run) - 1).hypers, strict=True):
         if changed := [name for name in then if name not in counted and now[name] != then[name]]:
             raise MismatchError(
-                f"The run in {run.path} was begun with {changed[0]}={then[changed[0]]:g}, not {now[changed[0]]:g}: "
-                "give the optimizer that it was begun with, or another directory.",
+                f"The run in {run.path} was started with {changed[0]}={then[changed[0]]:g}, not {now[changed[0]]:g}: "
+                "give the optimizer that it was started with, or another directory.",
                 code="optimizer-differs",
             )

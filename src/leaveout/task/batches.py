@@ -308,4 +308,5 @@ def difference(recorded: list[tuple[int, int]], batch: Batch, again: Callable[[]
         else f"item {i}"
         for i in which
     )
-    return f"{names} has other values, another type or another shape; give the data set that was trained on"
+    verb = "has" if len(which) == 1 else "have"
+    return f"{names} {verb} other values, another type or another shape; give the data set that was trained on"

@@ -30,7 +30,11 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 def bare(model: nn.Module) -> nn.Module:
     """Return the model inside ``torch.compile`` and ``DistributedDataParallel``, whose names have no prefix."""
     if not isinstance(model, nn.Module):
-        raise InputError(f"A model (an nn.Module) is needed, not {kind_of(model)}.", code="model-expected")
+        raise InputError(
+            f"A model (an nn.Module) is needed, not {kind_of(model)}: give Recorder(path, model, optimizer), or "
+            "Task(model, loss, train_set), in this order.",
+            code="model-expected",
+        )
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):

@@ -118,6 +118,11 @@ def _length_cause(length: float, ratio: float, examples: int, divisor: int) -> s
     clip = next((c for c in CLIPS if abs(length / c - 1) < 1e-3), None)
     if ratio < 1 and clip is not None:
         return f"was it clipped? Its norm is {clip:g}: give clip_norm={clip:g}."
+    if examples > 1 and abs(ratio * examples - 1) < 1e-2:
+        return (
+            f"was the loss averaged over the {examples} examples of the batch where the Task's is summed? Give the "
+            f"loss with reduction='mean', or accumulation={examples * divisor} if as many micro-batches were averaged."
+        )
     if _is_near_whole(1 / ratio):
         whole = round(1 / ratio)
         return (

@@ -65,7 +65,7 @@ class LiveAverage:
         now, combined = self._count(), Update(models=self._seen)
         if now < self._seen:
             raise UnsupportedError(
-                "The averaged model was begun anew during the training: record what follows as another run.",
+                "The averaged model was reset during training: record what follows as another run.",
                 code="average-begun-anew",
             )
         for count in range(self._seen, now):

@@ -286,7 +286,7 @@ class Recorder:
         if self._stop_when_full:
             self._cut = True
             raise failures.stopped(message) from error
-        warnings.warn(f"{message}; the training goes on without being recorded.", LeaveoutWarning, stacklevel=2)
+        warnings.warn(f"{message}; training continues without being recorded.", LeaveoutWarning, stacklevel=2)
 
     def _release(self) -> None:
         for hook in self._hooks:

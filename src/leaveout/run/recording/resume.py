@@ -23,7 +23,8 @@ def check_trained_alike(run: Run, model: nn.Module, params: dict[str, Tensor], r
     averaged = AVERAGE in rule.slots
     if averaged != (AVERAGE in run.manifest.rule.slots):
         raise MismatchError(
-            f"The run in {run.path} was begun {'without' if averaged else 'with'} average=: go on as it was begun.",
+            f"The run in {run.path} was started {'without' if averaged else 'with'} average=: continue it in the same "
+            "way.",
             code="average-differs",
         )
     if rule != run.manifest.rule:
@@ -44,7 +45,7 @@ def check_restored(run: Run, state: State) -> None:
     if differing:
         slot, name = differing[0]
         raise MismatchError(
-            f"The training goes on from step {len(run)} with another {slot!r} of {name!r} than the run in {run.path} "
+            f"The training continues from step {len(run)} with another {slot!r} of {name!r} than the run in {run.path} "
             "has after that step: load the checkpoint that was saved in that training, or record into another "
             "directory.",
             code="checkpoint-differs",

@@ -202,8 +202,8 @@ class Writer:
         """
         if steps is not None and steps not in run.on_disk[1:]:
             raise RunError(
-                f"The run in {self.path} does not have the state after {steps} steps, from which the training goes on "
-                f"(it has those up to step {len(run)}): go on from a checkpoint that was saved with recorder.flush(), "
+                f"The run in {self.path} does not have the state after {steps} steps, from which training continues "
+                f"(it has those up to step {len(run)}): use a checkpoint that was saved with recorder.flush(), "
                 "or record into another directory.",
                 code="checkpoint-not-recorded",
             )
@@ -299,7 +299,7 @@ def _save_unfinished(writer: Any, owner: int) -> None:
     warnings.warn(
         f"The recording in {writer.path} was never finished and counts as cut short: call recorder.finish() after the "
         "training loop, or put the loop into `with lo.Recorder(...) as recorder:`. What was recorded is kept, and "
-        "resume=True goes on from there.",
+        "resume=True continues from there.",
         LeaveoutWarning,
         stacklevel=2,
     )
