@@ -107,7 +107,7 @@ class Steps:
             (param, key)
             for param in range(len(self._params(0)))
             for key, held in optimizer.state[self._trained(model)[param]].items()
-            if isinstance(held, Tensor) and held.is_floating_point() and held.ndim
+            if isinstance(held, Tensor) and held.is_floating_point() and key not in ("step", "mu_product")
         ]
 
     @staticmethod

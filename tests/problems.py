@@ -175,7 +175,7 @@ def mostly_full(cases: Iterable, *ordinary) -> list:
 
 def flat(scores: lo.Scores, names: list[str]) -> Tensor:
     """Displacements of every row as one matrix, in the oracle's order."""
-    return torch.cat([scores.displacements[name].flatten(1) for name in names], dim=1)
+    return torch.cat([scores.displacements[name].reshape(len(scores.values), -1) for name in names], dim=1)
 
 
 def with_least_memory(ask: Callable[[lo.Resources], lo.Scores]) -> lo.Scores:

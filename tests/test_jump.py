@@ -253,3 +253,58 @@ def test_for_sgd_the_jump_is_sgdie(tmp_path):
 def test_the_jump_goes_backward_only(problem):
     with refused(lo.InputError, "direction-fixed", "direction"):
         scored(problem, lo.ACC("jump", direction="forward"))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(400, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.words(x)).mean(1))
+
+
+def sparse(kind: str) -> tuple[nn.Module, TensorDataset]:
+    """Examples most of whose words, or of whose features that are not zero, no other example has."""
+    order = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    y = torch.randint(3, (12,), generator=order)
+    if kind == "words":
+        return Words(), TensorDataset(torch.randint(400, (12, 4), generator=order), y)
+    x = torch.randn(12, 40, generator=order) * (torch.rand(12, 40, generator=order) < 0.1)
+    return nn.Sequential(nn.Linear(40, 16), nn.Tanh(), nn.Linear(16, 3)), TensorDataset(x, y)
+
+
+@pytest.mark.parametrize("kind", ["words", "features"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
+def test_what_only_the_left_out_examples_use_does_not_move_by_rounding(tmp_path, kind, name):
+    """In float32, and where moments are still zero: over one step both readings are the step without the examples."""
+    batch, groups = [1, 5, 7, 9, 5], [[1], [5], [1, 5], [1, 5, 7, 9], [7, 11]]
+
+    def trained(weights: torch.Tensor, path=None):
+        model, data = sparse(kind)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        recorder = lo.Recorder(path, model, optimizer) if path else None
+        x, y = (part[batch] for part in data.tensors)
+        if recorder:
+            recorder.step(batch, [x, y])
+        losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        (weights[batch] * losses).sum().div(len(batch)).backward()
+        optimizer.step()
+        return (model, recorder.finish()) if recorder else [param.detach() for param in model.parameters()]
+
+    model, run = trained(torch.ones(12), tmp_path / "run")
+    data = sparse(kind)[1]
+    loss = nn.functional.cross_entropy(model(data.tensors[0]), data.tensors[1])
+    slopes = torch.autograd.grad(loss, list(model.parameters()))
+    before, truth = trained(torch.ones(12)), []
+    for group in groups:
+        weights = torch.ones(12)
+        weights[group] = 0
+        after = trained(weights)
+        truth.append(sum(float(((b - a) * g).sum()) for a, b, g in zip(before, after, slopes, strict=True)))
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    for method in (lo.ACC("jump"), lo.ACC("exact")):
+        close(method.score(run, task, data, groups=groups).values[:, 0], torch.tensor(truth), 1e-4)
+        everyone = method.score(run, task, data).values[:, 0]
+        close(everyone[[1, 5]], torch.tensor(truth[:2]), 1e-4)

@@ -103,3 +103,30 @@ def test_one_logit_for_two_classes() -> None:
     assert margin(outputs, targets).tolist() == [2.0, -1.0]
     assert correct(outputs, targets).tolist() == [1.0, 0.0]
     assert log_prob(outputs, targets).exp().tolist() == pytest.approx(outputs.sigmoid().flatten().tolist())
+
+
+@pytest.mark.parametrize("estimator", [lo.SGDIE(direction="forward"), lo.SGDIE(direction="backward"), lo.ACC("jump")])
+@pytest.mark.parametrize("name", ["margin", "log_prob"])
+def test_each_query_is_measured_alone(problem, name, estimator) -> None:
+    run, task, query = problem
+    each = estimator.score(run, task.measuring(name), query, queries="each").values
+    for k in (0, 7):
+        alone = torch.utils.data.Subset(query, [k])
+        assert torch.allclose(each[:, k], estimator.score(run, task.measuring(name), alone).values[:, 0], atol=1e-12)
+
+
+def test_tokens_that_do_not_count_are_not_measured() -> None:
+    order = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5, 4, generator=order, dtype=torch.float64)  # examples, classes, tokens
+    targets = torch.tensor([[1, 2, -100, -100], [0, -100, -100, -100], [4, 3, 2, 1]])
+    for name, function in MEASURES.items():
+        for row in range(3):
+            values = []
+            for token in range(4):
+                if (target := int(targets[row, token])) < 0:
+                    continue
+                one = logits[row, :, token]
+                rest = torch.cat([one[:target], one[target + 1 :]]).max()
+                asked = {"margin": one[target] - rest, "log_prob": one.log_softmax(0)[target]}
+                values.append(float(asked.get(name, (one[target] > rest).double())))
+            assert float(function(logits, targets)[row]) == pytest.approx(sum(values) / len(values))

@@ -144,6 +144,51 @@ def test_scores_follow_torchs_own_training(case: str, tmp_path: Path, monkeypatc
             close(lo.SGDIE(direction="backward").score(*args).values, scores.values, 1e-9)
 
 
+@pytest.mark.parametrize("case", mostly_full(PLAIN, "Adam, plain", "Adafactor, plain"))
+def test_exact_acc_of_one_example_passes_batches_without_it(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unrounded(monkeypatch)
+    make = make_of(case)
+    run, asked = recorded(tmp_path / "run", make), data_for("mlp", 4, 1)
+    scores = lo.ACC("exact").score(run, task_of(make), asked, ids=[3], displacements=True)
+    close(flat(scores, list(run.rule.groups)), steps_of(make).displacement(3, "acc")[None], 1e-5)
+
+
+class Scaled(nn.Module):
+    """Its first parameter is a single number, without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.tensor(1.5, dtype=torch.float64)), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.inner(x)
+
+
+@pytest.mark.parametrize("case", mostly_full(PLAIN, "Adam, plain", "Adafactor, plain"))
+def test_a_parameter_without_a_dimension(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unrounded(monkeypatch)
+    make, data, model = make_of(case), data_for("mlp", 6, 0), Scaled()
+    steps = Steps(Scaled(), make, LOSS, data.tensors, BATCHES)
+    optimizer = make(model)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    for ids in BATCHES:
+        optimizer.zero_grad()
+        recorder.step(ids)
+        LOSS(model(data.tensors[0][ids]), data.tensors[1][ids]).backward()
+        optimizer.step()
+        schedule.step()
+    run, task = recorder.finish(), lo.Task(model, LOSS, data, check=False)
+    for estimator, expected, tolerance in (
+        (lo.Replay(), lambda k: steps.retrained(k, 0.0) - steps.final, 1e-9),
+        (lo.ACC("exact"), lambda k: steps.displacement(k, "acc"), 1e-5),
+    ):
+        scores = estimator.score(run, task, data_for("mlp", 4, 1), ids=[0, 3], displacements=True)
+        close(flat(scores, list(run.rule.groups)), torch.stack([expected(k) for k in (0, 3)]), tolerance)
+
+
 @pytest.mark.parametrize("case", RUNS)
 def test_a_run_that_is_cut_short_goes_on_as_if_it_were_not(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

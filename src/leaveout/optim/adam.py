@@ -168,12 +168,12 @@ def jumped(slots: Slots, after: Slots, used: Tensor, leaving: Tensor, hyper: Val
     size = float(hyper["lr"] / (1 - hyper["beta1"] ** hyper["step"])) * correction
     eps = float(hyper["eps"]) * correction
     rest = used - leaving
-    # The same operations as in the step: a square that cancels has to come out as small as it does there.
+    # From d − ℓ, as in the step: moments that cancel have to come out as small as they do there.
     square = torch.addcmul(slots["exp_avg_sq"] * hyper["beta2"], rest, rest, value=1 - hyper["beta2"])
+    kept = slots["exp_avg"] * (-size * float(hyper["beta1"]))
+    moved, stepped = (torch.add(kept, one, alpha=-size * mean_share) for one in (rest, used))
     root = torch.pow(square, -0.5, out=rest).reciprocal_().add_(eps)
-    scaled = after["exp_avg"] * -size
-    moved = torch.add(scaled, leaving, alpha=size * mean_share)
-    stepped = scaled.div_(after["exp_avg_sq"].pow(-0.5).reciprocal_().add_(eps))
+    stepped.div_(after["exp_avg_sq"].pow(-0.5).reciprocal_().add_(eps))
     moved = torch.addcdiv(stepped.neg_(), moved, root, out=moved)
     return {
         PARAM: moved,

@@ -249,15 +249,15 @@ class Rule:
         return {**clipped, **{name: gradient[name] for name in self.assigned}}
 
     def _stacked(self, function: Step, hypers: Sequence[Hyper]) -> Callable[[State, Params], State]:
+        def alone(state: State, gradient: Params) -> State:
+            return self._each(function, state, self.clipped(self.flowing(gradient, hypers)), hypers)
+
         def whole(state: State, gradient: Params) -> State:
-            rows = len(next(iter(gradient.values())))
             gradient = self.flowing(gradient, hypers)
-            clipped = gradient if self.clip is None or not rows else vmap(self.clipped)(gradient)
+            clipped = gradient if self.clip is None or not height(gradient) else vmap(self.clipped)(gradient)
             return self._each(function, state, clipped, hypers)
 
-        if self.definition.stacking != "elementwise" and self.clip is not None:
-            return vmap(lambda s, g: self._each(function, s, self.clipped(self.flowing(g, hypers)), hypers))
-        return whole if self.definition.stacking == "elementwise" else vmap(whole)
+        return whole if self.definition.stacking == "elementwise" else vmap(alone)
 
     def _transposed(self, vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:
         return self._by_parameter(vector, hypers, lambda _, slots, hyper: self.definition.transposed(slots, hyper))

@@ -46,6 +46,9 @@ Keep: TypeAlias = Bool[Tensor, " pairs"] | None
 BLOCK = 1 << 18
 """How many numbers of a jump are processed at a time."""
 
+ROUNDING = 64
+"""By how many units in the last place ḡ and a row's part of it may differ by rounding alone."""
+
 
 class Pulled(NamedTuple):
     """Vectors pulled back: to the state (``carried``: without curvature), to the batch gradient and to the weights.
@@ -87,6 +90,7 @@ class LinearStep:
         self._rule, self._recorded, self.curvature = rule, recorded, curvature
         self._path = path or (lambda params: params)
         self.hypers = recorded.record.hypers
+        self._summed = False
 
     @property
     def has_gradient(self) -> bool:
@@ -154,6 +158,8 @@ class LinearStep:
         along = self._path(self.curvature.changes(vectors[PARAM], 1 - without, without - missed))
         pushed = self._tangent(vectors, along)
         affected, gradient = self._left_out(own_pairs)
+        if not len(affected):
+            return pushed
         own = self._counterfactual(gradient)
         tangent = self._rule.tangent(own, (state_rows(vectors, affected), rows(along, affected)), self.hypers)
         jump = self._jump(own)
@@ -200,7 +206,10 @@ class LinearStep:
 
         def of(block: Coordinates) -> Slots:
             before, after = ({slot: block.of(state[slot]) for slot in rule.slots} for state in states)
-            return rule.jumped(block.name, (before, after), (block.of(gradient), block.of_rows(leaving)), self.hypers)
+            whole = block.of(gradient)
+            return rule.jumped(
+                block.name, (before, after), (whole, _rounded(whole, block.of_rows(leaving), before)), self.hypers
+            )
 
         return affected, Jumps(list(blocks(leaving, BLOCK, rule.groups)), of)
 
@@ -224,7 +233,12 @@ class LinearStep:
     def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
         """Return the recorded state, and the batch gradient without each row's examples."""
         state, _ = self._at(height(gradient))
-        return state, each(torch.sub, expand({PARAM: self.gradient}, height(gradient))[PARAM], gradient)
+        whole = expand({PARAM: self.gradient}, height(gradient))[PARAM]
+        if self._rule.linear:
+            return state, each(torch.sub, whole, gradient)
+        before = self._recorded.before
+        slots = {name: {slot: params[name] for slot, params in before.items() if name in params} for name in gradient}
+        return state, {n: whole[n] - _rounded(whole[n], tensor, slots[n]) for n, tensor in gradient.items()}
 
     @cached_property
     def stepped(self) -> State:
@@ -252,7 +266,43 @@ class LinearStep:
             marked[local, pairs[1]] = 1
             return affected, self._path(self.curvature.missing(marked))
         _, position = self._padded(pairs)
-        return affected, self._path(_added(self.curvature.shares(position), local, len(affected)))
+        shares = self.curvature.shares(position)
+        if self._reads_digits:
+            self._sum_parts(shares, position)
+        shares = _added(shares, local, len(affected))
+        everyone = torch.bincount(local, minlength=len(affected)) == len(self._recorded.record.ids)
+        if not self._rule.linear and everyone.any():  # a row that leaves out the whole batch leaves no gradient at all
+            shares = {name: _with_rows(tensor, everyone, self.gradient[name]) for name, tensor in shares.items()}
+        return affected, self._path(shares)
+
+    @cached_property
+    def _reads_digits(self) -> bool:
+        """Say whether the last digits of a gradient can become whole steps: where a moment is still zero."""
+        held = (
+            params[name]
+            for slot, params in self._recorded.before.items()
+            for name in self._rule.groups
+            if slot != PARAM and name in params
+        )
+        return not self._rule.linear and not all(bool(values.all()) for values in held)
+
+    def _sum_parts(self, shares: Params, position: Int[Tensor, " chosen"]) -> None:
+        """Compute ḡ, once, as the sum of single examples' parts: without the only one that is not zero, it is zero.
+
+        The parts at these positions are known.
+        """
+        if self._summed:
+            return
+        self._summed = True
+        ids = self._recorded.record.ids
+        place = torch.full((len(ids),), -1).scatter_(0, position, torch.arange(len(position)))
+        once = torch.zeros(len(position)).index_fill_(0, place[place >= 0], 1.0)
+        total = each(lambda tensor: torch.tensordot(once.to(tensor), tensor, 1), shares)
+        others = (place < 0).nonzero()[:, 0]
+        for part in others.split(len(position)) if len(others) else ():  # as many at a time as the rows asked for
+            total = each(lambda one, more: one + more.sum(0), total, self.curvature.shares(part))
+        # What else is in the gradient, such as new values of buffers, stays.
+        self.gradient = {**self.gradient, **total}
 
     def _nothing(self) -> Params:
         params = self._recorded.before[PARAM]
@@ -270,6 +320,24 @@ def _added(terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
     """Compute the sum of each row's terms; those beyond the pairs are padding."""
     actual = each(lambda tensor: tensor[: len(local)], terms)
     return actual if count == len(local) else gather_sums(actual, local, count)
+
+
+def _with_rows(stack: Tensor, chosen: Bool[Tensor, " rows"], value: Tensor) -> Tensor:
+    """Return a stack in which the chosen rows are this value."""
+    return torch.where(chosen.view(-1, *[1] * value.ndim), value, stack)
+
+
+def _rounded(gradient: Tensor, leaving: Tensor, before: Slots) -> Tensor:
+    """Return ℓ, or ḡ itself where the two differ by rounding alone: there ḡ − ℓ is zero.
+
+    So it is in coordinates that only the left-out examples use: an embedding of a rare word, a feature that is zero in
+    all others. They come from different kernels, and Adam, whose step depends little on its gradient's size, would turn
+    their last digits into a whole step wherever its moments are still zero. Elsewhere rounding does no harm.
+    """
+    if all(bool(values.all()) for slot, values in before.items() if slot != PARAM):
+        return leaving
+    near = (gradient - leaving).abs_() <= ROUNDING * torch.finfo(leaving.dtype).eps * leaving.abs()
+    return torch.where(near, gradient, leaving)
 
 
 def _slots(state: State, name: str) -> Slots:

@@ -20,31 +20,51 @@ Measure: TypeAlias = str | Callable[[Any, Any], Tensor]
 """``"loss"``, ``"margin"``, ``"log_prob"``, ``"correct"``, or ``(outputs, targets) -> one number per example``."""
 
 
+IGNORED = -100
+"""The target of a token that does not count, as in PyTorch's losses."""
+
+
 def margin(outputs: Tensor, targets: Tensor) -> Tensor:
     """Compute the target's logit minus the largest other one; for a single logit of class 1, its signed value.
+
+    The mean over the tokens that count.
 
     >>> margin(torch.tensor([[2.0, 5.0, 1.0]]), torch.tensor([0]))
     tensor([-3.])
     """
-    if outputs.ndim == targets.ndim:
-        return (outputs * (2 * targets - 1)).reshape(len(targets), -1).mean(1)
-    own = outputs.gather(1, targets.unsqueeze(1)).squeeze(1)
-    masked = outputs.masked_fill(F.one_hot(targets, outputs.shape[1]).movedim(-1, 1).bool(), -torch.inf)
-    return (own - masked.amax(1)).reshape(len(targets), -1).mean(1)
+    return _mean(_margins(outputs, targets), targets)
 
 
 def log_prob(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the log-probability of the target, with the outputs as logits; the mean over tokens."""
+    """Compute the log-probability of the target, with the outputs as logits; the mean over the tokens that count."""
     if outputs.ndim == targets.ndim:
         values = -F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
     else:
-        values = -F.cross_entropy(outputs, targets, reduction="none")
-    return values.reshape(len(targets), -1).mean(1)
+        values = -F.cross_entropy(outputs, targets, reduction="none", ignore_index=IGNORED)
+    return _mean(values, targets)
 
 
 def correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return 1 where the prediction is the target, else 0. It has no derivative: only replays can measure it."""
-    return (margin(outputs, targets) > 0).to(outputs.dtype)
+    """Return 1 where the prediction is the target, else 0; the mean over the tokens that count.
+
+    It has no derivative: only replays can measure it.
+    """
+    return _mean((_margins(outputs, targets) > 0).to(outputs.dtype), targets)
+
+
+def _margins(outputs: Tensor, targets: Tensor) -> Tensor:
+    if outputs.ndim == targets.ndim:
+        return outputs * (2 * targets - 1)
+    wanted = targets.masked_fill(targets == IGNORED, 0).long().unsqueeze(1)
+    classes = torch.arange(outputs.shape[1], device=outputs.device).view(-1, *[1] * (targets.ndim - 1))
+    others = outputs.masked_fill(classes == wanted, -torch.inf)
+    return outputs.gather(1, wanted).squeeze(1) - others.amax(1)
+
+
+def _mean(values: Tensor, targets: Tensor) -> Tensor:
+    """Compute each example's mean over the tokens that count."""
+    counts = (targets != IGNORED).expand_as(values).reshape(len(values), -1)
+    return (values.reshape(len(values), -1) * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 MEASURES: dict[str, Callable[[Any, Any], Tensor]] = {"margin": margin, "log_prob": log_prob, "correct": correct}
