@@ -236,9 +236,7 @@ class LinearStep:
         whole = expand({PARAM: self.gradient}, height(gradient))[PARAM]
         if self._rule.linear:
             return state, each(torch.sub, whole, gradient)
-        before = self._recorded.before
-        slots = {name: {slot: params[name] for slot, params in before.items() if name in params} for name in gradient}
-        return state, {n: whole[n] - _rounded(whole[n], tensor, slots[n]) for n, tensor in gradient.items()}
+        return state, {n: whole[n] - _rounded(whole[n], left, self._slots_of(n)) for n, left in gradient.items()}
 
     @cached_property
     def stepped(self) -> State:
@@ -267,7 +265,7 @@ class LinearStep:
             return affected, self._path(self.curvature.missing(marked))
         _, position = self._padded(pairs)
         shares = self.curvature.shares(position)
-        if self._reads_digits:
+        if self._sensitive:
             self._sum_parts(shares, position)
         shares = _added(shares, local, len(affected))
         everyone = torch.bincount(local, minlength=len(affected)) == len(self._recorded.record.ids)
@@ -276,20 +274,19 @@ class LinearStep:
         return affected, self._path(shares)
 
     @cached_property
-    def _reads_digits(self) -> bool:
-        """Say whether the last digits of a gradient can become whole steps: where a moment is still zero."""
-        held = (
-            params[name]
-            for slot, params in self._recorded.before.items()
-            for name in self._rule.groups
-            if slot != PARAM and name in params
-        )
-        return not self._rule.linear and not all(bool(values.all()) for values in held)
+    def _sensitive(self) -> list[str]:
+        """The parameters with a moment that is still zero: a gradient's last digits can become a whole step there."""
+        if self._rule.linear:
+            return []
+        return [name for name in self._rule.groups if _has_zeros(self._slots_of(name))]
+
+    def _slots_of(self, name: str) -> Slots:
+        return {slot: params[name] for slot, params in self._recorded.before.items() if name in params}
 
     def _sum_parts(self, shares: Params, position: Int[Tensor, " chosen"]) -> None:
         """Compute ḡ, once, as the sum of single examples' parts: without the only one that is not zero, it is zero.
 
-        The parts at these positions are known.
+        Only where the last digits matter. The parts at these positions are known.
         """
         if self._summed:
             return
@@ -297,10 +294,11 @@ class LinearStep:
         ids = self._recorded.record.ids
         place = torch.full((len(ids),), -1).scatter_(0, position, torch.arange(len(position)))
         once = torch.zeros(len(position)).index_fill_(0, place[place >= 0], 1.0)
-        total = each(lambda tensor: torch.tensordot(once.to(tensor), tensor, 1), shares)
+        total = {name: torch.tensordot(once.to(shares[name]), shares[name], 1) for name in self._sensitive}
         others = (place < 0).nonzero()[:, 0]
         for part in others.split(len(position)) if len(others) else ():  # as many at a time as the rows asked for
-            total = each(lambda one, more: one + more.sum(0), total, self.curvature.shares(part))
+            more = self.curvature.shares(part)
+            total = {name: summed + more[name].sum(0) for name, summed in total.items()}
         # What else is in the gradient, such as new values of buffers, stays.
         self.gradient = {**self.gradient, **total}
 
@@ -334,10 +332,14 @@ def _rounded(gradient: Tensor, leaving: Tensor, before: Slots) -> Tensor:
     all others. They come from different kernels, and Adam, whose step depends little on its gradient's size, would turn
     their last digits into a whole step wherever its moments are still zero. Elsewhere rounding does no harm.
     """
-    if all(bool(values.all()) for slot, values in before.items() if slot != PARAM):
+    if not _has_zeros(before):
         return leaving
     near = (gradient - leaving).abs_() <= ROUNDING * torch.finfo(leaving.dtype).eps * leaving.abs()
     return torch.where(near, gradient, leaving)
+
+
+def _has_zeros(slots: Slots) -> bool:
+    return not all(bool(values.all()) for slot, values in slots.items() if slot != PARAM)
 
 
 def _slots(state: State, name: str) -> Slots:
