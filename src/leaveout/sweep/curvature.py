@@ -44,6 +44,8 @@ class Curvature:
     """
 
     kind: CurvatureMap = HESSIAN
+    leaps: bool = False
+    """Whether the curvature stands for leaps of the gradient."""
 
     def __init__(
         self,
@@ -80,6 +82,13 @@ class Curvature:
         """Compute C(Z)·a and ⟨a, g_z⟩/|Z| for every vector a."""
         self.gradient, curved, reads = batch_products(*self._whole, vectors, self.chunk, self.kind)
         return curved, reads
+
+    def reads(self, vectors: Params) -> Float[Tensor, "vectors batch"]:
+        """Compute ⟨a, g_z⟩/|Z| for every vector a."""
+        value, reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
+        if value is not None:
+            self.gradient = value
+        return reads
 
     def changes(
         self, vectors: Params, weights: Float[Tensor, "vectors batch"], added: Float[Tensor, "vectors batch"]
@@ -180,6 +189,8 @@ class KinkedHessian(Hessian):
     Gradients are the same. The widths of the bumps are those of the whole batch, even for single examples.
     """
 
+    leaps = True
+
     @property
     def _whole(self) -> tuple[Task, Params, Batch]:
         if isinstance(self.batch, Window):  # each micro-batch would have widths of its own
@@ -214,10 +225,7 @@ class Flat(Curvature):
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Return zero, and ⟨a, g_z⟩/|Z| for every vector a."""
-        value, reads = weight_products(self.task, self.params, self.batch, vectors, self.chunk)
-        if value is not None:
-            self.gradient = value
-        return each(torch.zeros_like, vectors), reads
+        return each(torch.zeros_like, vectors), self.reads(vectors)
 
     def changes(
         self,

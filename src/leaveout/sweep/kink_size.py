@@ -30,7 +30,12 @@ def hessian(kinks: bool | str, trajectory: Trajectory) -> type[Curvature]:
     """Choose the Hessian with or without the curvature of kinks; ``"auto"`` depends on the run."""
     if kinks == "auto":
         kinks = are_mild(trajectory)
-    return KinkedHessian if kinks else Hessian
+    return KinkedHessian if kinks and has_kinks(trajectory.recorded_step(0)) else Hessian
+
+
+def has_kinks(recorded: RecordedStep) -> bool:
+    """Say whether the model calls a function with kinks at this step."""
+    return bool(kink_widths(recorded.task, recorded.params, recorded.batch))
 
 
 def are_mild(trajectory: Trajectory) -> bool:
@@ -52,7 +57,7 @@ def kink_size(trajectory: Trajectory) -> float | None:
     sizes = []
     for part in range(count):
         recorded = trajectory.recorded_step(kept[(2 * part + 1) * len(kept) // (2 * count)])
-        if not kink_widths(recorded.task, recorded.params, recorded.batch):
+        if not has_kinks(recorded):
             return None
         sizes.append(_size(trajectory, recorded))
     return float(torch.tensor(sizes).quantile(0.25))

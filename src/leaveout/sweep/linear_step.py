@@ -34,6 +34,7 @@ from leaveout._util.trees import (
 from leaveout.optim import Rule
 from leaveout.optim.definition import Slots
 from leaveout.sweep.curvature import Curvature
+from leaveout.sweep.leaps import dampings
 from leaveout.trajectory.recorded_step import RecordedStep
 
 Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
@@ -124,14 +125,15 @@ class LinearStep:
         """
         state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self.hypers)
         along = self._path(along)
-        curved, reads = (products or self.curvature.products)(along)
+        curved, reads = (products or self.curvature.products)(self._damped(along))
+        if self._dampings:
+            reads = self.curvature.reads(along)
         return Pulled(_plus(state, curved), state, along, reads, vectors, self)
 
     def push(self, vectors: State, pairs: Pairs) -> State:
         """Compute ∂F(w¹)·δ + γ: SGD-IE's step, with its examples' first-order effect. Overwrites the vectors."""
         missed = self._marked(vectors, pairs)
-        along = self.curvature.changes(vectors[PARAM], torch.ones_like(missed), -missed)
-        return self._tangent(vectors, self._path(along))
+        return self._tangent(vectors, self._changes(vectors[PARAM], torch.ones_like(missed), -missed))
 
     def inject(self, pairs: Pairs, count: int) -> State:
         """Compute γ alone, for ``count`` rows."""
@@ -154,8 +156,8 @@ class LinearStep:
         own_pairs = pairs if keep is None else _where(pairs, keep)
         without = missed if keep is None else self._marked(vectors, own_pairs)
         if self._rule.linear and self.curvature.separable:  # then Γ = γ, and one tangent serves all
-            return self._tangent(vectors, self._path(self.curvature.changes(vectors[PARAM], 1 - without, -missed)))
-        along = self._path(self.curvature.changes(vectors[PARAM], 1 - without, without - missed))
+            return self._tangent(vectors, self._changes(vectors[PARAM], 1 - without, -missed))
+        along = self._changes(vectors[PARAM], 1 - without, without - missed)
         pushed = self._tangent(vectors, along)
         affected, gradient = self._left_out(own_pairs)
         if not len(affected):
@@ -189,7 +191,8 @@ class LinearStep:
                 along = replace_rows({PARAM: along}, affected, {PARAM: own_along})[PARAM]
         along = self._path(along)
         without = self._marked(vectors, pairs)
-        return _plus(state, self.curvature.changes(along, 1 - without, torch.zeros_like(without))), reads
+        curved = self.curvature.changes(self._damped(along), 1 - without, torch.zeros_like(without))
+        return _plus(state, curved), reads
 
     def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Jumps]:
         """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step.
@@ -212,6 +215,26 @@ class LinearStep:
             )
 
         return affected, Jumps(list(blocks(leaving, BLOCK, rule.groups)), of)
+
+    def _changes(
+        self, vectors: Params, weights: Float[Tensor, "rows batch"], added: Float[Tensor, "rows batch"]
+    ) -> Params:
+        """Compute what reaches the step as C(Z; w)·δ + (1/|Z|) Σ ẇ_z g(z)."""
+        if not self._dampings:
+            return self._path(self.curvature.changes(vectors, weights, added))
+        curved = self._damped(self.curvature.changes(vectors, weights, torch.zeros_like(added)))
+        if not added.any():
+            return self._path(curved)
+        still = each(torch.zeros_like, vectors)
+        return self._path(each(torch.add, curved, self.curvature.changes(still, weights, added)))
+
+    def _damped(self, change: Params) -> Params:
+        """Return how much of a change of the batch gradient counts, if the gradient changes in leaps."""
+        return {**change, **{name: change[name] * damping for name, damping in self._dampings.items()}}
+
+    @cached_property
+    def _dampings(self) -> Params:
+        return dampings(self._rule, self._recorded) if self.curvature.leaps and self._rule.divides else {}
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
         """Return one where a row leaves out an example of the batch, zero elsewhere."""

@@ -1,6 +1,7 @@
 """The published tables and curves as declarative specs, one file each, and one runner for all of them."""
 
 from leaveout.paper.reproduce.adam import ADAM
+from leaveout.paper.reproduce.adam_kinks import ADAM_KINKS
 from leaveout.paper.reproduce.bounds import BOUNDS
 from leaveout.paper.reproduce.ceiling import CEILING
 from leaveout.paper.reproduce.choosing import CHOOSING
@@ -38,6 +39,7 @@ SPECS = {
             LDS,
             KINKS,
             ADAM,
+            ADAM_KINKS,
         ),
     )
 }

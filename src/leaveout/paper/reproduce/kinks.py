@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,7 @@ METHODS: dict[str, Estimator] = {
     "ACC(free)": ACC("free"),
     "ACC(free, kinks)": ACC("free", kinks=True),
 }
+MAIN, OTHER = "SGD-IE", "ACC(free)"
 CHOSEN_ON = 2
 """The number of first seeds, on which the largest size of kinks was chosen; the others test it."""
 
@@ -78,6 +79,11 @@ def convolutional(settings: Settings) -> Iterator[Trained]:
 
 def compute(settings: Settings) -> list[Row]:
     """Compute a row per method: its agreement with the truth, and the size of the kinks."""
+    return compared(settings, METHODS)
+
+
+def compared(settings: Settings, methods: Mapping[str, Estimator]) -> list[Row]:
+    """Compare methods on one network."""
     make_problem: Any = convolutional
     if "model" in settings:
         make_problem = binary
@@ -90,8 +96,8 @@ def compute(settings: Settings) -> list[Row]:
         size = kink_size(Trajectory(problem.run, problem.task))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LeaveoutWarning)  # about growing vectors, which the table shows
-            every = score(list(METHODS.values()), *asked, resources=QUIET)
-        values = {name: one.mean()[: len(truth)] for name, one in zip(METHODS, every, strict=True)}
+            every = score(list(methods.values()), *asked, resources=QUIET)
+        values = {name: one.mean()[: len(truth)] for name, one in zip(methods, every, strict=True)}
         spread = float(truth.double().std())
         return [
             {"method": name, "kendall": kendall(one, truth), "relative error": rmse(one, truth) / spread, "size": size}
@@ -99,7 +105,16 @@ def compute(settings: Settings) -> list[Row]:
         ]
 
 
-def gained(frame: pd.DataFrame) -> pd.DataFrame:
+def bent(method: str) -> str:
+    """Name a method with kinks.
+
+    >>> bent("SGD-IE"), bent("ACC(free)")
+    ('SGD-IE(kinks)', 'ACC(free, kinks)')
+    """
+    return f"{method.removesuffix(')')}, kinks)" if method.endswith(")") else f"{method}(kinks)"
+
+
+def gained(frame: pd.DataFrame, methods: Sequence[str] = (MAIN, OTHER), largest: float = LARGEST) -> pd.DataFrame:
     """Tabulate tau without kinks, with them, and with them if they are mild, by network and seed.
 
     If the size of the kinks is not known, neither is what ``"auto"`` does.
@@ -107,47 +122,49 @@ def gained(frame: pd.DataFrame) -> pd.DataFrame:
     wide = frame.pivot_table(index=["network", "seed"], columns="method", values="kendall", sort=False)
     sizes = frame if "size" in frame else frame.assign(size=float("nan"))
     wide["size"] = sizes.groupby(["network", "seed"], sort=False)["size"].first()
-    for name in ("SGD-IE", "ACC(free)"):
-        bent = f"{name.removesuffix(')')}, kinks)" if name.endswith(")") else f"{name}(kinks)"
-        wide[f"{name} always"] = wide[bent] - wide[name]
-        wide[f"{name} auto"] = wide[bent].where(wide["size"] < LARGEST, wide[name]).where(wide["size"].notna())
+    for name in methods:
+        wide[f"{name} always"] = wide[bent(name)] - wide[name]
+        wide[f"{name} auto"] = wide[bent(name)].where(wide["size"] < largest, wide[name]).where(wide["size"].notna())
         wide[f"{name} gain"] = wide[f"{name} auto"] - wide[name]
     return wide.reset_index()
 
 
 def tables(frame: pd.DataFrame) -> str:
-    """Tabulate a row per network: tau without and with kinks, the gain, the errors and the size of the kinks."""
-    wide = gained(frame)
+    """Tabulate a row per network."""
+    return f"{SETTING}\n\n{tabulated(frame, gained(frame), MAIN, OTHER)}"
+
+
+def tabulated(frame: pd.DataFrame, wide: pd.DataFrame, main: str, other: str) -> str:
+    """Tabulate a method's tau without and with kinks, its gain and errors, the size of the kinks, and another's tau."""
     rows = []
     for name, own in wide.groupby("network", sort=False):
         part = frame[frame["network"] == name]
         errors = [
-            f"{part.loc[part['method'] == method, 'relative error'].median():.2f}"
-            for method in ("SGD-IE", "SGD-IE(kinks)")
+            f"{part.loc[part['method'] == method, 'relative error'].median():.2f}" for method in (main, bent(main))
         ]
-        sizes, always, gain = own["size"].dropna(), own["SGD-IE always"], own["SGD-IE gain"].dropna()
+        sizes, always, gain = own["size"].dropna(), own[f"{main} always"], own[f"{main} gain"].dropna()
         rows.append(
             [
                 *(str(name), f"{sizes.min():.2f} to {sizes.max():.2f}" if len(sizes) else "-"),
-                *(spread(own[column]) for column in ("SGD-IE", "SGD-IE(kinks)")),
+                *(spread(own[column]) for column in (main, bent(main))),
                 *(f"{always.mean():+.3f}", f"{always.min():+.3f}", f"{gain.mean():+.3f}" if len(gain) else "-"),
-                *(" -> ".join(errors), f"{own['ACC(free)'].mean():.3f} -> {own['ACC(free, kinks)'].mean():.3f}"),
+                *(" -> ".join(errors), f"{own[other].mean():.3f} -> {own[bent(other)].mean():.3f}"),
                 str(len(own)),
             ]
         )
     head = [
-        *("network", "size of kinks", "tau of SGD-IE", "with kinks", "gain", "worst seed", "gain of auto"),
-        *("RMSE/sd, median", "ACC(free)", "seeds"),
+        *("network", "size of kinks", f"tau of {main}", "with kinks", "gain", "worst seed", "gain of auto"),
+        *("RMSE/sd, median", other, "seeds"),
     ]
-    return f"{SETTING}\n\n{table(head, rows)}\n\n{_summary(wide)}"
+    return f"{table(head, rows)}\n\n{_summary(wide, main)}"
 
 
-def _summary(wide: pd.DataFrame) -> str:
+def _summary(wide: pd.DataFrame, main: str) -> str:
     known = wide[wide["size"].notna()]
     parts = (
-        ("with kinks always", "SGD-IE always", wide),
-        ("by auto", "SGD-IE gain", known),
-        ("by auto, on seeds that did not choose its rule", "SGD-IE gain", known[known["seed"] >= CHOSEN_ON]),
+        ("with kinks always", f"{main} always", wide),
+        ("by auto", f"{main} gain", known),
+        ("by auto, on seeds that did not choose its rule", f"{main} gain", known[known["seed"] >= CHOSEN_ON]),
     )
     words = []
     for name, column, part in parts:
@@ -160,12 +177,17 @@ def _summary(wide: pd.DataFrame) -> str:
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
     """Plot tau with kinks against tau without, a point per run."""
+    return plotted(gained(frame), MAIN)
+
+
+def plotted(wide: pd.DataFrame, main: str) -> list[Plot]:
+    """Plot a method's tau with kinks against its tau without, a point per run."""
     clouds = [
-        Series(str(name), own["SGD-IE"].tolist(), own["SGD-IE(kinks)"].tolist(), colour, points=True)
-        for colour, (name, own) in enumerate(gained(frame).groupby("network", sort=False))
+        Series(str(name), own[main].tolist(), own[bent(main)].tolist(), colour, points=True)
+        for colour, (name, own) in enumerate(wide.groupby("network", sort=False))
     ]
-    panel = Panel("tau with exact replays, a point per seed", clouds, "SGD-IE", "SGD-IE(kinks)", diagonal=True)
-    return [Plot("gain", "What the curvature of kinks does to SGD-IE", [panel])]
+    panel = Panel("tau with exact replays, a point per seed", clouds, main, bent(main), diagonal=True)
+    return [Plot("gain", f"What the curvature of kinks does to {main}", [panel])]
 
 
 SETTING = """ReLU networks, SGD at 0.1, float64; tau is Kendall's, with exact replays of all examples (of 100 for the
