@@ -77,10 +77,8 @@ def oracle(task, models, step, accumulative):
             curved = matrices.mean(0) @ moved[k][0]
             if accumulative:
                 curved = curved - matrices[inside].sum(0) @ moved[k][0] / len(ids)
-                at, jump = (
-                    whole - left,
-                    [b - a for a, b in zip(recorded_after, after(theta, mean, square, whole - left))],
-                )
+                at = whole - left
+                jump = [b - a for a, b in zip(recorded_after, after(theta, mean, square, at), strict=True)]
                 along = counts * curved
             else:
                 at, jump, along = whole, [zero, zero, zero], counts * curved - left
