@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
+from leaveout._util.tensor_bytes import tensor_bytes
 from leaveout.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -185,10 +185,7 @@ def checksum(file: Path) -> int:
 def tensor_checksum(tensor: Tensor, start: int = 0) -> int:
     """Compute the CRC-32 of a tensor's dtype, shape and values."""
     crc = crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), start)
-    data = tensor.detach().cpu().contiguous().flatten()
-    if data.stride(0) != 1:  # a single value of a larger tensor counts as contiguous
-        data = data.clone(memory_format=torch.contiguous_format)
-    return crc32(data.view(torch.uint8).numpy().data, crc) if data.numel() else crc
+    return crc32(tensor_bytes(tensor).data, crc) if tensor.numel() else crc
 
 
 def _seal(words: str, tensors: dict[str, Tensor]) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from leaveout._util.hashing import mixed, row_sums, weights
+from leaveout._util.tensor_bytes import tensor_bytes
 from leaveout.errors import InputError, first_line, kind_of
 
 Batch: TypeAlias = Any
@@ -27,9 +28,6 @@ Collate: TypeAlias = Callable[[list], Batch]
 
 SMALL = 1 << 13
 """Tensors of at most this many bytes are copied, and fingerprinted later."""
-
-PLAIN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8}
-"""Dtypes that numpy has too."""
 
 
 def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -> Batch:
@@ -265,13 +263,7 @@ def _row_sums(tensor: Tensor) -> np.ndarray:
 
 
 def _row_bytes(tensor: Tensor) -> np.ndarray:
-    if tensor.dtype in PLAIN and tensor.device.type == "cpu" and tensor.ndim and tensor.is_contiguous():
-        return tensor.detach().numpy().reshape(len(tensor), -1).view(np.uint8)  # the usual case, in few calls
-    data = tensor.detach().cpu()
-    data = (data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1)).contiguous()
-    if data.stride(-1) != 1:  # a single value of a larger tensor counts as contiguous
-        data = data.clone(memory_format=torch.contiguous_format)
-    return data.view(torch.uint8).numpy()
+    return tensor_bytes(tensor).reshape(len(tensor) if tensor.ndim else 1, -1)
 
 
 @lru_cache(maxsize=64)
