@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from leaveout._util.files import LOCK, Lock, asides
+from leaveout._util.files import asides
+from leaveout._util.lock import LOCK, Lock
 from leaveout.errors import RunError
 
 LOCKED = re.compile(r"\.(.+)\.lock")

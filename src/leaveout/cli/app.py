@@ -99,8 +99,8 @@ def working(
 @contextmanager
 def claimed(targets: Iterable[Path]) -> Iterator[None]:
     """Hold a lock beside each file that will be written: a second command is refused before the work, not after it."""
-    from leaveout._util.files import Lock
     from leaveout._util.leftovers import place_of_lock, remove_asides
+    from leaveout._util.lock import Lock
 
     with ExitStack() as stack:
         for target in sorted(set(targets)):
@@ -133,7 +133,7 @@ def _remove(place: Path) -> None:
 
 
 def _holder(place: Path) -> str:
-    from leaveout._util.files import LOCK
+    from leaveout._util.lock import LOCK
 
     try:
         return f"process {int((place / LOCK).read_text()[:32])}"
