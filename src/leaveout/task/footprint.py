@@ -20,7 +20,7 @@ def footprint(task: Task, params: Params, batch: Batch) -> int:
     held: dict[int, Tensor] = {}
     shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}
 
-    def note(tensor: Tensor) -> None:  # if returned, a result would be part of its own history and never freed
+    def note(tensor: Tensor) -> None:  # returning the tensor would make a result part of its own history, never freed
         if tensor.data_ptr() not in shared:
             held[tensor.data_ptr()] = tensor.detach()
 
