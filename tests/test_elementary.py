@@ -135,7 +135,7 @@ def test_one_vector_through_batch_norm(tmp_path, statistics):
     seen, recorded = trajectory.task, trajectory.recorded_step(1)
     assert seen.coupled
     assert seen.abilities.vector is Form.REVERSE_FORWARD
-    vector = {name: torch.randn_like(tensor) for name, tensor in seen.own(recorded.params).items()}
+    vector = {name: torch.randn_like(tensor) for name, tensor in seen.variables(recorded.params).items()}
     quick = directional(seen, recorded.params, recorded.batch, vector)[1:]
     seen.abilities = seen.abilities._replace(vector=Form.REVERSE_REVERSE)
     slow = directional(seen, recorded.params, recorded.batch, vector)[1:]

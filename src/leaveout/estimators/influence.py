@@ -157,7 +157,7 @@ class _Minimum:
     def gradients(self, left_out: LeftOut) -> Params:
         """Compute (1/n) Σ g(z) over each row's examples."""
         owner = torch.arange(len(left_out)).repeat_interleave(left_out.lengths)
-        total = each(lambda t: t.new_zeros((len(left_out), *t.shape)), self.task.own(self.params))
+        total = each(lambda t: t.new_zeros((len(left_out), *t.shape)), self.task.variables(self.params))
         for ids, rows in zip(left_out.examples.split(self.batch_size), owner.split(self.batch_size), strict=True):
             self.request.cost.gradients += 1
             stack = example_gradients(self.task, self.params, self.task.read(ids.tolist()))

@@ -127,7 +127,7 @@ class Query:
         """The losses of all query examples, and the gradient of their mean."""
         losses, total = [], None
         for block in self.blocks():
-            part, values = grad(block_loss, has_aux=True)(self.task.own(self.params), self, block, self.size)
+            part, values = grad(block_loss, has_aux=True)(self.task.variables(self.params), self, block, self.size)
             losses.append(values.detach())
             total = part if total is None else each(torch.add, total, part)
         assert total is not None  # noqa: S101 - a query is never empty
@@ -176,10 +176,10 @@ class Query:
         return torch.stack(on_threads(twins(self.task), losses, range(height(stack))))
 
 
-def block_loss(own: Params, query: Query, block: Batch, size: int) -> tuple[Tensor, Tensor]:
+def block_loss(variables: Params, query: Query, block: Batch, size: int) -> tuple[Tensor, Tensor]:
     """Compute a block's part of the mean loss, and its examples' losses."""
     with query.task.unstopped():
-        losses = query.task.measures({**query.params, **own}, block)
+        losses = query.task.measures({**query.params, **variables}, block)
     return losses.sum() / size, losses
 
 

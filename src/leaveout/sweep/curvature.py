@@ -39,8 +39,9 @@ from leaveout.task.training_batch import Window, has_shared_draws, size_of, take
 class Curvature:
     """The batch gradient at one state, and its derivative, or a stand-in for it, applied to stacks of vectors.
 
-    ``kind`` is the linear map of the curvature. ``chunk`` says how many vectors, ``examples`` how many examples' own
-    gradients are worked on at a time; ``threads``, where vectors are worked on one by one, how many at a time.
+    ``kind`` is the linear map of the curvature. ``chunk`` is the number of vectors that go through a product at a time,
+    ``examples`` the number of per-example gradients; with ``threads``, so many vectors go through products of their
+    own at a time.
     """
 
     kind: CurvatureMap = HESSIAN
@@ -89,18 +90,18 @@ class Curvature:
         self.gradient, changes = weighted_changes(*self._whole, stacks, self.chunk, self.kind)
         return changes
 
-    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
+    def example_products(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
         """Compute g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
         return example_products(*self._single(examples), vectors, self.chunk, self.kind)
 
-    def gradients(self, examples: Batch) -> Params:
+    def example_gradients(self, examples: Batch) -> Params:
         """Compute g(z) for every example."""
         return example_gradients(self.task, self.params, examples, self._examples)
 
     def shares(self, position: Int[Tensor, " chosen"]) -> Params:
         """Compute g(z)/|Z| for the examples at these positions in the batch."""
         size = size_of(self.batch)
-        return each(lambda t: t / size, self.gradients(take(self.batch, position)))
+        return each(lambda t: t / size, self.example_gradients(take(self.batch, position)))
 
     @property
     def separable(self) -> bool:
@@ -114,20 +115,20 @@ class Curvature:
         less = less or gradients_with(self.task, self.params, self.batch, kept, self.chunk)
         return {name: self.gradient[name] - tensor for name, tensor in less.items()}
 
-    def own_where(
+    def example_products_where(
         self, keep: Bool[Tensor, " examples"] | None, examples: Batch, vectors: Params
     ) -> tuple[Params, Params]:
         """Compute g(z), and C(z)·v for the examples to keep, zero for the others; None: for all."""
         if keep is None or bool(keep.all()):
-            return self.own(examples, vectors)
+            return self.example_products(examples, vectors)
         if not bool(keep.any()):
-            gradients = self.gradients(examples)
+            gradients = self.example_gradients(examples)
             return gradients, each(torch.zeros_like, gradients)
         index, rest = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
         chosen = vectors if is_single(vectors, self.params) else rows(vectors, index)
-        chosen_gradients, curved = self.own(take(examples, index), chosen)
+        chosen_gradients, curved = self.example_products(take(examples, index), chosen)
         order = torch.argsort(torch.cat([index, rest]))
-        others = self.gradients(take(examples, rest))
+        others = self.example_gradients(take(examples, rest))
         return (
             each(lambda a, b: torch.cat([a, b])[order], chosen_gradients, others),
             each(lambda a, b: torch.cat([a, torch.zeros_like(b)])[order], curved, others),
@@ -230,11 +231,11 @@ class Flat(Curvature):
             still = each(torch.zeros_like, vectors)
             stacks = (still, torch.ones_like(added), added)
             return weighted_changes(self.task, self.params, self.batch, stacks, self.chunk)[1]
-        return each(lambda t: torch.tensordot(added, t, 1).div_(len(t)), self.gradients(self.batch))
+        return each(lambda t: torch.tensordot(added, t, 1).div_(len(t)), self.example_gradients(self.batch))
 
-    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:  # noqa: ARG002 - nothing is curved
+    def example_products(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:  # noqa: ARG002 - nothing is curved
         """Compute g(z), and zero."""
-        gradients = self.gradients(examples)
+        gradients = self.example_gradients(examples)
         return gradients, each(torch.zeros_like, gradients)
 
 

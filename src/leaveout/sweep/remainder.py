@@ -86,7 +86,7 @@ class Remainders:
         reads = self._like.new_zeros((1, size))
         parts = turns(size, self._most)
         for part in parts:
-            gradients, curved = self._own(curvature, vector, part)
+            gradients, curved = self._of_examples(curvature, vector, part)
             gradient += gradients.mean(0, keepdim=True) * (len(gradients) / size)
             mean += curved.mean(0, keepdim=True) * (len(gradients) / size)
             reads[0, part] = gradients @ flat_vector / size
@@ -94,20 +94,22 @@ class Remainders:
                 add_rows(self.extra, row[some], self._rows.read(row[some], enter, chosen), alpha=-1 / size)
         self._rows.advance(carry)
         for part in parts:
-            curved = curved if len(parts) == 1 else self._own(curvature, vector, part)[1]
+            curved = curved if len(parts) == 1 else self._of_examples(curvature, vector, part)[1]
             for some, chosen in self._of_pairs(curved, position, part, size):
                 terms = chosen if keep is None else chosen * keep[some][:, None].to(chosen)
                 self._rows.add(row[some], terms[:, None], alpha=-1 / size)
         curvature.gradient = each(lambda t: t[0], self._layout.unflatten(gradient))
         return self._layout.unflatten(mean), reads
 
-    def _own(self, curvature: Curvature, vector: Params, part: slice) -> tuple[Tensor, Tensor]:
+    def _of_examples(self, curvature: Curvature, vector: Params, part: slice) -> tuple[Tensor, Tensor]:
         """Compute g(z) and H(z)·a for a part of the batch, one row per example."""
         batch = curvature.batch
         size = size_of(batch)
         whole = part.start == 0 and part.stop >= size
         apart = whole and not isinstance(batch, Window) and not has_shared_draws(batch)
-        gradients, curved = curvature.own(batch if apart else take(batch, torch.arange(size)[part]), vector)
+        gradients, curved = curvature.example_products(
+            batch if apart else take(batch, torch.arange(size)[part]), vector
+        )
         return self._layout.flatten(gradients), self._layout.flatten(curved)
 
     def _of_pairs(

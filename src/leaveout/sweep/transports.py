@@ -108,7 +108,9 @@ class Free(Transport):
         for part in turns(len(row), size):
             vectors = self._layout.unflatten(self.now(row[part]))
             corrected = None if keep is None else keep[part]
-            gradients, curved = curvature.own_where(corrected, take(recorded.batch, position[part]), vectors)
+            gradients, curved = curvature.example_products_where(
+                corrected, take(recorded.batch, position[part]), vectors
+            )
             yield row[part], self._layout.flatten(curved)
         self.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 
@@ -134,8 +136,8 @@ class Free(Transport):
         self._vectors.advance(step.carry)
         enter = step.enter[self._layout.group].T / -len(recorded.record.ids)  # slots x width
         for part in turns(len(row), size):
-            own = gradients or curvature.gradients(take(recorded.batch, position[part]))
-            self._vectors.add(row[part], self._layout.flatten(own)[:, None] * enter)
+            leaving = gradients or curvature.example_gradients(take(recorded.batch, position[part]))
+            self._vectors.add(row[part], self._layout.flatten(leaving)[:, None] * enter)
 
     def _drift(self, recorded: RecordedStep) -> Drift:
         return drift(self._trajectory.rule, recorded.record.hypers, self._trajectory.task.l2, self._like)
@@ -160,16 +162,17 @@ class SubspaceTransport(Transport):
         curvature = self._free.kind(recorded.task, recorded.params, recorded.batch)
         terms, gradients = [], None
         for part in turns(len(row), size):
-            own, where = row[part], position[part]
-            outside, inside = self._free.now(own), self._inside[PARAM][own] @ self._basis
+            rows, places = row[part], position[part]
+            outside, inside = self._free.now(rows), self._inside[PARAM][rows] @ self._basis
             moved = outside + inside - outside @ self._basis.T @ self._basis
             twice = None if keep is None else torch.cat([keep[part], keep[part]])
             vectors = self._layout.unflatten(torch.cat([moved, inside]))
-            both, curved = curvature.own_where(twice, take(recorded.batch, torch.cat([where, where])), vectors)
+            examples = take(recorded.batch, torch.cat([places, places]))
+            both, curved = curvature.example_products_where(twice, examples, vectors)
             gradients = each(lambda t: t[: len(t) // 2], both)
             of_moved, of_inside = self._layout.flatten(curved).chunk(2)
             terms.append((of_inside + self._layout.flatten(gradients)) @ self._basis.T)
-            yield own, of_moved
+            yield rows, of_moved
         self._move(recorded, row, torch.cat(terms))
         self._free.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 

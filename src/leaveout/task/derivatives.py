@@ -100,8 +100,8 @@ def _product(task: Task, form: Form, params: Params, batch: Batch, vector: Param
     if form is Form.FORWARD_REVERSE:
         return pushed(task, params, batch, vector)
     if form is Form.REVERSE_REVERSE:
-        own, units = task.own(params), ones(params, batch)
-        value, pull = pullback(lambda q, w: task.gradient({**params, **q}, w, batch), own, units)
+        units = ones(params, batch)
+        value, pull = pullback(lambda q, w: task.gradient({**params, **q}, w, batch), task.variables(params), units)
         return (value, *pull(vector))
     value, pull = pullback(lambda w: task.gradient(params, w, batch), ones(params, batch))
     return value, transposed(task, params, batch)(vector), pull(vector)[0]
@@ -115,7 +115,7 @@ def _slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Pa
         return slope.sum(), slope
 
     with Elementary():
-        return grad(along, has_aux=True)(task.own(params))
+        return grad(along, has_aux=True)(task.variables(params))
 
 
 def _coupled_slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Tensor]:
@@ -130,12 +130,12 @@ def _coupled_slope(task: Task, params: Params, batch: Batch, vector: Params) -> 
         def objective(r: Params) -> tuple[Tensor, Params]:
             return task.objective({**params, **q, **r}, weights, batch)
 
-        own = {name: q[name] for name in moving}
-        _, slope, moved = jvp(objective, (own,), (moving,), has_aux=True)  # type: ignore[misc]
+        chosen = {name: q[name] for name in moving}
+        _, slope, moved = jvp(objective, (chosen,), (moving,), has_aux=True)  # type: ignore[misc]
         return slope + sum((vector[name] * value).sum() for name, value in moved.items())
 
     with Elementary():
-        return grad(along, (0, 1))(task.own(params), ones(params, batch))
+        return grad(along, (0, 1))(task.variables(params), ones(params, batch))
 
 
 def weighted_changes(
@@ -163,7 +163,7 @@ def weight_products(
 
         def slopes(p: Params, b: Batch, v: Params) -> tuple[tuple, Tensor]:
             def along(vector: Params) -> Tensor:
-                return jvp(lambda q: task.losses({**p, **q}, b), (task.own(p),), (vector,))[1] / size
+                return jvp(lambda q: task.losses({**p, **q}, b), (task.variables(p),), (vector,))[1] / size
 
             return (), task.over(along)(v)
 
@@ -215,7 +215,7 @@ def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | 
 
     def gradients(p: Params, b: Batch) -> tuple[tuple, Params]:
         def one(example: Batch) -> Params:
-            return grad(lambda q: task.example_loss({**p, **q}, example))(task.own(p))
+            return grad(lambda q: task.example_loss({**p, **q}, example))(task.variables(p))
 
         return (), task.over(one)(b)
 

@@ -31,15 +31,15 @@ def directional_by_example(
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor, Params]:
         def along(q: Params, stack: Params) -> tuple[Tensor, Tensor]:
-            def one(example: Batch, own: Params) -> Tensor:
-                return jvp(lambda r: task.example_loss({**p, **r}, example), (q,), (own,))[1]
+            def one(example: Batch, copy: Params) -> Tensor:
+                return jvp(lambda r: task.example_loss({**p, **r}, example), (q,), (copy,))[1]
 
             slopes = vmap(one)(b, stack) / size
             return slopes.sum(), slopes
 
         stack = each(lambda t: t.expand(size, *t.shape), v)
         with Elementary(), quiet_loops():
-            (curved, gradients), slopes = grad(along, (0, 1), has_aux=True)(task.own(p), stack)
+            (curved, gradients), slopes = grad(along, (0, 1), has_aux=True)(task.variables(p), stack)
         # Gradients of weight matrices are transposed here; a trace computes their transpose instead of copying them.
         return curved, slopes, each(Tensor.contiguous, gradients)
 

@@ -241,8 +241,8 @@ class Task:
         task.kinks = True
         return task
 
-    def own(self, params: Params) -> Params:
-        """Return the parameters for which derivatives are taken, and the buffers that training changes."""
+    def variables(self, params: Params) -> Params:
+        """Return the parameters in which derivatives are taken, and the buffers that training changes."""
         return {name: params[name] for name in (*self.chosen, *self.buffers)}
 
     def read(self, ids: Sequence[int], dataset: Dataset | None = None) -> Batch:

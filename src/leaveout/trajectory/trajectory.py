@@ -260,7 +260,7 @@ class Trajectory:
 
     def _of_task(self, state: State) -> State:
         """Return the parameters and buffers of a state that the task has derivatives for."""
-        names = self.task.own(state[PARAM])
+        names = self.task.variables(state[PARAM])
         return {slot: {name: params[name] for name in names if name in params} for slot, params in state.items()}
 
 

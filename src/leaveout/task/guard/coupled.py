@@ -51,7 +51,7 @@ def coupled_abilities(
     abilities = coupled_defaults(task, before)
     try:
         wide, given = task.widened(), batches.to_float64(batch)
-        at = batches.to_float64(task.own(params) | params)
+        at = batches.to_float64(task.variables(params) | params)
         counters = [name for name, held in wide.model.named_buffers() if not held.is_floating_point()]
         measured = difference(_plain(wide, given), at, padding=padding_rows(wide.model), counters=counters)
     except LeaveoutError:
@@ -87,7 +87,7 @@ def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities
     """Return the same with the fastest form for one vector, if its results agree with the others'."""
     if not abilities.vmap or abilities.vector is Form.TRANSPOSED:
         return abilities
-    vector = like(task.own(at), torch.Generator().manual_seed(0))
+    vector = like(task.variables(at), torch.Generator().manual_seed(0))
     quick = abilities._replace(vector=Form.REVERSE_FORWARD)
     products = []
     try:
@@ -121,7 +121,7 @@ def _differs(
             return "leaving an example out"
     if measured is None:
         return None
-    stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.own(at)}
+    stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.variables(at)}
     _, curved, _ = batch_products(task, at, batch, stack)
     for which in (0, 1):
         if not measured.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
