@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from torch.utils.data import Dataset
 
 from leaveout._util import notebook
@@ -18,10 +17,11 @@ from leaveout._util.equality import Comparable
 from leaveout._util.files import free, or_null, read_json, save_csv, save_json
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, RunError, check_seed, is_whole, kind_of
+from leaveout.errors import InputError, RunError, is_whole, kind_of
 from leaveout.estimators.replay import JITTER, Replay, replayed
 from leaveout.evaluate.ceiling import MOVE, Ceiling, ceiling_of
 from leaveout.evaluate.metrics import Agreement, Interval, compare
+from leaveout.evaluate.selection import others
 from leaveout.evaluate.verdict import Verdict
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
@@ -315,9 +315,7 @@ def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int
     """Choose the rows to replay: half the most extreme, half from each tail, and a random sample of the rest."""
     half = max(MINIMUM, replays // 2)
     extreme = scores.extreme(half)
-    rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
-    picked = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed)))[: replays - half]
-    return extreme, [rest[i] for i in picked.tolist()]
+    return extreme, others(extreme, len(scores.train_ids), replays - half, seed)
 
 
 def _float(value: float | None) -> float:
