@@ -154,7 +154,7 @@ class Reading:
         add_rows(total, leaves[0], single[leaves[1]])
 
     def passed(self, pulled: Pulled) -> None:
-        """Go on to the previous step."""
+        """Count this step among the later ones, before the previous step is read."""
         if self.saturation:
             self.saturation.note(pulled.step.stepped, pulled.step.gradient, pulled.step.hypers)
 
@@ -168,15 +168,15 @@ class _Columns:
 
     def __init__(self, vectors: State) -> None:
         self._vectors = vectors
-        self._known: dict[tuple[str, str], Tensor] = {}
+        self._columns: dict[tuple[str, str], Tensor] = {}
 
     def of(self, block: Block | Joined, slot: str) -> Float[Tensor, "numbers vectors"]:
         if isinstance(block, Joined):
             return _as_columns(block.of_rows(self._vectors[slot]))
         key = (slot, block.name)
-        if key not in self._known:  # two threads may do so, with the same result
-            self._known[key] = _as_columns(self._vectors[slot][block.name])
-        return self._known[key][block.columns]
+        if key not in self._columns:  # two threads may do so, with the same result
+            self._columns[key] = _as_columns(self._vectors[slot][block.name])
+        return self._columns[key][block.columns]
 
 
 def _as_columns(stack: Tensor) -> Float[Tensor, "numbers vectors"]:

@@ -204,11 +204,12 @@ class Trajectory:
     def shuffled(self, record: Record, ids: Int[Tensor, " batch"], params: Params) -> Batch:
         """Return a batch of other examples in the places of a step's own, with its random draws and denominators."""
         starts = [0, *accumulate(part.length for part in record.parts)]
-        read = [self.task.read(ids[a:b].tolist()) for a, b in pairwise(starts)]
-        return self._prepared(record, read, params)
+        micro_batches = [self.task.read(ids[start:stop].tolist()) for start, stop in pairwise(starts)]
+        return self._prepared(record, micro_batches, params)
 
-    def _prepared(self, record: Record, read: Sequence[Batch], params: Params) -> Batch:
-        parts = [MicroBatch(one, part.random, part.denominator) for one, part in zip(read, record.parts, strict=True)]
+    def _prepared(self, record: Record, micro_batches: Sequence[Batch], params: Params) -> Batch:
+        pairs = zip(micro_batches, record.parts, strict=True)
+        parts = [MicroBatch(batch, part.random, part.denominator) for batch, part in pairs]
         return prepared(self._modes.of(record).whole, parts, params)
 
     def _batch(self, record: Record, params: Params) -> Batch:
@@ -218,11 +219,11 @@ class Trajectory:
             return self._prepared(record, [batches.to(batch, self.task.device) for batch in kept], params)
         starts = [0, *accumulate(part.length for part in record.parts)]
         leaves = len(record.fingerprint) // len(record.parts)
-        read = []
+        micro_batches = []
         for i, (start, stop) in enumerate(pairwise(starts)):
             fingerprint = record.fingerprint[i * leaves : (i + 1) * leaves]
-            read.append(self._read(record.index, record.ids[start:stop].tolist(), fingerprint))
-        return self._prepared(record, read, params)
+            micro_batches.append(self._read(record.index, record.ids[start:stop].tolist(), fingerprint))
+        return self._prepared(record, micro_batches, params)
 
     def _read(self, index: int, ids: list[int], fingerprint: list[tuple[int, int]]) -> Batch:
         if max(ids) >= self.task.size:
