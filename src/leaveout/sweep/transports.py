@@ -197,4 +197,4 @@ class SubspaceTransport(Transport):
         curved = torch.cat([self._layout.flatten(product) @ self._basis.T for product in products])
         gradient = self._inside[PARAM] @ curved
         add_rows(gradient, row, terms, alpha=-1 / len(recorded.record.ids))
-        self._inside = rule.moved(rule.definition.step, self._inside, gradient, values(hypers[0]))
+        self._inside = rule.step_parameter(rule.definition.step, self._inside, gradient, values(hypers[0]))

@@ -47,7 +47,7 @@ class Trajectory:
         _check_size(run, task)
         self.run = run
         self._modes = Modes(run, task, layers)
-        self._rule = run.rule.averaging(on=run.averaged).following(task.clip, tuple(run.manifest.buffers))
+        self._rule = run.rule.averaging(on=run.averaged).extended(task.clip, tuple(run.manifest.buffers))
         self._anchors = run.kept if run.kept[-1] == len(run) else [*run.kept, len(run)]  # states that others start from
         _, self.trained, self.task = self._modes.first
         self.rule = self._rule.restricted(self.task.chosen)
