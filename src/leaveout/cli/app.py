@@ -143,8 +143,17 @@ def _holder(place: Path) -> str:
 
 def print_next(command: str, run: Path, task: str | None, results: Path | None = None) -> None:
     """Print the next command to run, ready to be copied."""
-    more = (f" --task {task}" if task else "") + (f" --results {results}" if results else "")
-    console.print(f"\nNext: leaveout {command} {run}{more}", highlight=False, markup=False, soft_wrap=True)
+    words = f"\nNext: leaveout {command} {run}{repeated(task, results)}"
+    console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+
+def repeated(task: str | None, results: Path | None) -> str:
+    """Write the options that the next command needs too.
+
+    >>> repeated("mymodule:make_task", None), repeated(None, None)
+    (' --task mymodule:make_task', '')
+    """
+    return (f" --task {task}" if task else "") + (f" --results {results}" if results else "")
 
 
 def print_json(content: Any) -> None:
