@@ -134,10 +134,10 @@ class _Minimum:
         right = self.layout.flatten(stack)
         if self.method.solver == "direct":
             chunk = self.request.resources.chunk(self.chunk, right.shape[1])
-            solved = direct(self._whole, right, chunk)
+            solved = direct(self._hessian, right, chunk)
         elif self.method.solver == "cg":
             tolerance = TOLERANCE.get(right.dtype, 1e-4)
-            solved = conjugate_gradients(self._whole, right, self.method.steps, tolerance)
+            solved = conjugate_gradients(self._hessian, right, self.method.steps, tolerance)
         else:
             solved = lissa(self._samples(self.method.seed), right, self.method.steps, self._scale(right))
         return self.layout.unflatten(solved)
@@ -164,7 +164,7 @@ class _Minimum:
             total = each(torch.add, total, gather_sums(stack, rows, len(left_out)))
         return each(lambda t: t / self.task.size, total)
 
-    def _whole(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+    def _hessian(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         """Apply H + λI over all training examples."""
         total = self.diagonal * rows
         for start in range(0, self.task.size, self.batch_size):

@@ -69,17 +69,17 @@ class Curvature:
         return "gradient" in self.__dict__
 
     @property
-    def _whole(self) -> tuple[Task, Params, Batch]:
+    def _of_batch(self) -> tuple[Task, Params, Batch]:
         """The task, the parameters and the batch for derivatives of the batch."""
         return self.task, self.params, self.batch
 
-    def _single(self, examples: Batch) -> tuple[Task, Params, Batch]:
+    def _of_examples(self, examples: Batch) -> tuple[Task, Params, Batch]:
         """Return the task, the parameters and the batch for derivatives of single examples."""
         return self.task, self.params, examples
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Compute C(Z)·a and ⟨a, g_z⟩/|Z| for every vector a."""
-        self.gradient, curved, reads = batch_products(*self._whole, vectors, self.chunk, self.kind)
+        self.gradient, curved, reads = batch_products(*self._of_batch, vectors, self.chunk, self.kind)
         return curved, reads
 
     def changes(
@@ -87,12 +87,12 @@ class Curvature:
     ) -> Params:
         """Compute C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a, with its own weights w and their change ẇ."""
         stacks = (vectors, weights, added)
-        self.gradient, changes = weighted_changes(*self._whole, stacks, self.chunk, self.kind)
+        self.gradient, changes = weighted_changes(*self._of_batch, stacks, self.chunk, self.kind)
         return changes
 
     def example_products(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
         """Compute g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
-        return example_products(*self._single(examples), vectors, self.chunk, self.kind)
+        return example_products(*self._of_examples(examples), vectors, self.chunk, self.kind)
 
     def example_gradients(self, examples: Batch) -> Params:
         """Compute g(z) for every example."""
@@ -141,9 +141,9 @@ class Hessian(Curvature):
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; one by one, they may do without the gradient."""
         if height(vectors) == 1:
-            value, one, weights = directional(*self._whole, each(lambda t: t[0], vectors))
+            value, one, weights = directional(*self._of_batch, each(lambda t: t[0], vectors))
             curved, reads = each(lambda t: t[None], one), weights[None]
-        elif self.threads and (result := directional_each(*self._whole, vectors, self.threads)):
+        elif self.threads and (result := directional_each(*self._of_batch, vectors, self.threads)):
             value, curved, reads = result
         else:
             return super().products(vectors)
@@ -182,12 +182,12 @@ class KinkedHessian(Hessian):
     """
 
     @property
-    def _whole(self) -> tuple[Task, Params, Batch]:
+    def _of_batch(self) -> tuple[Task, Params, Batch]:
         if isinstance(self.batch, Window):  # each micro-batch would have widths of its own
-            return self._single(self.batch)
+            return self._of_examples(self.batch)
         return self.task.kinked(), self.params, self.batch
 
-    def _single(self, examples: Batch) -> tuple[Task, Params, Batch]:
+    def _of_examples(self, examples: Batch) -> tuple[Task, Params, Batch]:
         return self.task.kinked(), {**self.params, **self._widths}, examples
 
     @cached_property

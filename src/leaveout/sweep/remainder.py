@@ -16,7 +16,7 @@ from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.free_transport import Layout, drift, sketch
 from leaveout.sweep.sweep import Sweep
-from leaveout.sweep.transports import place, turns
+from leaveout.sweep.transports import lazy_vectors, slices
 from leaveout.task.training_batch import Window, has_shared_draws, size_of, take
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.recorded_step import RecordedStep
@@ -40,7 +40,7 @@ class Remainders:
         self._layout, self._like = Layout(rule, params), next(iter(params.values()))
         self._project = sketch(self._layout, width, self._like) if width else None
         group = (self._project or self._layout).group
-        self._rows = place(len(left_out), rule, group, self._like, resources)
+        self._rows = lazy_vectors(len(left_out), rule, group, self._like, resources)
         self._most = pair_count(sweep, resources)
         self.disk = self._rows.disk
         self.plain = self._like.new_zeros(len(left_out))
@@ -84,7 +84,7 @@ class Remainders:
         vector, flat_vector = each(lambda t: t[0], along), self._layout.flatten(along)[0]
         gradient, mean = (self._like.new_zeros((1, self._layout.width)) for _ in range(2))
         reads = self._like.new_zeros((1, size))
-        parts = turns(size, self._most)
+        parts = slices(size, self._most)
         for part in parts:
             gradients, curved = self._of_examples(curvature, vector, part)
             gradient += gradients.mean(0, keepdim=True) * (len(gradients) / size)
@@ -124,8 +124,8 @@ class Remainders:
             within = torch.arange(len(position))
         else:
             within = ((position >= part.start) & (position < part.stop)).nonzero()[:, 0]
-        places = ((some, position[some] - part.start) for some in within.split(self._most) if len(some))
-        return [(some, matrix if _is_whole(place, len(matrix)) else matrix[place]) for some, place in places]
+        chunks = ((some, position[some] - part.start) for some in within.split(self._most) if len(some))
+        return [(some, matrix if _is_whole(rows, len(matrix)) else matrix[rows]) for some, rows in chunks]
 
 
 def pair_count(sweep: Sweep, resources: Resources) -> int:
@@ -133,5 +133,6 @@ def pair_count(sweep: Sweep, resources: Resources) -> int:
     return resources.divided(4).chunk(budget.pair_bytes(sweep.trajectory), MOST_PAIRS)
 
 
-def _is_whole(place: Int[Tensor, " some"], size: int) -> bool:
-    return len(place) == size and torch.equal(place, torch.arange(size))
+def _is_whole(rows: Int[Tensor, " some"], size: int) -> bool:
+    """Say whether these are all rows in order."""
+    return len(rows) == size and torch.equal(rows, torch.arange(size))

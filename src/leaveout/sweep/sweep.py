@@ -91,7 +91,7 @@ class Sweep:
             self._check(recorded, step)
             growth.note(recorded, moved)
             yield recorded, moved
-        growth.tell()
+        growth.warn()
 
     def inner_products(
         self, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost
@@ -137,7 +137,7 @@ class Sweep:
             if self.curved:
                 growth.note(recorded, vectors)
             yield recorded, pulled
-        growth.tell()
+        growth.warn()
 
     def onward(self, recorded: RecordedStep, pulled: Pulled) -> State:
         """Return the vectors that reach the previous step; without curvature, only averages change them."""
@@ -198,7 +198,7 @@ class Sweep:
             total += reads
             self._check(recorded, step)
             growth.note(recorded, vectors)
-        growth.tell()
+        growth.warn()
         return total
 
     def _step(

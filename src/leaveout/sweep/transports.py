@@ -46,16 +46,18 @@ class Subspace:
         return f"subspace {self.rank}"
 
 
-def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> LazyVectors:
-    """Make room for one vector per row: in memory if the budget holds them, otherwise in a file, which is slower."""
+def lazy_vectors(
+    rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources
+) -> LazyVectors:
+    """Return a zero vector for each row: in memory if the budget holds them, otherwise in a file, which is slower."""
     needed = rows * len(rule.slots) * len(group) * like.element_size()
     return LazyVectors(rows, len(rule.slots), group, like, disk=needed > resources.divided(4).bytes)
 
 
-def turns(count: int, size: int) -> list[slice]:
+def slices(count: int, size: int) -> list[slice]:
     """Cut ``count`` pairs into chunks of at most ``size``.
 
-    >>> turns(5, 2)
+    >>> slices(5, 2)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
     """
     return [slice(start, start + size) for start in range(0, count, size)]
@@ -74,8 +76,8 @@ class Transport(ABC):
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """Yield the rows and H(z)·δ_r for every pair, zero if it is not corrected, at most ``size`` pairs at a time.
 
-        Then the step is taken, without the examples. If there are several turns, the gradients that the step needs are
-        not kept from them but recomputed.
+        Then the step is taken, without the examples. The gradients that it needs are those of the pairs; if there were
+        several chunks of pairs, they were not kept, and are recomputed.
         """
 
     @abstractmethod
@@ -97,7 +99,7 @@ class Free(Transport):
     ) -> None:
         self._trajectory, self._layout, self._like = trajectory, layout, like
         self.rows, self.kind, self.resources = rows, kind, resources
-        self._vectors = place(rows, trajectory.rule, layout.group, like, resources)
+        self._vectors = lazy_vectors(rows, trajectory.rule, layout.group, like, resources)
 
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
@@ -105,7 +107,7 @@ class Free(Transport):
         """Yield H(z)·δ_r for every pair, then take the step."""
         curvature = self.kind(recorded.task, recorded.params, recorded.batch)
         gradients: Params | None = None
-        for part in turns(len(row), size):
+        for part in slices(len(row), size):
             vectors = self._layout.unflatten(self.now(row[part]))
             corrected = None if keep is None else keep[part]
             gradients, curved = curvature.example_products_where(
@@ -135,7 +137,7 @@ class Free(Transport):
         step = self._drift(recorded)
         self._vectors.advance(step.carry)
         enter = step.enter[self._layout.group].T / -len(recorded.record.ids)  # slots x width
-        for part in turns(len(row), size):
+        for part in slices(len(row), size):
             leaving = gradients or curvature.example_gradients(take(recorded.batch, position[part]))
             self._vectors.add(row[part], self._layout.flatten(leaving)[:, None] * enter)
 
@@ -161,7 +163,7 @@ class SubspaceTransport(Transport):
         """Yield H(z)·δ_r for every pair, then take the step."""
         curvature = self._free.kind(recorded.task, recorded.params, recorded.batch)
         terms, gradients = [], None
-        for part in turns(len(row), size):
+        for part in slices(len(row), size):
             rows, places = row[part], position[part]
             outside, inside = self._free.now(rows), self._inside[PARAM][rows] @ self._basis
             moved = outside + inside - outside @ self._basis.T @ self._basis
