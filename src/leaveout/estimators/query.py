@@ -19,6 +19,7 @@ from leaveout.errors import InputError, LeaveoutError
 from leaveout.scores import MEAN
 from leaveout.task import batches
 from leaveout.task.batches import Batch
+from leaveout.task.footprint import activation_bytes
 from leaveout.task.rewrites.elementary import Quicker
 from leaveout.task.rewrites.folding import Folded
 from leaveout.task.rewrites.products import fast_products
@@ -70,7 +71,7 @@ class Query:
     @cached_property
     def _footprint(self) -> int:
         """What the forward pass of one query keeps for its backward pass, in bytes."""
-        return self.task.footprint(self.params, self.task.read([0], self.dataset))
+        return activation_bytes(self.task, self.params, self.task.read([0], self.dataset))
 
     @cached_property
     def output_width(self) -> int:
@@ -159,7 +160,7 @@ class Query:
 
     def _losses_together(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
         """Compute the losses under many small models at a time."""
-        footprint = self.task.footprint(self.params, block)
+        footprint = activation_bytes(self.task, self.params, block)
         chunk = min(max(1, BLOCK_BYTES // max(1, footprint)), self.fits(8 * footprint, height(stack)))
         losses = self.task.over_models(self.task.measures, (0, None))
         with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken

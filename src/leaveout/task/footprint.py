@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from leaveout.task.task import Task
 
 
-def footprint(task: Task, params: Params, batch: Batch) -> int:
+def activation_bytes(task: Task, params: Params, batch: Batch) -> int:
     """Count the bytes that one forward pass keeps for its backward pass, besides parameters and inputs."""
     held: dict[int, Tensor] = {}
     shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}

@@ -14,6 +14,7 @@ from leaveout._util.trees import PARAM, Params, State, height
 from leaveout.optim import AVERAGE, Hyper, Rule
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import stacked_gradients
+from leaveout.task.footprint import activation_bytes
 from leaveout.task.rewrites.elementary import Quicker
 from leaveout.task.rewrites.products import fast_products
 from leaveout.task.task import Task
@@ -125,7 +126,7 @@ def steps_one_by_one(task: Task, footprint: int) -> bool:
 
 def _stepper_of(task: Task, params: Params, batch: Batch, expected: int) -> OneByOne | None:
     """Return what steps a task's models, given how many gradients are expected; None: all are stepped at once."""
-    footprint = LONG + 1 if task.autocast else task.footprint(params, batch)
+    footprint = LONG + 1 if task.autocast else activation_bytes(task, params, batch)
     if not steps_one_by_one(task, footprint):
         return None
     traced = task.autocast is None and task.abilities.vmap and (footprint <= LONG or not task.tracer.images)

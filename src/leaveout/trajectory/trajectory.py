@@ -23,6 +23,7 @@ from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.checks import refuse
 from leaveout.task.derivatives import gradient
+from leaveout.task.footprint import activation_bytes
 from leaveout.task.guard.points import mixing
 from leaveout.task.preparing import MicroBatch, prepared, trial_batch
 from leaveout.task.task import Task
@@ -104,7 +105,7 @@ class Trajectory:
     @cached_property
     def activations(self) -> int:
         """Bytes that the first batch's forward pass keeps for its backward pass."""
-        return self.task.footprint(self.final_whole()[PARAM], self.batch(0))
+        return activation_bytes(self.task, self.final_whole()[PARAM], self.batch(0))
 
     @property
     def slot(self) -> str:
