@@ -55,7 +55,9 @@ def test_products_are_sums_over_examples(kind, shape, chunk, forward):
     found = curvature.changes(vectors, weights, added)
     products, reads = curvature.products(vectors)
     for row in range(3):
-        gradients, curved = curvature.own(batch, {name: t[row].expand(7, *t[row].shape) for name, t in vectors.items()})
+        gradients, curved = curvature.example_products(
+            batch, {name: t[row].expand(7, *t[row].shape) for name, t in vectors.items()}
+        )
         for name in params:
             wanted = torch.tensordot(weights[row], curved[name], 1) + torch.tensordot(added[row], gradients[name], 1)
             torch.testing.assert_close(found[name][row], wanted / 7, rtol=1e-10, atol=1e-12)
@@ -64,7 +66,7 @@ def test_products_are_sums_over_examples(kind, shape, chunk, forward):
         torch.testing.assert_close(reads[row], read / 7, rtol=1e-10, atol=1e-12)
     if kind is not Flat:  # the gradient came with it
         assert curvature.has_gradient
-    mean = {name: t.mean(0) for name, t in curvature.gradients(batch).items()}
+    mean = {name: t.mean(0) for name, t in curvature.example_gradients(batch).items()}
     for name in params:
         torch.testing.assert_close(curvature.gradient[name], mean[name], rtol=1e-10, atol=1e-12)
 

@@ -86,7 +86,7 @@ def test_the_gradient_of_a_recorded_step_is_read_off_its_states(tmp_path):
         used = run.rule.consumed(recorded.before, recorded.after, recorded.record.hypers)
         wanted = lo.task.derivatives.gradient(task, recorded.params, recorded.batch)
         torch.testing.assert_close(used, wanted, rtol=1e-10, atol=1e-12)
-    assert run.rule.following(lo.task.task.clip_of(1.0, None), ()).consumed(recorded.before, recorded.after, []) is None
+    assert run.rule.extended(lo.task.task.clip_of(1.0, None), ()).consumed(recorded.before, recorded.after, []) is None
 
 
 def test_a_step_whose_slope_is_another_is_refused(tmp_path):
@@ -135,7 +135,7 @@ def test_one_vector_through_batch_norm(tmp_path, statistics):
     seen, recorded = trajectory.task, trajectory.recorded_step(1)
     assert seen.coupled
     assert seen.abilities.vector is Form.REVERSE_FORWARD
-    vector = {name: torch.randn_like(tensor) for name, tensor in seen.own(recorded.params).items()}
+    vector = {name: torch.randn_like(tensor) for name, tensor in seen.variables(recorded.params).items()}
     quick = directional(seen, recorded.params, recorded.batch, vector)[1:]
     seen.abilities = seen.abilities._replace(vector=Form.REVERSE_REVERSE)
     slow = directional(seen, recorded.params, recorded.batch, vector)[1:]

@@ -152,8 +152,11 @@ def test_products_have_the_kinks_curvature_in_every_form(name):
             (flattened(products), whole),
             (reads, rows @ gradients.T / EXAMPLES),
             (flattened(curvature.changes(vectors, weights, added)), changes),
-            (flattened(curvature.own([x, y], own)[1]), single),
-            (flattened(curvature.own([x, y], {n: t[0] for n, t in vectors.items()})[1]), (matrices @ rows[0])),
+            (flattened(curvature.example_products([x, y], own)[1]), single),
+            (
+                flattened(curvature.example_products([x, y], {n: t[0] for n, t in vectors.items()})[1]),
+                (matrices @ rows[0]),
+            ),
         ):
             assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-11), form
 
@@ -170,7 +173,10 @@ def test_traces_give_the_same(name):
         curvature = KinkedHessian(given, at, batch)
         parts = [curvature.products(one)[0], curvature.products(vectors)[0], curvature.changes(vectors, marks, marks)]
         return torch.cat(
-            [flattened(part) for part in [*parts, *curvature.own(batch, {n: t[0] for n, t in one.items()})]]
+            [
+                flattened(part)
+                for part in [*parts, *curvature.example_products(batch, {n: t[0] for n, t in one.items()})]
+            ]
         )
 
     for turn in range(9):  # a trace is made at the seventh
@@ -197,7 +203,7 @@ def test_values_and_gradients_do_not_change_by_a_bit(name, dtype):
     vector = {n: torch.randn_like(p) for n, p in params.items()}
     for form in (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE):
         task.abilities = task.abilities._replace(example=form)
-        pair = [kind(task, params, batch).own(batch, vector)[0] for kind in (Hessian, KinkedHessian)]
+        pair = [kind(task, params, batch).example_products(batch, vector)[0] for kind in (Hessian, KinkedHessian)]
         assert all(torch.equal(pair[0][n], pair[1][n]) for n in params)
 
 

@@ -138,6 +138,8 @@ def test_inputs_are_told_apart_whatever_the_batch_looks_like():
     assert len(set(input_hashes([x, mask, y], y).tolist())) == 3
     assert len(set(input_hashes([x.int(), y], y).tolist())) == 2
     assert input_hashes({"x": x, "name": ["a", "b", "c"], "labels": y}, y) is None
+    column = [torch.tensor([[1.0, 2.0]])[:, 1], y[:1]]  # a batch of one, from a collator that takes a column
+    assert input_hashes(column, y[:1]) == input_hashes([torch.tensor([2.0]), y[:1]], y[:1])
 
 
 @pytest.mark.parametrize("kind", ["logit", "probability", "column"])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, Shell
-from leaveout._util.files import LOCK
 from leaveout._util.leftovers import place_of_lock, tidy
+from leaveout._util.lock import LOCK
 from leaveout.run.recording.overwrite import clear
 
 COMMANDS = {
@@ -23,7 +23,7 @@ COMMANDS = {
 HOLD = """
 import os, sys
 from pathlib import Path
-from leaveout._util.files import Lock
+from leaveout._util.lock import Lock
 place = Path(sys.argv[1])
 place.mkdir()
 lock = Lock(place)

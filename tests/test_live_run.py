@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import leaveout as lo
-from leaveout._util.files import LOCK, Lock, has_writer
+from leaveout._util.lock import LOCK, Lock, has_writer
 from leaveout.run.manifest import read_manifest, write_manifest
 from refusal import refused
 

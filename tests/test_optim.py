@@ -143,7 +143,7 @@ def test_a_fused_step_is_taken_again_to_the_last_bit(case: str, dtype: torch.dty
         for name, param in params.items():
             param.grad = gradient[name].clone()
         optimizer.step()
-        assert_same(rule.again(before, gradient, hypers), state_of(model, optimizer, rule))
+        assert_same(rule.repeat(before, gradient, hypers), state_of(model, optimizer, rule))
 
 
 @pytest.mark.parametrize("case", CASES)

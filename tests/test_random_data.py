@@ -123,9 +123,11 @@ def test_every_type_comes_back(dtype: torch.dtype) -> None:
     batch = {
         "a": torch.arange(6).reshape(2, 3).to(dtype),
         "b": [torch.ones(2, 0, dtype=dtype), torch.tensor(1).to(dtype)],
+        "c": torch.arange(4).to(dtype).reshape(2, 2)[:1, 1],  # a batch of one, from a collator that takes a column
     }
     again = kept_batches.unpacked(kept_batches.packed(batch, "k/"), "k/", kept_batches.structure(batch))
     assert torch.equal(again["a"], batch["a"])
     assert [t.shape for t in again["b"]] == [(2, 0), ()]
     assert torch.equal(again["b"][1], batch["b"][1])
+    assert torch.equal(again["c"], batch["c"])
     assert again["a"].dtype == dtype

@@ -1,35 +1,31 @@
-"""Files that are written atomically (whole or not at all) and detect changes; directories with a single writer."""
+"""Files that are written atomically (whole or not at all), and that detect changes to their content."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import os
 import secrets
 import shutil
-import stat
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
+from leaveout._util.tensor_bytes import tensor_bytes
 from leaveout.errors import InputError, RunError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-LOCK = ".lock"
 BLOCK = 1 << 20
 
 
@@ -185,10 +181,7 @@ def checksum(file: Path) -> int:
 def tensor_checksum(tensor: Tensor, start: int = 0) -> int:
     """Compute the CRC-32 of a tensor's dtype, shape and values."""
     crc = crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), start)
-    data = tensor.detach().cpu().contiguous().flatten()
-    if data.stride(0) != 1:  # a single value of a larger tensor counts as contiguous
-        data = data.clone(memory_format=torch.contiguous_format)
-    return crc32(data.view(torch.uint8).numpy().data, crc) if data.numel() else crc
+    return crc32(tensor_bytes(tensor).data, crc) if tensor.numel() else crc
 
 
 def _seal(words: str, tensors: dict[str, Tensor]) -> int:
@@ -259,96 +252,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class Lock:
-    """A lock that allows a directory one writer; the system releases it when the process ends, however it ends.
-
-    Raises:
-        RunError: if there is another writer, in this process or another.
-        OSError: if this directory cannot hold a lock.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / LOCK
-        self._descriptor = _locked(self._file)
-        self._close = weakref.finalize(self, os.close, self._descriptor)
-        _HELD.add(self)
-
-    def release(self) -> None:
-        """Let another writer in."""
-        if self._close.alive:
-            self._file.unlink(missing_ok=True)  # before the release: afterwards it could be another writer's
-            self._close()
-
-    def forget(self) -> None:
-        """Close the lock silently in a child process: it belongs to the parent."""
-        self._close()
-
-
-_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for lock in list(_HELD):
-        lock.forget()
-
-
-# A forked child, such as a loader's worker, would keep holding the lock after its parent has died.
-os.register_at_fork(after_in_child=_forget_all)
-
-
-def _locked(file: Path) -> int:
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # another file under a second name
-            os.close(descriptor)
-            raise OSError(f"{file} is not a lock file")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip()
-            os.close(descriptor)
-            writer = f"process {holder}" if holder else "another process"
-            raise RunError(
-                f"{file.parent} is being written by {writer}: wait until it has ended, "
-                "call finish() on its recorder, or choose another directory.",
-                code="directory-busy",
-            ) from None
-        if _is_still(file, descriptor):
-            try:
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, str(os.getpid()).encode())
-            except OSError:  # the disk is full
-                file.unlink(missing_ok=True)
-                os.close(descriptor)
-                raise
-            return descriptor
-        os.close(descriptor)
-
-
-def has_writer(folder: Path) -> bool:
-    """Say whether a directory has a writer."""
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def is_full(error: Exception) -> bool:
     """Say whether an error means that the disk, or the user's quota, takes no more data."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _is_still(file: Path, descriptor: int) -> bool:
-    """Say whether the opened lock file is still in place: its last writer may have removed it before we locked it."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), file.lstat())
-    except FileNotFoundError:
-        return False

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from leaveout._util.files import LOCK, Lock, asides
+from leaveout._util.files import asides
+from leaveout._util.lock import LOCK, Lock
 from leaveout.errors import RunError
 
 LOCKED = re.compile(r"\.(.+)\.lock")
@@ -41,8 +42,8 @@ def unlock(folder: Path) -> None:
 def tidy_folder(folder: Path) -> None:
     """Remove what killed writers left beside any file of this directory."""
     if folder.is_dir() and not folder.is_symlink():
-        found = [LOCKED.fullmatch(place.name) for place in folder.iterdir()]
-        tidy([folder / name[1] for name in found if name])
+        locks = [LOCKED.fullmatch(place.name) for place in folder.iterdir()]
+        tidy([folder / lock[1] for lock in locks if lock])
 
 
 def remove_asides(file: Path) -> None:

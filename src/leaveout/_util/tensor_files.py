@@ -14,6 +14,7 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
 from leaveout._util.files import write_opened
+from leaveout._util.tensor_bytes import tensor_bytes
 
 Rows: TypeAlias = Sequence[Tensor]
 """Tensors of one dtype and shape that are written as one with an extra first dimension, without being joined."""
@@ -92,25 +93,14 @@ def _pieces(values: Sequence[Tensor | Rows]) -> Iterator[memoryview]:
 def _blocks(value: Tensor | Rows) -> Iterator[np.ndarray]:
     """Yield the bytes of a tensor, or of one tensor per row; small rows are joined first, by a single call."""
     if isinstance(value, Tensor):
-        yield _bytes(value)
+        yield tensor_bytes(value)
     elif len(value) > 1 and value[0].numel() * value[0].element_size() <= SMALL and value[0].device.type == "cpu":
         with torch.no_grad():
             joined = torch.stack(list(value))  # in this thread alone
-        yield _bytes(joined)
+        yield tensor_bytes(joined)
     else:
-        yield from map(_bytes, value)
+        yield from map(tensor_bytes, value)
 
 
 def _joined(blocks: list[np.ndarray]) -> memoryview:
     return (blocks[0] if len(blocks) == 1 else np.concatenate(blocks)).data
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    if not tensor.numel():
-        return np.zeros(0, np.uint8)
-    if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16 and tensor.is_contiguous():
-        return tensor.detach().numpy().reshape(-1).view(np.uint8)
-    data = tensor.detach().cpu().contiguous().flatten()
-    if data.stride(0) != 1:  # a single value of a larger tensor counts as contiguous
-        data = data.clone(memory_format=torch.contiguous_format)
-    return data.view(torch.uint8).numpy()

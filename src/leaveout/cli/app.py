@@ -99,8 +99,8 @@ def working(
 @contextmanager
 def claimed(targets: Iterable[Path]) -> Iterator[None]:
     """Hold a lock beside each file that will be written: a second command is refused before the work, not after it."""
-    from leaveout._util.files import Lock
     from leaveout._util.leftovers import place_of_lock, remove_asides
+    from leaveout._util.lock import Lock
 
     with ExitStack() as stack:
         for target in sorted(set(targets)):
@@ -133,7 +133,7 @@ def _remove(place: Path) -> None:
 
 
 def _holder(place: Path) -> str:
-    from leaveout._util.files import LOCK
+    from leaveout._util.lock import LOCK
 
     try:
         return f"process {int((place / LOCK).read_text()[:32])}"
@@ -143,8 +143,17 @@ def _holder(place: Path) -> str:
 
 def print_next(command: str, run: Path, task: str | None, results: Path | None = None) -> None:
     """Print the next command to run, ready to be copied."""
-    more = (f" --task {task}" if task else "") + (f" --results {results}" if results else "")
-    console.print(f"\nNext: leaveout {command} {run}{more}", highlight=False, markup=False, soft_wrap=True)
+    words = f"\nNext: leaveout {command} {run}{repeated(task, results)}"
+    console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+
+def repeated(task: str | None, results: Path | None) -> str:
+    """Write the options that the next command needs too.
+
+    >>> repeated("mymodule:make_task", None), repeated(None, None)
+    (' --task mymodule:make_task', '')
+    """
+    return (f" --task {task}" if task else "") + (f" --results {results}" if results else "")
 
 
 def print_json(content: Any) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from leaveout._util.files import check_writable, checksum, save_text
-from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, resumable
+from leaveout.builtin.config import Subject
+from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, repeated, resumable
 from leaveout.cli.auto import is_of_the_choice
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, named, subject_of
@@ -24,6 +25,7 @@ from leaveout.reporting import Page, Show
 from leaveout.reporting import report as lo_report
 from leaveout.reporting.show import built_in, show_of
 from leaveout.run.paths import RunPaths
+from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.study import most_trusted, same_rows
 
@@ -61,7 +63,7 @@ def report(
     check_writable(target)
     methods, checks = _answers(chosen(recorded, paths, [method] if method else None), paths)
     curve = Curve.load(paths.cleanse) if paths.cleanse.exists() else None
-    labels = Labels.load(paths.labels) if paths.labels.exists() else None
+    labels = _labels(paths, recorded)
     inputs = [*(file for file in (paths.cleanse, paths.labels) if file.exists()), *paths.scored(), *paths.checked()]
     stamp = _stamp(inputs, (method, task, show))
     there = target.exists() and not again
@@ -72,9 +74,7 @@ def report(
     known = bool(task) or paths.config.exists()
     if not there:
         subject = subject_of(run, task) if known else None
-        shown = show_of(named(show, "--show")) if show else Show()
-        if not show and subject and subject.data:
-            shown = built_in(subject.data)
+        shown = _show(show, subject)
         with resumable("Nothing was written."):
             lo_report(
                 target,
@@ -82,7 +82,7 @@ def report(
                 methods,
                 list(checks.values()),
                 curve,
-                labels=labels if labels is None or labels.run_fingerprint == recorded.fingerprint else None,
+                labels=labels,
                 task=subject.task if subject else None,
                 query=subject.query if subject else None,
                 show=shown,
@@ -105,9 +105,21 @@ def report(
     if not known:
         console.print("Give --task package.module:function to see the examples themselves.", highlight=False)
     if scores.method not in checks and not scores.all_exact:
-        more = (f" --task {task}" if task else "") + (f" --results {results}" if results else "")
-        words = f"These scores are not verified: leaveout verify {run}{more} does that."
+        words = f"These scores are not verified: leaveout verify {run}{repeated(task, results)} does that."
         console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+
+def _show(name: str | None, subject: Subject | None) -> Show:
+    """Return how examples are shown: as the option says, else as suits built-in data, else by their type."""
+    if name:
+        return show_of(named(name, "--show"))
+    return built_in(subject.data) if subject and subject.data else Show()
+
+
+def _labels(paths: RunPaths, run: Run) -> Labels | None:
+    """Load the labels beside the run, unless they are of another run."""
+    labels = Labels.load(paths.labels) if paths.labels.exists() else None
+    return labels if labels is None or labels.run_fingerprint == run.fingerprint else None
 
 
 def _answers(files: list[Path], paths: RunPaths) -> tuple[list[Scores], dict[str, Check]]:

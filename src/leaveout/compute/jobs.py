@@ -53,17 +53,18 @@ def completed(
         what: a word for the progress bar.
     """
     files = _files(resources, keys)
-    missing = [place for place in range(len(items)) if not (files and _read(files[place]))]
+    stored = {place for place, file in enumerate(files) if _read(file)}
+    missing = [place for place in range(len(items)) if place not in stored]
     checkpoints = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
     todo = [(items[place], checkpoints[place]) for place in missing]
     # In this process, a shard shows its own progress bar, which includes the others.
     done = resources.map(function, todo, what) if resources.elsewhere else _in_turn(function, todo)
 
-    def kept(place: int) -> Shard:  # read again, so that not all are in memory; if it is gone, computed again
+    def reread(place: int) -> Shard:  # so that not all are in memory; a shard that is gone is computed again
         return _read(files[place]) or function((items[place], None))
 
     waiting: dict[int, Shard] = {}
-    undone, turn = set(missing), 0
+    turn = 0
     for number, shard in done:
         place = missing[number]
         if files:
@@ -71,11 +72,10 @@ def completed(
         if checkpoint := checkpoints[place]:
             checkpoint.unlink(missing_ok=True)
         waiting[place] = shard
-        while turn in waiting or (turn < len(items) and turn not in undone):
-            yield waiting.pop(turn) if turn in waiting else kept(turn)
+        while turn in waiting or turn in stored:
+            yield waiting.pop(turn) if turn in waiting else reread(turn)
             turn += 1
-    for place in range(turn, len(items)):
-        yield kept(place)
+    yield from map(reread, range(turn, len(items)))
 
 
 def _in_turn(function: Callable[[T], Shard], items: Sequence[T]) -> Iterator[tuple[int, Shard]]:

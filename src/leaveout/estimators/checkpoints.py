@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from leaveout.estimators.query import Query
 from leaveout.estimators.readout import Linear
 from leaveout.estimators.request import Request
 from leaveout.optim import IDLE, STILL, Hyper
+from leaveout.run.record import Record
 from leaveout.sweep import budget
 from leaveout.task.batches import Batch
 
@@ -48,34 +49,42 @@ def checkpoints(request: Request) -> Iterator[Checkpoint]:
     vector_bytes = budget.backward_bytes(trajectory)
     budget.check(request.resources, trajectory, vector_bytes, "one query vector")
     size = request.resources.part(2 * vector_bytes, len(request.query.ids))
-    rates: list[list[float]] = []
-    shares: list[list[float]] = []
-    hypers: list[Hyper] = []
-    last: int | None = None
-
-    def ended(params: Params, state: State) -> Checkpoint:
-        def mean(rows: list[list[float]]) -> dict[str, float]:
-            values = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
-            return {name: values[group] for name, group in trajectory.rule.groups.items()}
-
-        original = request.query
-        query = Query(original.task, params, original.dataset, single=original.single, resources=original.resources)
-        groups = trajectory.rule.groups.items()
-        adam = {key: {name: hypers[group][key] for name, group in groups} for key in ADAM if key in hypers[0]}
-        return Checkpoint(params, state, query, size, mean(rates), mean(shares), adam)
-
+    number, epoch = trajectory.run.record(0).epoch, _Epoch()
     for recorded in request.resources.track(trajectory.forward(), len(trajectory), "checkpoints"):
-        if last is not None and recorded.record.epoch != last:
-            yield ended(recorded.params, recorded.before)
-            rates, shares = [], []
-        now = recorded.record.hypers
-        last, hypers = (
-            recorded.record.epoch,
-            [before if hyper.get(STILL) else hyper for hyper, before in zip(now, hypers or now, strict=True)],
-        )
-        rates.append([0.0 if hyper.get(STILL) or hyper.get(IDLE) else hyper["lr"] for hyper in now])
-        shares.append([rate / len(recorded.record.ids) for rate in rates[-1]])
-    yield ended(trajectory.final_whole()[PARAM], trajectory.final())
+        if recorded.record.epoch != number:
+            yield _checkpoint(request, epoch, recorded.params, recorded.before, size)
+            number, epoch = recorded.record.epoch, _Epoch(epoch.hypers)
+        epoch.add(recorded.record)
+    yield _checkpoint(request, epoch, trajectory.final_whole()[PARAM], trajectory.final(), size)
+
+
+class _Epoch:
+    """The steps of an epoch so far: each group's learning rate and α/|Z| at each, and its last hyperparameters."""
+
+    def __init__(self, hypers: Sequence[Hyper] = ()) -> None:
+        self.hypers = list(hypers)
+        self.rates: list[list[float]] = []
+        self.shares: list[list[float]] = []
+
+    def add(self, record: Record) -> None:
+        """Add a step; a group that it skipped keeps its last hyperparameters."""
+        pairs = zip(record.hypers, self.hypers or record.hypers, strict=True)
+        self.hypers = [before if now.get(STILL) else now for now, before in pairs]
+        self.rates.append([0.0 if now.get(STILL) or now.get(IDLE) else now["lr"] for now in record.hypers])
+        self.shares.append([rate / len(record.ids) for rate in self.rates[-1]])
+
+
+def _checkpoint(request: Request, epoch: _Epoch, params: Params, state: State, size: int) -> Checkpoint:
+    groups, original = request.trajectory.rule.groups, request.query
+
+    def mean(rows: list[list[float]]) -> dict[str, float]:
+        values = torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
+        return {name: values[group] for name, group in groups.items()}
+
+    query = Query(original.task, params, original.dataset, single=original.single, resources=original.resources)
+    names = [key for key in ADAM if key in epoch.hypers[0]]
+    adam = {key: {name: epoch.hypers[group][key] for name, group in groups.items()} for key in names}
+    return Checkpoint(params, state, query, size, mean(epoch.rates), mean(epoch.shares), adam)
 
 
 def example_blocks(request: Request) -> Iterator[tuple[Int[Tensor, " block"], Batch]]:

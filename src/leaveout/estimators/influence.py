@@ -134,10 +134,10 @@ class _Minimum:
         right = self.layout.flatten(stack)
         if self.method.solver == "direct":
             chunk = self.request.resources.chunk(self.chunk, right.shape[1])
-            solved = direct(self._whole, right, chunk)
+            solved = direct(self._hessian, right, chunk)
         elif self.method.solver == "cg":
             tolerance = TOLERANCE.get(right.dtype, 1e-4)
-            solved = conjugate_gradients(self._whole, right, self.method.steps, tolerance)
+            solved = conjugate_gradients(self._hessian, right, self.method.steps, tolerance)
         else:
             solved = lissa(self._samples(self.method.seed), right, self.method.steps, self._scale(right))
         return self.layout.unflatten(solved)
@@ -157,14 +157,14 @@ class _Minimum:
     def gradients(self, left_out: LeftOut) -> Params:
         """Compute (1/n) Σ g(z) over each row's examples."""
         owner = torch.arange(len(left_out)).repeat_interleave(left_out.lengths)
-        total = each(lambda t: t.new_zeros((len(left_out), *t.shape)), self.task.own(self.params))
+        total = each(lambda t: t.new_zeros((len(left_out), *t.shape)), self.task.variables(self.params))
         for ids, rows in zip(left_out.examples.split(self.batch_size), owner.split(self.batch_size), strict=True):
             self.request.cost.gradients += 1
             stack = example_gradients(self.task, self.params, self.task.read(ids.tolist()))
             total = each(torch.add, total, gather_sums(stack, rows, len(left_out)))
         return each(lambda t: t / self.task.size, total)
 
-    def _whole(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+    def _hessian(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         """Apply H + λI over all training examples."""
         total = self.diagonal * rows
         for start in range(0, self.task.size, self.batch_size):

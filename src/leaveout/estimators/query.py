@@ -19,6 +19,7 @@ from leaveout.errors import InputError, LeaveoutError
 from leaveout.scores import MEAN
 from leaveout.task import batches
 from leaveout.task.batches import Batch
+from leaveout.task.footprint import activation_bytes
 from leaveout.task.rewrites.elementary import Quicker
 from leaveout.task.rewrites.folding import Folded
 from leaveout.task.rewrites.products import fast_products
@@ -70,7 +71,7 @@ class Query:
     @cached_property
     def _footprint(self) -> int:
         """What the forward pass of one query keeps for its backward pass, in bytes."""
-        return self.task.footprint(self.params, self.task.read([0], self.dataset))
+        return activation_bytes(self.task, self.params, self.task.read([0], self.dataset))
 
     @cached_property
     def output_width(self) -> int:
@@ -127,7 +128,7 @@ class Query:
         """The losses of all query examples, and the gradient of their mean."""
         losses, total = [], None
         for block in self.blocks():
-            part, values = grad(block_loss, has_aux=True)(self.task.own(self.params), self, block, self.size)
+            part, values = grad(block_loss, has_aux=True)(self.task.variables(self.params), self, block, self.size)
             losses.append(values.detach())
             total = part if total is None else each(torch.add, total, part)
         assert total is not None  # noqa: S101 - a query is never empty
@@ -159,7 +160,7 @@ class Query:
 
     def _losses_together(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
         """Compute the losses under many small models at a time."""
-        footprint = self.task.footprint(self.params, block)
+        footprint = activation_bytes(self.task, self.params, block)
         chunk = min(max(1, BLOCK_BYTES // max(1, footprint)), self.fits(8 * footprint, height(stack)))
         losses = self.task.over_models(self.task.measures, (0, None))
         with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken
@@ -176,10 +177,10 @@ class Query:
         return torch.stack(on_threads(twins(self.task), losses, range(height(stack))))
 
 
-def block_loss(own: Params, query: Query, block: Batch, size: int) -> tuple[Tensor, Tensor]:
+def block_loss(variables: Params, query: Query, block: Batch, size: int) -> tuple[Tensor, Tensor]:
     """Compute a block's part of the mean loss, and its examples' losses."""
     with query.task.unstopped():
-        losses = query.task.measures({**query.params, **own}, block)
+        losses = query.task.measures({**query.params, **variables}, block)
     return losses.sum() / size, losses
 
 

@@ -63,7 +63,7 @@ class Projected(Readout):
 
     def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
         """Compute scores from the displacements themselves."""
-        scores, bytes_each = Collected(self, query), 8 * nbytes({PARAM: query.task.own(query.params)})
+        scores, bytes_each = Collected(self, query), 8 * nbytes({PARAM: query.task.variables(query.params)})
         for start, stop in self.spans(query, query.fits(bytes_each, self.count(query))):
             scores.add(start, inner(moved, self.part(query, start, stop)))
         return scores.values
@@ -185,7 +185,7 @@ class Exact(Readout):
         """Compute the loss at the moved parameters, minus the loss at the recorded ones."""
         here = query.losses(each(lambda tensor: tensor.unsqueeze(0), query.params))
         whole = {name: tensor.expand(height(moved), *tensor.shape) for name, tensor in query.params.items()}
-        there = query.losses({**whole, **each(torch.add, moved, query.task.own(query.params))})
+        there = query.losses({**whole, **each(torch.add, moved, query.task.variables(query.params))})
         return query.reduce(there - here)
 
 
@@ -201,19 +201,19 @@ def readout_of(name: str) -> Readout:
     return READOUTS[name]
 
 
-def _gradient(query: Query, own: Params, one: Batch) -> Params:
-    return grad(block_loss, has_aux=True)(own, query, one, 1)[0]
+def _gradient(query: Query, variables: Params, one: Batch) -> Params:
+    return grad(block_loss, has_aux=True)(variables, query, one, 1)[0]
 
 
-def _outputs(query: Query, own: Params, one: Batch) -> Tensor:
+def _outputs(query: Query, variables: Params, one: Batch) -> Tensor:
     with query.task.unstopped():
-        return query.task.outputs({**query.params, **own}, one)[0][0].flatten()
+        return query.task.outputs({**query.params, **variables}, one)[0][0].flatten()
 
 
 def _some_outputs(query: Query, example: int, first: int, last: int) -> Params:
     """Compute the gradients of some outputs of one example, one row per output."""
     one = query.task.read([example], query.dataset)
-    outputs, pull = pullback(lambda own: _outputs(query, own, one), query.task.own(query.params))
+    outputs, pull = pullback(lambda variables: _outputs(query, variables, one), query.task.variables(query.params))
     basis = torch.eye(len(outputs), dtype=outputs.dtype, device=outputs.device)[first:last]
     return query.task.over(lambda row: pull(row)[0])(basis)
 
@@ -223,7 +223,7 @@ def _single(query: Query, ids: range, function: Any) -> Params:
     task = query.task
 
     def one(example: Batch) -> Params:
-        return function(task.own(query.params), batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))
+        return function(task.variables(query.params), batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))
 
     parts = [task.over(one)(block) for block in query.blocks(ids)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

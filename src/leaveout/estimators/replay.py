@@ -10,18 +10,14 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params, each
-from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, check_seed
 from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.question import Question
 from leaveout.estimators.request import Request
-from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget
-from leaveout.task.task import Task
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.replay import counterfactuals, moved_start
 from leaveout.trajectory.stack import steps_one_by_one
@@ -100,24 +96,18 @@ class Replay(Estimator):
         return request.rows(replays, bytes_each, "replaying", least=2 * bytes_each)
 
 
-def replayed(
-    scores: Scores,
-    rows: Sequence[int],
-    run: Run,
-    task: Task,
-    query: Dataset,
-    resources: Resources | None,
-    replay: Replay | None = None,
-) -> Scores:
-    """Replay some rows of scores, for the queries that were scored; ``replay`` says from which start."""
-    replay = replay or Replay()
-    scores.check_same_run(run)
+def replayed(scores: Scores, rows: Sequence[int], question: Question, replay: Replay | None = None) -> Scores:
+    """Replay some rows of scores; ``replay`` says from which start.
+
+    ``question`` has the run, the task, the query set and the resources; the queries are those that were scored.
+    """
+    scores.check_same_run(question.run)
     names = [scores.train_ids[row] for row in rows]
     if scores.groups is None:
-        ids = [int(name) for name in names]
-        truth = replay.score(run, task, query, queries=scores.queries, ids=ids, resources=resources)
+        question = replace(question, queries=scores.queries, ids=[int(name) for name in names])
     else:
         groups = {str(name): scores.groups[str(name)] for name in names}
-        truth = replay.score(run, task, query, queries=scores.queries, groups=groups, resources=resources)
+        question = replace(question, queries=scores.queries, groups=groups)
+    truth = (replay or Replay()).answer(question)
     scores.check_same_queries(truth)
     return truth

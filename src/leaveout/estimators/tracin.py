@@ -143,7 +143,7 @@ def _inner_products(request: Request, vectors: Params) -> dict[str, Tensor]:
     chunk = budget.chunk(request.resources, trajectory, height(vectors))
     for recorded in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
         row, position = request.left_out.pairs(recorded.record.ids)
-        moving = trajectory.rule.flowing(vectors, recorded.record.hypers)
+        moving = trajectory.rule.received(vectors, recorded.record.hypers)
         reads = weight_products(recorded.task, recorded.params, recorded.batch, moving, chunk)[1]
         add_rows(total, row, reads[:, position].T, alpha=len(recorded.record.ids))
         request.cost.gradients += 1

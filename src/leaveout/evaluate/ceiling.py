@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
 import torch
-from torch.utils.data import Dataset
 
 from leaveout._util.files import or_null
 from leaveout.compute.cost import Cost
-from leaveout.compute.resources import Resources
+from leaveout.estimators.question import Question
 from leaveout.estimators.replay import Replay
 from leaveout.evaluate.metrics.agreement import Interval, kendall, repeatability
 from leaveout.evaluate.smoothness import advice, listed
-from leaveout.run.reader import Run
 from leaveout.scores import Scores
-from leaveout.task.task import Task
 
 MOVE = "move "
 """The prefix of the columns with true changes from moved starts."""
@@ -171,15 +168,7 @@ class Ceiling:
 
 
 def ceiling_of(
-    table: pd.DataFrame,
-    scores: Scores,
-    seed: int,
-    jitter: float,
-    sizes: bool,
-    run: Run,
-    task: Task,
-    query: Dataset,
-    resources: Resources | None,
+    table: pd.DataFrame, scores: Scores, question: Question, seed: int, jitter: float, *, sizes: bool
 ) -> tuple[Ceiling, Cost]:
     """Return the ceiling from a check's table with its moves, and the cost of replaying groups if sizes are needed."""
     columns = ["truth", *(name for name in table if str(name).startswith(MOVE))]
@@ -189,31 +178,27 @@ def ceiling_of(
     groups: dict[int, float] = {}
     cost = Cost()
     if sizes and scores.groups is None and not all(part.value >= REPRODUCIBLE for part in repeat.values()):
-        groups, cost = group_sizes(seed, jitter, run, task, query, resources)
+        groups, cost = group_sizes(question, seed, jitter)
     ceiling = Ceiling(
         *(len(columns) - 1, jitter, repeat["extreme"], repeat["random"], agreement),
-        *(groups, scores.groups is None, advice(run, task)),
+        *(groups, scores.groups is None, advice(question.run, question.task)),
     )
     return ceiling, cost
 
 
-def group_sizes(
-    seed: int, jitter: float, run: Run, task: Task, query: Dataset, resources: Resources | None
-) -> tuple[dict[int, float], Cost]:
+def group_sizes(question: Question, seed: int, jitter: float) -> tuple[dict[int, float], Cost]:
     """Compute tau between the recorded and a moved start for random groups of 4, 16, 64, ... examples, up to a quarter.
 
     Stops at the first size whose effects are reproducible.
     """
     order, taus, cost = torch.Generator().manual_seed(seed), {}, Cost()
-    size = FACTOR
-    while size <= task.size // 4:
-        groups = [torch.randperm(task.size, generator=order)[:size].tolist() for _ in range(GROUPS)]
-        truths = []
-        for replay in (Replay(), Replay(move=seed + 1, jitter=jitter)):
-            truth = replay.score(run, task, query, groups=groups, resources=resources)
-            truths.append(truth.mean())
-            cost = cost + truth.cost
-        taus[size] = kendall(*truths)
+    size, examples = FACTOR, question.task.size
+    while size <= examples // 4:
+        groups = [torch.randperm(examples, generator=order)[:size].tolist() for _ in range(GROUPS)]
+        asked = replace(question, groups=groups)
+        recorded, moved = (replay.answer(asked) for replay in (Replay(), Replay(move=seed + 1, jitter=jitter)))
+        cost = cost + recorded.cost + moved.cost
+        taus[size] = kendall(recorded.mean(), moved.mean())
         if taus[size] >= REPRODUCIBLE:
             break
         size *= FACTOR

@@ -15,6 +15,7 @@ from leaveout._util import notebook
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutError, check_seed
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn, score
+from leaveout.estimators.question import Question
 from leaveout.estimators.replay import replayed
 from leaveout.evaluate.metrics.agreement import compare, kendall
 from leaveout.evaluate.plan import replay_seconds
@@ -142,7 +143,8 @@ def choose(
     extreme, random = sample(estimates, min(count, rows), seed)
     samples = {"extreme": extreme, "random": random}
     picked = extreme + random
-    truth = replayed(next(iter(scored.values())), picked, run, task, query, resources)
+    question = Question(run, task, query, resources=resources or Resources())
+    truth = replayed(next(iter(scored.values())), picked, question)
     exact = truth.mean().double().cpu()
     taus = {name: _tau(one[picked], exact) for name, one in zip(scored, estimates, strict=True)}
     best = max(taus, key=lambda name: taus[name])

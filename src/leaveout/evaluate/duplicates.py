@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from leaveout._util.hashing import mixed, row_hashes
+from leaveout._util.tensor_bytes import tensor_bytes
 from leaveout._util.trees import Params
 from leaveout.compute.resources import Resources
 from leaveout.task import batches
@@ -60,7 +61,6 @@ def input_hashes(batch: Batch, targets: Any) -> np.ndarray | None:
             return None
         if leaf.numel() == targets.numel() and bool((leaf.flatten() == targets.flatten()).all()):
             continue
-        rows = leaf.detach().cpu().reshape(len(leaf), -1).contiguous()
-        if rows.numel():
-            total = mixed(total + row_hashes(rows.view(torch.uint8).numpy()) + np.uint64(place))
+        if leaf.numel():
+            total = mixed(total + row_hashes(tensor_bytes(leaf).reshape(len(leaf), -1)) + np.uint64(place))
     return total

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import State
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, check_seed
+from leaveout.errors import InputError
 from leaveout.estimators import Estimator, Replay
+from leaveout.evaluate.selection import others
 from leaveout.run.model_match import constants_of
 from leaveout.run.reader import Run
 from leaveout.run.record import Record
@@ -91,7 +91,8 @@ def rounding(
     if sample < 1:
         raise InputError(f"sample={sample} leaves nothing to compare: give at least 1.", code="sample-empty")
     scores.check_same_run(run)
-    rows = _chosen(scores, sample, seed)
+    extreme = scores.extreme((sample + 1) // 2)
+    rows = extreme + others(extreme, len(scores.train_ids), sample - len(extreme), seed)
     ids = [int(scores.train_ids[row]) for row in rows]
     double = task.doubled()
     if isinstance(estimator, Replay):
@@ -123,13 +124,6 @@ def rounding(
         scores.method,
         exact.cost,
     )
-
-
-def _chosen(scores: Scores, sample: int, seed: int) -> list[int]:
-    extreme = scores.extreme((sample + 1) // 2)
-    rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
-    order = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed))).tolist()
-    return extreme + [rest[i] for i in order[: sample - len(extreme)]]
 
 
 class Doubled(Run):

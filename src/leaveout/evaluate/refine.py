@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
+from leaveout.estimators.question import Question
 from leaveout.estimators.replay import replayed
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
@@ -40,7 +41,7 @@ def refine(
     rows = [row for row in scores.extreme(top) if not exact[row]]
     if not rows:
         return scores
-    truth = replayed(scores, rows, run, task, query, resources)
+    truth = replayed(scores, rows, Question(run, task, query, resources=resources or Resources()))
     values = scores.values.clone()
     values[rows] = truth.values.to(values)
     exact[rows] = True

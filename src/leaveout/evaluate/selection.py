@@ -1,10 +1,14 @@
-"""Which of several methods ranks like the truth, and how optimistic its tau is after choosing it on that truth."""
+"""Which rows are replayed, and how optimistic a method's tau is if it was chosen on the same replays."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from leaveout.errors import check_seed
 
 RESAMPLES = 200
 
@@ -19,9 +23,18 @@ def sample(scores: Float[Tensor, "methods rows"], count: int, seed: int) -> tupl
     half = count // 2
     low = half // 2
     extreme = order[:low] + order[len(order) - (half - low) :]
-    rest = sorted(set(range(len(order))) - set(extreme))
-    drawn = torch.randperm(len(rest), generator=torch.Generator().manual_seed(seed))[: count - half]
-    return sorted(extreme), sorted(rest[i] for i in drawn.tolist())
+    return sorted(extreme), sorted(others(extreme, len(order), count - half, seed))
+
+
+def others(extreme: Sequence[int], rows: int, count: int, seed: int) -> list[int]:
+    """Draw at random ``count`` of the rows that are not among the extreme ones.
+
+    >>> sorted(others([0, 4], 5, 3, seed=0))
+    [1, 2, 3]
+    """
+    rest = sorted(set(range(rows)) - set(extreme))
+    drawn = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed)))[:count]
+    return [rest[place] for place in drawn.tolist()]
 
 
 def optimism(

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from torch.utils.data import Dataset
 
 from leaveout._util import notebook
@@ -18,10 +17,12 @@ from leaveout._util.equality import Comparable
 from leaveout._util.files import free, or_null, read_json, save_csv, save_json
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, RunError, check_seed, is_whole, kind_of
+from leaveout.errors import InputError, RunError, is_whole, kind_of
+from leaveout.estimators.question import Question
 from leaveout.estimators.replay import JITTER, Replay, replayed
 from leaveout.evaluate.ceiling import MOVE, Ceiling, ceiling_of
 from leaveout.evaluate.metrics import Agreement, Interval, compare
+from leaveout.evaluate.selection import others
 from leaveout.evaluate.verdict import Verdict
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
@@ -270,12 +271,12 @@ def verify(
     if moves is not None and not is_whole(moves, 0):
         raise InputError(f"moves={moves!r} must be a whole number, 0 or more, or None.", code="moves-not-a-count")
     extreme, random = chosen(scores, min(replays, len(scores.train_ids)), seed)
-    rows, asked = extreme + random, (run, task, query, resources)
-    own = scores.mean()[rows].double().cpu().numpy()
+    rows, question = extreme + random, Question(run, task, query, resources=resources or Resources())
+    estimates = scores.mean()[rows].double().cpu().numpy()
     exact = scores.all_exact and scores.run_fingerprint == run.fingerprint and moves != 0
-    truth, spent = (own, Cost()) if exact else _true(scores, rows, *asked)
+    truth, spent = (estimates, Cost()) if exact else _true(scores, rows, question)
     table = pd.DataFrame(
-        {"score": own, "truth": truth, "sample": ["extreme"] * len(extreme) + ["random"] * len(random)},
+        {"score": estimates, "truth": truth, "sample": ["extreme"] * len(extreme) + ["random"] * len(random)},
         index=pd.Index([scores.train_ids[row] for row in rows], name="train"),
     )
     samples = dict(iter(table.groupby("sample")))
@@ -291,23 +292,17 @@ def verify(
         return check
     for number in range(1, moves + 1):
         moved = Replay(move=seed + number, jitter=jitter)
-        table[f"{MOVE}{number}"], cost = _true(scores, rows, *asked, moved)
+        table[f"{MOVE}{number}"], cost = _true(scores, rows, question, moved)
         spent = spent + cost
-    ceiling, cost = ceiling_of(table, scores, seed, jitter, groups, *asked)
+    ceiling, cost = ceiling_of(table, scores, question, seed, jitter, sizes=groups)
     return replace(check, cost=spent + cost, ceiling=ceiling)
 
 
 def _true(
-    scores: Scores,
-    rows: Sequence[int],
-    run: Run,
-    task: Task,
-    query: Dataset,
-    resources: Resources | None,
-    replay: Replay | None = None,
+    scores: Scores, rows: Sequence[int], question: Question, replay: Replay | None = None
 ) -> tuple[np.ndarray, Cost]:
     """Return the true change of the mean query loss without each row, from the start that is replayed, and the cost."""
-    truth = replayed(scores, rows, run, task, query, resources, replay)
+    truth = replayed(scores, rows, question, replay)
     return truth.mean().double().cpu().numpy(), truth.cost
 
 
@@ -315,9 +310,7 @@ def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int
     """Choose the rows to replay: half the most extreme, half from each tail, and a random sample of the rest."""
     half = max(MINIMUM, replays // 2)
     extreme = scores.extreme(half)
-    rest = sorted(set(range(len(scores.train_ids))) - set(extreme))
-    picked = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed)))[: replays - half]
-    return extreme, [rest[i] for i in picked.tolist()]
+    return extreme, others(extreme, len(scores.train_ids), replays - half, seed)
 
 
 def _float(value: float | None) -> float:

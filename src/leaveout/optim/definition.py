@@ -96,8 +96,8 @@ class Definition:
         """Compute O(s, g) with torch's fused kernel, bit for bit as torch's own step; None if it is not known."""
         return None
 
-    def again(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
-        """Compute O(s, g) with the kernel that took the step."""
+    def repeat(self, slots: Slots, gradient: Tensor, hyper: Values) -> Slots:
+        """Compute O(s, g) with the kernel that took the recorded step."""
         new = self.fused(slots, gradient, hyper) if hyper.get(FUSED) else None
         return self.step(slots, gradient, hyper) if new is None else new
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from operator import is_
 from typing import Any, NamedTuple
@@ -80,34 +81,37 @@ class HyperReader:
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, params: Mapping[str, Tensor]) -> None:
         self._optimizer, self._rule, self._params = unwrapped(optimizer), rule, params
-        self._members: dict[int, list[Tensor]] = {}
+        self._trained: defaultdict[int, list[Tensor]] = defaultdict(list)  # those of each group
         for name, number in rule.groups.items():
-            self._members.setdefault(number, []).append(params[name])
-        self._read: dict[int, tuple[list[Any], Hyper]] = {}
+            self._trained[number].append(params[name])
+        self._read: dict[int, tuple[list[Any], Hyper]] = {}  # a group's values, and its settings made of these
 
     def next(self, *, gradients: bool = False) -> Settings:
         """Return the hyperparameters as the next step will use them.
 
         With ``gradients``, these exist already, and the counters of a parameter without one do not matter.
         """
-        definition, held = self._rule.definition, self._optimizer.state
-        counters, counted = definition.counters, definition.counted
+        state, counted = self._optimizer.state, self._rule.definition.counted
         rows: list[Hyper] = []
         for number, group in enumerate(self._optimizer.param_groups):
-            own = self._members.get(number, [])
-            counts = {counted(group, held.get(p, NOTHING)) for p in own if not gradients or p.grad is not None}
+            moving = (p for p in self._trained[number] if not gradients or p.grad is not None)
+            counts = {counted(group, state.get(param, NOTHING)) for param in moving}
             if len(counts) != 1:  # unlike most training runs
                 return self._uneven(gradients=gradients)
-            row = dict(self._settings(number, group, own))
-            row.update(zip(counters, counts.pop(), strict=True))
-            rows.append(row)
+            rows.append(self._row(number, group, counts.pop()))
         return Settings(rows)
 
-    def _settings(self, number: int, group: Group, params: list[Tensor]) -> Hyper:
+    def _row(self, number: int, group: Group, counts: tuple[float, ...]) -> Hyper:
+        """Return a group's hyperparameters with these values of the counters."""
+        row = dict(self._settings(number, group))
+        row.update(zip(self._rule.definition.counters, counts, strict=True))
+        return row
+
+    def _settings(self, number: int, group: Group) -> Hyper:
         values, settings = self._read.get(number, ([], {}))
         if len(values) == len(group) and all(map(is_, values, group.values())):
             return settings
-        settings = _group_hypers(self._optimizer, self._rule, number, params)
+        settings = _group_hypers(self._rule, number, group, self._trained[number])
         if all(_is_constant(value) for name, value in group.items() if name != "params"):
             self._read[number] = list(group.values()), settings
         else:
@@ -116,30 +120,31 @@ class HyperReader:
 
     def _uneven(self, *, gradients: bool) -> Settings:
         """Return a row for each group, and further rows for parameters with counts of their own."""
-        definition, held, given = self._rule.definition, self._optimizer.state, self._optimizer.param_groups
-        settings = [self._settings(number, group, self._members.get(number, [])) for number, group in enumerate(given)]
-        rows: list[Hyper] = [{} for _ in settings]
-        places: dict[tuple[int, tuple[float, ...]], int] = {}
-        used: list[int] = []
+        groups, state, counted = self._optimizer.param_groups, self._optimizer.state, self._rule.definition.counted
+        further: list[Hyper] = []
+        numbers: dict[tuple[int, tuple[float, ...]], int] = {}  # the row for each group and counts of its parameters
+        first: dict[int, Hyper] = {}  # each group's own row, with the counts of its first parameter that moves
+        places: list[int] = []
         for name, number in self._rule.groups.items():
-            param, place = self._params[name], number
-            if not gradients or param.grad is not None:
-                counted = definition.counted(given[number], held.get(param, {}))
-                known = places.get((number, counted))
-                if known is None:
-                    row = {**settings[number], **dict(zip(definition.counters, counted, strict=True))}
-                    if rows[number]:
-                        known = len(rows)
-                        rows.append(row)
-                    else:
-                        known, rows[number] = number, row
-                    places[number, counted] = known
-                place = known
-            used.append(place)
-        for number, group in enumerate(given):  # groups in which no parameter moves
-            fresh = dict(zip(definition.counters, definition.counted(group, {}), strict=True))
-            rows[number] = rows[number] or {**settings[number], **fresh}
-        return Settings(rows, tuple(used) if len(rows) > len(settings) else None)
+            param = self._params[name]
+            if gradients and param.grad is None:
+                places.append(number)
+                continue
+            counts = counted(groups[number], state.get(param, NOTHING))
+            if (number, counts) not in numbers:
+                row = self._row(number, groups[number], counts)
+                if number in first:
+                    numbers[number, counts] = len(groups) + len(further)
+                    further.append(row)
+                else:
+                    numbers[number, counts] = number
+                    first[number] = row
+            places.append(numbers[number, counts])
+        for number, group in enumerate(groups):
+            if number not in first:  # no parameter of this group moves
+                first[number] = self._row(number, group, counted(group, NOTHING))
+        rows = [first[number] for number in range(len(groups))]
+        return Settings(rows + further, tuple(places) if further else None)
 
 
 def _is_constant(value: Any) -> bool:
@@ -192,8 +197,8 @@ def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[st
                 f"parameter group {number} holds {len(strangers)} tensors that are not parameters of the model (the "
                 f"first has shape {strangers[0]}); build the optimizer from this model's own parameters"
             )
-        own = [param for param in group["params"] if id(param) in names and param.requires_grad]
-        groups |= {names[id(param)]: number for param in own}
+        trained = [param for param in group["params"] if id(param) in names and param.requires_grad]
+        groups |= {names[id(param)]: number for param in trained}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in groups]
     if missing and groups:
         problems.append(
@@ -203,29 +208,28 @@ def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[st
     return {name: groups[name] for name, _ in model.named_parameters() if name in groups}, problems
 
 
-def _group_hypers(optimizer: torch.optim.Optimizer, rule: Rule, number: int, params: list[Tensor]) -> Hyper:
-    definition, group = rule.definition, optimizer.param_groups[number]
-    given = definition.settings(group, params)
-    extras = _extras(definition, group, given)
-    turned = [setting for slot, setting in definition.optional if group[setting] and slot not in rule.slots]
-    turned += [name for name in extras if name not in rule.extras]
-    if turned:
-        changed = (
-            f"made {turned[0].removesuffix(TYPE)} a tensor" if turned[0].endswith(TYPE) else f"turned {turned[0]} on"
-        )
+def _group_hypers(rule: Rule, number: int, group: Group, params: list[Tensor]) -> Hyper:
+    """Return a group's hyperparameters except the counters; refuse a setting that was not on from the start."""
+    definition = rule.definition
+    settings = definition.settings(group, params)
+    extras = _extras(definition, group, settings)
+    new = [setting for slot, setting in definition.optional if group[setting] and slot not in rule.slots]
+    new += [name for name in extras if name not in rule.extras]
+    if new:
+        change = f"made {new[0].removesuffix(TYPE)} a tensor" if new[0].endswith(TYPE) else f"turned {new[0]} on"
         raise UnsupportedError(
-            f"Parameter group {number} {changed} while training: start with it so.", code="optimizer-changed"
+            f"Parameter group {number} {change} while training: start with it so.", code="optimizer-changed"
         )
-    own = {name: float(value) for name, value in given.items()}
-    return {**own, **{name: extras.get(name, 0.0) for name in rule.extras}} if rule.extras else own
+    hyper = {name: float(value) for name, value in settings.items()}
+    return hyper | {name: extras.get(name, 0.0) for name in rule.extras}
 
 
-def _extras(definition: Definition, group: Group, given: Mapping[str, Any]) -> Hyper:
+def _extras(definition: Definition, group: Group, settings: Mapping[str, Any]) -> Hyper:
     """Return the extra columns that a group needs: options that are on, dtypes of hyperparameters that are tensors."""
     extras = {name: 1.0 for name in definition.options if group.get(name)}
     if group.get("fused"):  # its kernel takes the values and computes in its own precision
         return {**extras, FUSED: 1.0} if has_kernel(definition) else extras
-    for name, value in given.items():
+    for name, value in settings.items():
         if isinstance(value, Tensor) and value.dtype in DTYPES[1:]:
             extras[f"{name}{TYPE}"] = float(DTYPES.index(value.dtype))
     if group.get("capturable"):  # then the counters are not turned into numbers before they are used

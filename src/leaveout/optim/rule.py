@@ -75,7 +75,7 @@ class Rule:
         """Return the shape of a slot for a parameter of this shape."""
         return tuple(shape) if slot == AVERAGE else self.definition.shape(slot, shape)
 
-    def moved(self, function: Step, slots: Slots, gradient: torch.Tensor, hyper: Values) -> Slots:
+    def step_parameter(self, function: Step, slots: Slots, gradient: torch.Tensor, hyper: Values) -> Slots:
         """Return one parameter's slots after the optimizer's ``function`` and the averaging."""
         own = {slot: slots[slot] for slot in self.own_slots}
         new = own if hyper.get(STILL) else function(own, gradient, hyper)
@@ -98,7 +98,7 @@ class Rule:
         divisions = [None if hyper.get(STILL) else self.definition.division(values(hyper)) for hyper in hypers]
         return [one and Division(*one[:2], *(float(number) for number in one[2:])) for one in divisions]
 
-    def following(self, clip: Clip | None, assigned: Sequence[str]) -> Rule:
+    def extended(self, clip: Clip | None, assigned: Sequence[str]) -> Rule:
         """Return the same rule with clipping before the step and buffers that the step assigns."""
         return replace(self, clip=clip, assigned=tuple(assigned))
 
@@ -108,11 +108,11 @@ class Rule:
 
     def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """Compute O(s, g): the state of one model after one step."""
-        return self._each(self.definition.step, state, self.clipped(self.flowing(gradient, hypers)), hypers)
+        return self._each(self.definition.step, state, self.clipped(self.received(gradient, hypers)), hypers)
 
-    def again(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
-        """Compute O(s, g) with the kernels that took the step, if these are known to round differently."""
-        return self._each(self.definition.again, state, self.clipped(self.flowing(gradient, hypers)), hypers)
+    def repeat(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
+        """Compute O(s, g) bit for bit as it was recorded: with fused kernels if the step was taken with them."""
+        return self._each(self.definition.repeat, state, self.clipped(self.received(gradient, hypers)), hypers)
 
     def steps(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """Compute O(s, g) for a stack of models."""
@@ -144,7 +144,7 @@ class Rule:
         if self.clip is not None or self.definition.stacking != "elementwise":
             return self.steps(state, gradient, hypers)
         used = {memory(tensor) for params in state.values() for tensor in params.values()}
-        gradient = self.flowing(gradient, hypers)
+        gradient = self.received(gradient, hypers)
         for name, group in self.groups.items():
             if hypers[group].get(STILL):
                 continue
@@ -190,12 +190,12 @@ class Rule:
         state, gradient = pull(vector)
         return state, gradient
 
-    def rested(self, vector: State, hypers: Sequence[Hyper]) -> State:
-        """Return a displacement of the state after a step that moves nothing except the average."""
+    def push_average(self, vector: State, hypers: Sequence[Hyper]) -> State:
+        """Push a displacement of the state through a step that moves nothing except the average."""
         own = {n: shares(hypers[self.groups.get(n, 0)], buffers=n not in self.groups) for n in vector[AVERAGE]}
         return {**vector, AVERAGE: {n: mixed(t, vector[PARAM][n], own[n]) for n, t in vector[AVERAGE].items()}}
 
-    def at_rest(self, vector: State, hypers: Sequence[Hyper]) -> State:
+    def pull_average(self, vector: State, hypers: Sequence[Hyper]) -> State:
         """Pull a cotangent of the state back through a step that moves nothing except the average."""
         new = {slot: dict(params) for slot, params in vector.items()}
         for name in vector[AVERAGE]:
@@ -229,12 +229,12 @@ class Rule:
         used = [values(hyper) for hyper in hypers]
         for name, group in self.groups.items():
             slots = {slot: state[slot][name] for slot in self.slots}
-            for slot, tensor in self.moved(function, slots, gradient[name], used[group]).items():
+            for slot, tensor in self.step_parameter(function, slots, gradient[name], used[group]).items():
                 new[slot][name] = tensor
         self._assign(new, state, gradient, hypers)
         return new
 
-    def flowing(self, gradient: Params, hypers: Sequence[Hyper]) -> Params:
+    def received(self, gradient: Params, hypers: Sequence[Hyper]) -> Params:
         """Return the gradient as the optimizer received it: zero for parameters that had none."""
         stopped = [group for group, hyper in enumerate(hypers) if hyper.get(STILL) or hyper.get(IDLE)]
         if not stopped:
@@ -250,10 +250,10 @@ class Rule:
 
     def _stacked(self, function: Step, hypers: Sequence[Hyper]) -> Callable[[State, Params], State]:
         def alone(state: State, gradient: Params) -> State:
-            return self._each(function, state, self.clipped(self.flowing(gradient, hypers)), hypers)
+            return self._each(function, state, self.clipped(self.received(gradient, hypers)), hypers)
 
         def whole(state: State, gradient: Params) -> State:
-            gradient = self.flowing(gradient, hypers)
+            gradient = self.received(gradient, hypers)
             clipped = gradient if self.clip is None or not height(gradient) else vmap(self.clipped)(gradient)
             return self._each(function, state, clipped, hypers)
 
@@ -263,7 +263,7 @@ class Rule:
         return self._by_parameter(vector, hypers, lambda _, slots, hyper: self.definition.transposed(slots, hyper))
 
     def _pulled(self, at: tuple[State, Params], vector: State, hypers: Sequence[Hyper]) -> tuple[State, Params] | None:
-        before, gradient = at[0], self.flowing(at[1], hypers)
+        before, gradient = at[0], self.received(at[1], hypers)
 
         def pull(name: str, slots: Slots, hyper: Values) -> tuple[Slots, torch.Tensor] | None:
             return self.definition.pulled({s: before[s][name] for s in self.own_slots}, gradient[name], slots, hyper)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from leaveout._util.files import has_writer
+from leaveout._util.lock import has_writer
 from leaveout.errors import RunError
 from leaveout.run.manifest import read_manifest
 from leaveout.run.reader import Run

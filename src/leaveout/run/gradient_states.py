@@ -112,7 +112,7 @@ def gives_state(rule: Rule, before: State, given: StepGradients, hypers: list[Hy
 def next_state(rule: Rule, state: State, given: Params, hypers: list[Hyper]) -> State:
     """Compute O(s, g): the state after a step, from what it was given."""
     buffers = tuple(name for name in given if name not in rule.groups)
-    return rule.following(None, buffers).again(state, given, hypers)
+    return rule.extended(None, buffers).repeat(state, given, hypers)
 
 
 class StorageChoice:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from zlib_ng import zlib_ng
 
+from leaveout._util.tensor_bytes import tensor_bytes
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.task import batches
 from leaveout.task.batches import Batch
@@ -77,10 +78,9 @@ def packed(batch: Batch, start: str) -> dict[str, Tensor]:
     """Return the tensors of a batch as they are written."""
     written: dict[str, Tensor] = {}
     for place, leaf in enumerate(batches.leaves(batch)):
-        data = leaf.detach().cpu().contiguous()
-        raw = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else np.zeros(0, np.uint8)
-        written[f"{start}{place}"] = torch.frombuffer(bytearray(zlib_ng.compress(raw.tobytes(), 2)), dtype=torch.uint8)
-        written[f"{start}{place}/shape"] = torch.tensor([DTYPES.index(data.dtype), *data.shape])
+        content = zlib_ng.compress(tensor_bytes(leaf).tobytes(), 2)
+        written[f"{start}{place}"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        written[f"{start}{place}/shape"] = torch.tensor([DTYPES.index(leaf.dtype), *leaf.shape])
     return written
 
 

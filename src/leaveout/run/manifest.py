@@ -118,33 +118,46 @@ def cut_short(path: Path) -> bool:
 
 def _manifest(raw: dict[str, Any]) -> Manifest:
     """Build the manifest, checking the type of every part: it may come from an untrusted source."""
-    given = raw["rule"]
-    rule = Rule(given["kind"], dict(given["groups"]), tuple(given["slots"]), tuple(given.get("extras", ())))
-    shards = tuple(Shard(**shard) for shard in raw["shards"])
-    modes = tuple(tuple(names) for names in raw.get("modes", ()))
-    manifest = Manifest(**{**raw, "rule": rule, "shards": shards, "modes": modes})
-    counts = [*rule.groups.values(), *manifest.constants.values(), manifest.initial_crc32]
-    counts += [count for count in (manifest.train_size, manifest.config_crc32) if count is not None]
-    counts += [number for part in (*map(astuple, shards), *manifest.shapes.values()) for number in part]
-    counts += [number for shape in manifest.buffers.values() for number in shape]
-    if not set(manifest.averaged) <= set(manifest.buffers):
-        raise ValueError("averages of buffers that do not move")
-    if not all(isinstance(name, str) for names in modes for name in names):
-        raise ValueError("a module's name that is not a string")
-    if not rule.groups or not set(rule.groups) == set(manifest.shapes) == set(manifest.dtypes):
-        raise ValueError("groups, shapes and dtypes name different parameters")
-    if any(type(count) is not int or count < 0 for count in counts) or any(shard.steps < 1 for shard in shards):
-        raise ValueError("a count that is not a whole number, or negative")
-    if max(*counts, manifest.steps) >= 2**63:
-        raise ValueError("a count beyond all bounds")
-    if not all(isinstance(dtype, str) for dtype in manifest.dtypes.values()):
-        raise ValueError("a type's name that is not a string")
+    rule = raw["rule"]
+    manifest = Manifest(
+        **{
+            **raw,
+            "rule": Rule(rule["kind"], dict(rule["groups"]), tuple(rule["slots"]), tuple(rule.get("extras", ()))),
+            "shards": tuple(Shard(**shard) for shard in raw["shards"]),
+            "modes": tuple(tuple(names) for names in raw.get("modes", ())),
+        }
+    )
+    _check_names(manifest)
+    _check_counts(manifest)
     if manifest.autocast not in (None, "bfloat16", "float16"):
         raise ValueError(f"autocast is {manifest.autocast!r}")
     for name in ("finished", "uneven"):
         if type(getattr(manifest, name)) is not bool:
             raise ValueError(f"{name} is {getattr(manifest, name)!r}")
     return manifest
+
+
+def _check_names(manifest: Manifest) -> None:
+    groups = manifest.rule.groups
+    if not groups or not set(groups) == set(manifest.shapes) == set(manifest.dtypes):
+        raise ValueError("groups, shapes and dtypes name different parameters")
+    if not set(manifest.averaged) <= set(manifest.buffers):
+        raise ValueError("averages of buffers that do not move")
+    if not all(isinstance(name, str) for names in manifest.modes for name in names):
+        raise ValueError("a module's name that is not a string")
+    if not all(isinstance(dtype, str) for dtype in manifest.dtypes.values()):
+        raise ValueError("a type's name that is not a string")
+
+
+def _check_counts(manifest: Manifest) -> None:
+    counts = [*manifest.rule.groups.values(), *manifest.constants.values(), manifest.initial_crc32]
+    counts += [count for count in (manifest.train_size, manifest.config_crc32) if count is not None]
+    parts = (*map(astuple, manifest.shards), *manifest.shapes.values(), *manifest.buffers.values())
+    counts += [number for part in parts for number in part]
+    if any(type(count) is not int or count < 0 for count in counts) or any(part.steps < 1 for part in manifest.shards):
+        raise ValueError("a count that is not a whole number, or negative")
+    if max(*counts, manifest.steps) >= 2**63:
+        raise ValueError("a count beyond all bounds")
 
 
 def check_config(path: Path) -> None:

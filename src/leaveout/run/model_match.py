@@ -79,18 +79,18 @@ def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) ->
     Usually the model is freshly built, or holds the run's first or last weights. So weights count as trained only if
     they are one of the run's states, or closer to its last state than half the distance from its first state to it.
     """
-    own = {name: tensor.detach().cpu() for name, tensor in model.items()}
-    ends = [{name: tensor.cpu() for name, tensor in scored.items()}]
-    ends += [run.state(index)[PARAM] for index in (run.on_disk[-1], 0)]
-    if any(distance(own, end) <= 1e-6 * norm(end) for end in ends):
+    weights = {name: tensor.detach().cpu() for name, tensor in model.items()}
+    last, first = (run.state(index)[PARAM] for index in (run.on_disk[-1], 0))
+    expected = {name: tensor.cpu() for name, tensor in scored.items()}
+    if any(_are_near(weights, end) for end in (expected, last, first)):
         return
-    share = distance(own, ends[1]) / max(distance(ends[2], ends[1]), 1e-300)
+    share = distance(weights, last) / max(distance(first, last), 1e-300)
     if not share < 1:
         return
-    same = [index for index in run.on_disk if _equal(own, run.state(index)[PARAM])]
+    same = [index for index in run.on_disk if _equal(weights, run.state(index)[PARAM])]
     if not same and share >= NEAR:
         return
-    if AVERAGE in run.manifest.rule.slots and distance(own, run.state(run.on_disk[-1])[AVERAGE]) <= 1e-6 * norm(own):
+    if AVERAGE in run.manifest.rule.slots and _are_near(run.state(run.on_disk[-1])[AVERAGE], weights):
         warnings.warn(
             "The task's model holds the average of the run's weights, and the run's last weights are scored: score "
             "at='average' for it, or put the run's last weights into the model.",
@@ -114,6 +114,11 @@ def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) ->
         LeaveoutWarning,
         stacklevel=4,
     )
+
+
+def _are_near(weights: Params, end: Params) -> bool:
+    """Say whether two vectors are the same up to rounding, relative to the second."""
+    return distance(weights, end) <= 1e-6 * norm(end)
 
 
 def _equal(left: Params, right: Params) -> bool:

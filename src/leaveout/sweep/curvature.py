@@ -39,8 +39,9 @@ from leaveout.task.training_batch import Window, has_shared_draws, size_of, take
 class Curvature:
     """The batch gradient at one state, and its derivative, or a stand-in for it, applied to stacks of vectors.
 
-    ``kind`` is the linear map of the curvature. ``chunk`` says how many vectors, ``examples`` how many examples' own
-    gradients are worked on at a time; ``threads``, where vectors are worked on one by one, how many at a time.
+    ``kind`` is the linear map of the curvature. ``chunk`` is the number of vectors that go through a product at a time,
+    ``examples`` the number of per-example gradients; with ``threads``, so many vectors go through products of their
+    own at a time.
     """
 
     kind: CurvatureMap = HESSIAN
@@ -70,17 +71,17 @@ class Curvature:
         return "gradient" in self.__dict__
 
     @property
-    def _whole(self) -> tuple[Task, Params, Batch]:
+    def _of_batch(self) -> tuple[Task, Params, Batch]:
         """The task, the parameters and the batch for derivatives of the batch."""
         return self.task, self.params, self.batch
 
-    def _single(self, examples: Batch) -> tuple[Task, Params, Batch]:
+    def _of_examples(self, examples: Batch) -> tuple[Task, Params, Batch]:
         """Return the task, the parameters and the batch for derivatives of single examples."""
         return self.task, self.params, examples
 
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Compute C(Z)·a and ⟨a, g_z⟩/|Z| for every vector a."""
-        self.gradient, curved, reads = batch_products(*self._whole, vectors, self.chunk, self.kind)
+        self.gradient, curved, reads = batch_products(*self._of_batch, vectors, self.chunk, self.kind)
         return curved, reads
 
     def reads(self, vectors: Params) -> Float[Tensor, "vectors batch"]:
@@ -95,21 +96,21 @@ class Curvature:
     ) -> Params:
         """Compute C(Z; w)·a + (1/|Z|) Σ ẇ_z g(z) for every vector a, with its own weights w and their change ẇ."""
         stacks = (vectors, weights, added)
-        self.gradient, changes = weighted_changes(*self._whole, stacks, self.chunk, self.kind)
+        self.gradient, changes = weighted_changes(*self._of_batch, stacks, self.chunk, self.kind)
         return changes
 
-    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
+    def example_products(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
         """Compute g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
-        return example_products(*self._single(examples), vectors, self.chunk, self.kind)
+        return example_products(*self._of_examples(examples), vectors, self.chunk, self.kind)
 
-    def gradients(self, examples: Batch) -> Params:
+    def example_gradients(self, examples: Batch) -> Params:
         """Compute g(z) for every example."""
         return example_gradients(self.task, self.params, examples, self._examples)
 
     def shares(self, position: Int[Tensor, " chosen"]) -> Params:
         """Compute g(z)/|Z| for the examples at these positions in the batch."""
         size = size_of(self.batch)
-        return each(lambda t: t / size, self.gradients(take(self.batch, position)))
+        return each(lambda t: t / size, self.example_gradients(take(self.batch, position)))
 
     @property
     def separable(self) -> bool:
@@ -123,20 +124,20 @@ class Curvature:
         less = less or gradients_with(self.task, self.params, self.batch, kept, self.chunk)
         return {name: self.gradient[name] - tensor for name, tensor in less.items()}
 
-    def own_where(
+    def example_products_where(
         self, keep: Bool[Tensor, " examples"] | None, examples: Batch, vectors: Params
     ) -> tuple[Params, Params]:
         """Compute g(z), and C(z)·v for the examples to keep, zero for the others; None: for all."""
         if keep is None or bool(keep.all()):
-            return self.own(examples, vectors)
+            return self.example_products(examples, vectors)
         if not bool(keep.any()):
-            gradients = self.gradients(examples)
+            gradients = self.example_gradients(examples)
             return gradients, each(torch.zeros_like, gradients)
         index, rest = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
         chosen = vectors if is_single(vectors, self.params) else rows(vectors, index)
-        chosen_gradients, curved = self.own(take(examples, index), chosen)
+        chosen_gradients, curved = self.example_products(take(examples, index), chosen)
         order = torch.argsort(torch.cat([index, rest]))
-        others = self.gradients(take(examples, rest))
+        others = self.example_gradients(take(examples, rest))
         return (
             each(lambda a, b: torch.cat([a, b])[order], chosen_gradients, others),
             each(lambda a, b: torch.cat([a, torch.zeros_like(b)])[order], curved, others),
@@ -149,9 +150,9 @@ class Hessian(Curvature):
     def products(self, vectors: Params) -> tuple[Params, Float[Tensor, "vectors batch"]]:
         """Compute H·a and ⟨a, g_z⟩/|Z| for every vector a; one by one, they may do without the gradient."""
         if height(vectors) == 1:
-            value, one, weights = directional(*self._whole, each(lambda t: t[0], vectors))
+            value, one, weights = directional(*self._of_batch, each(lambda t: t[0], vectors))
             curved, reads = each(lambda t: t[None], one), weights[None]
-        elif self.threads and (result := directional_each(*self._whole, vectors, self.threads)):
+        elif self.threads and (result := directional_each(*self._of_batch, vectors, self.threads)):
             value, curved, reads = result
         else:
             return super().products(vectors)
@@ -192,12 +193,12 @@ class KinkedHessian(Hessian):
     leaps = True
 
     @property
-    def _whole(self) -> tuple[Task, Params, Batch]:
+    def _of_batch(self) -> tuple[Task, Params, Batch]:
         if isinstance(self.batch, Window):  # each micro-batch would have widths of its own
-            return self._single(self.batch)
+            return self._of_examples(self.batch)
         return self.task.kinked(), self.params, self.batch
 
-    def _single(self, examples: Batch) -> tuple[Task, Params, Batch]:
+    def _of_examples(self, examples: Batch) -> tuple[Task, Params, Batch]:
         return self.task.kinked(), {**self.params, **self._widths}, examples
 
     @cached_property
@@ -238,11 +239,11 @@ class Flat(Curvature):
             still = each(torch.zeros_like, vectors)
             stacks = (still, torch.ones_like(added), added)
             return weighted_changes(self.task, self.params, self.batch, stacks, self.chunk)[1]
-        return each(lambda t: torch.tensordot(added, t, 1).div_(len(t)), self.gradients(self.batch))
+        return each(lambda t: torch.tensordot(added, t, 1).div_(len(t)), self.example_gradients(self.batch))
 
-    def own(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:  # noqa: ARG002 - nothing is curved
+    def example_products(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:  # noqa: ARG002 - nothing is curved
         """Compute g(z), and zero."""
-        gradients = self.gradients(examples)
+        gradients = self.example_gradients(examples)
         return gradients, each(torch.zeros_like, gradients)
 
 

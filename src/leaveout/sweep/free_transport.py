@@ -47,11 +47,11 @@ def drift(rule: Rule, hypers: Sequence[Hyper], l2: float, like: Tensor) -> Drift
     for hyper in map(values, hypers):
         units = {slot: unit[i] for i, slot in enumerate(rule.slots)}
         stopped = bool(hyper.get(STILL) or hyper.get(IDLE))
-        moved = rule.moved(rule.definition.step, units, (0.0 if stopped else l2) * units[PARAM], hyper)
+        moved = rule.step_parameter(rule.definition.step, units, (0.0 if stopped else l2) * units[PARAM], hyper)
         carry.append(torch.stack([moved[slot] for slot in rule.slots]))
         nothing = {slot: torch.zeros(1, dtype=torch.float64) for slot in rule.slots}
         one = torch.full((1,), 0.0 if stopped else 1.0, dtype=torch.float64)
-        pushed = rule.moved(rule.definition.step, nothing, one, hyper)
+        pushed = rule.step_parameter(rule.definition.step, nothing, one, hyper)
         enter.append(torch.cat([pushed[slot] for slot in rule.slots]))
     return Drift(torch.stack(carry).to(like), torch.stack(enter).to(like))
 

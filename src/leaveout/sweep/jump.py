@@ -69,25 +69,22 @@ def jump_products(
     fresh = {name: like.new_zeros((len(left_out), height(queries))) for name in ("plain", "extra")}
     sums = {name: saved.gathered[name] for name in fresh} if saved else fresh
     chunk = resources.chunk(2 * ROW * nbytes(sweep.trajectory.initial()), max(1, len(left_out)))
-    read = Reading(Saturation(sweep.trajectory.rule, sweep.trajectory.final()[PARAM]) if saturated else None, chunk)
-    if saved and read.saturation:
-        read.saturation.unpack(saved.gathered)
+    saturation = Saturation(sweep.trajectory.rule, sweep.trajectory.final()[PARAM]) if saturated else None
+    reading = Reading(saturation, chunk, together)
+    if saved and saturation:
+        saturation.unpack(saved.gathered)
     for recorded, pulled in sweep.pulled(queries, resources, cost, saved):
-        pairs = left_out.pairs(recorded.record.ids)
-        row, position = pairs
-        reads = -pulled.weights[:, position].T
-        add_rows(sums["plain"], row, reads)
+        row, position = left_out.pairs(recorded.record.ids)
+        plain = -pulled.weights[:, position].T
+        add_rows(sums["plain"], row, plain)
         keep = sweep.schedule.kept(recorded.record, left_out, row)
         if keep is not None:
-            pairs, reads = (row[keep], position[keep]), reads[keep]
-        if len(pairs[0]):
-            if together:
-                read.add(sums["extra"], pairs, pulled)
-            else:
-                read.add_single(sums["extra"], pairs, recorded.record.ids, pulled)
-            add_rows(sums["extra"], pairs[0], reads, alpha=-1)
-        read.passed(pulled)
-        checkpoint.note(recorded.record.index, sweep.onward(recorded, pulled), lambda: {**sums, **read.packed()})
+            row, position, plain = row[keep], position[keep], plain[keep]
+        if len(row):
+            reading.add(sums["extra"], (row, position), recorded.record.ids, pulled)
+            add_rows(sums["extra"], row, plain, alpha=-1)
+        reading.count_step(pulled)
+        checkpoint.note(recorded.record.index, sweep.onward(recorded, pulled), lambda: {**sums, **reading.packed()})
     return Products(sums["plain"], sums["plain"] + sums["extra"])
 
 
@@ -102,13 +99,26 @@ def _with_gradients(sweep: Sweep, left_out: LeftOut, resources: Resources) -> Sw
 
 @dataclass(frozen=True)
 class Reading:
-    """How jumps are read with the vectors that arrive at their step, and how many rows at a time."""
+    """How jumps are read with the vectors that arrive at their step: with saturation, so many rows at a time.
+
+    A row's examples leave the batch ``together``, or the jumps of its single examples are added.
+    """
 
     saturation: Saturation | None
     chunk: int
+    together: bool = True
 
-    def add(self, total: Float[Tensor, "rows queries"], pairs: Pairs, pulled: Pulled) -> None:
+    def add(
+        self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled
+    ) -> None:
         """Add every row's jump, read with the arriving vectors, to its row of the total."""
+        if self.together:
+            self._add_rows(total, pairs, pulled)
+        else:
+            self._add_single(total, pairs, ids, pulled)
+
+    def _add_rows(self, total: Float[Tensor, "rows queries"], pairs: Pairs, pulled: Pulled) -> None:
+        """Add the jump of each row without all of its examples."""
         leaving = torch.unique(pairs[0])
         for part in leaving.split(self.chunk):
             inside = torch.isin(pairs[0], part)
@@ -140,7 +150,7 @@ class Reading:
         threads = budget.cores(like.device) if len(jumps.blocks) >= MANY else 1
         return sum_of(iter(spread([read] * threads, jumps.blocks) if threads > 1 else map(read, jumps.blocks)))
 
-    def add_single(
+    def _add_single(
         self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled
     ) -> None:
         """Add the jump of every single example, read with the arriving vectors, to the rows that leave it out."""
@@ -148,13 +158,13 @@ class Reading:
         examples, which = torch.unique(ids, return_inverse=True)
         needed = torch.isin(which, which[position])
         single = total.new_zeros((len(examples), total.shape[1]))
-        self.add(single, (which[needed], needed.nonzero()[:, 0]), pulled)
+        self._add_rows(single, (which[needed], needed.nonzero()[:, 0]), pulled)
         # An example that occurs twice in the batch is left out once.
         leaves = torch.unique(torch.stack([row, which[position]]), dim=1)
         add_rows(total, leaves[0], single[leaves[1]])
 
-    def passed(self, pulled: Pulled) -> None:
-        """Go on to the previous step."""
+    def count_step(self, pulled: Pulled) -> None:
+        """Count this step among the later ones, before the previous step is read."""
         if self.saturation:
             self.saturation.note(pulled.step.stepped, pulled.step.gradient, pulled.step.hypers)
 
@@ -168,15 +178,15 @@ class _Columns:
 
     def __init__(self, vectors: State) -> None:
         self._vectors = vectors
-        self._known: dict[tuple[str, str], Tensor] = {}
+        self._columns: dict[tuple[str, str], Tensor] = {}
 
     def of(self, block: Block | Joined, slot: str) -> Float[Tensor, "numbers vectors"]:
         if isinstance(block, Joined):
             return _as_columns(block.of_rows(self._vectors[slot]))
         key = (slot, block.name)
-        if key not in self._known:  # two threads may do so, with the same result
-            self._known[key] = _as_columns(self._vectors[slot][block.name])
-        return self._known[key][block.columns]
+        if key not in self._columns:  # two threads may do so, with the same result
+            self._columns[key] = _as_columns(self._vectors[slot][block.name])
+        return self._columns[key][block.columns]
 
 
 def _as_columns(stack: Tensor) -> Float[Tensor, "numbers vectors"]:

@@ -40,10 +40,10 @@ def has_kinks(recorded: RecordedStep) -> bool:
 
 def are_mild(trajectory: Trajectory) -> bool:
     """Say whether the model has kinks whose curvature can be trusted; measured once per run and task."""
-    known, run = trajectory.task.kink_sizes, (trajectory.run.fingerprint, len(trajectory))
-    if run not in known:
-        known[run] = kink_size(trajectory)
-    size = known[run]
+    sizes, run = trajectory.task.kink_sizes, (trajectory.run.fingerprint, len(trajectory))
+    if run not in sizes:
+        sizes[run] = kink_size(trajectory)
+    size = sizes[run]
     return size is not None and size < LARGEST
 
 

@@ -16,7 +16,7 @@ from leaveout.sweep import budget
 from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.free_transport import Layout, drift, sketch
 from leaveout.sweep.sweep import Sweep
-from leaveout.sweep.transports import place, turns
+from leaveout.sweep.transports import lazy_vectors, slices
 from leaveout.task.training_batch import Window, has_shared_draws, size_of, take
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.recorded_step import RecordedStep
@@ -40,7 +40,7 @@ class Remainders:
         self._layout, self._like = Layout(rule, params), next(iter(params.values()))
         self._project = sketch(self._layout, width, self._like) if width else None
         group = (self._project or self._layout).group
-        self._rows = place(len(left_out), rule, group, self._like, resources)
+        self._rows = lazy_vectors(len(left_out), rule, group, self._like, resources)
         self._most = pair_count(sweep, resources)
         self.disk = self._rows.disk
         self.plain = self._like.new_zeros(len(left_out))
@@ -84,9 +84,9 @@ class Remainders:
         vector, flat_vector = each(lambda t: t[0], along), self._layout.flatten(along)[0]
         gradient, mean = (self._like.new_zeros((1, self._layout.width)) for _ in range(2))
         reads = self._like.new_zeros((1, size))
-        parts = turns(size, self._most)
+        parts = slices(size, self._most)
         for part in parts:
-            gradients, curved = self._own(curvature, vector, part)
+            gradients, curved = self._of_examples(curvature, vector, part)
             gradient += gradients.mean(0, keepdim=True) * (len(gradients) / size)
             mean += curved.mean(0, keepdim=True) * (len(gradients) / size)
             reads[0, part] = gradients @ flat_vector / size
@@ -94,20 +94,22 @@ class Remainders:
                 add_rows(self.extra, row[some], self._rows.read(row[some], enter, chosen), alpha=-1 / size)
         self._rows.advance(carry)
         for part in parts:
-            curved = curved if len(parts) == 1 else self._own(curvature, vector, part)[1]
+            curved = curved if len(parts) == 1 else self._of_examples(curvature, vector, part)[1]
             for some, chosen in self._of_pairs(curved, position, part, size):
                 terms = chosen if keep is None else chosen * keep[some][:, None].to(chosen)
                 self._rows.add(row[some], terms[:, None], alpha=-1 / size)
         curvature.gradient = each(lambda t: t[0], self._layout.unflatten(gradient))
         return self._layout.unflatten(mean), reads
 
-    def _own(self, curvature: Curvature, vector: Params, part: slice) -> tuple[Tensor, Tensor]:
+    def _of_examples(self, curvature: Curvature, vector: Params, part: slice) -> tuple[Tensor, Tensor]:
         """Compute g(z) and H(z)·a for a part of the batch, one row per example."""
         batch = curvature.batch
         size = size_of(batch)
         whole = part.start == 0 and part.stop >= size
         apart = whole and not isinstance(batch, Window) and not has_shared_draws(batch)
-        gradients, curved = curvature.own(batch if apart else take(batch, torch.arange(size)[part]), vector)
+        gradients, curved = curvature.example_products(
+            batch if apart else take(batch, torch.arange(size)[part]), vector
+        )
         return self._layout.flatten(gradients), self._layout.flatten(curved)
 
     def _of_pairs(
@@ -122,8 +124,8 @@ class Remainders:
             within = torch.arange(len(position))
         else:
             within = ((position >= part.start) & (position < part.stop)).nonzero()[:, 0]
-        places = ((some, position[some] - part.start) for some in within.split(self._most) if len(some))
-        return [(some, matrix if _is_whole(place, len(matrix)) else matrix[place]) for some, place in places]
+        chunks = ((some, position[some] - part.start) for some in within.split(self._most) if len(some))
+        return [(some, matrix if _is_whole(rows, len(matrix)) else matrix[rows]) for some, rows in chunks]
 
 
 def pair_count(sweep: Sweep, resources: Resources) -> int:
@@ -131,5 +133,6 @@ def pair_count(sweep: Sweep, resources: Resources) -> int:
     return resources.divided(4).chunk(budget.pair_bytes(sweep.trajectory), MOST_PAIRS)
 
 
-def _is_whole(place: Int[Tensor, " some"], size: int) -> bool:
-    return len(place) == size and torch.equal(place, torch.arange(size))
+def _is_whole(rows: Int[Tensor, " some"], size: int) -> bool:
+    """Say whether these are all rows in order."""
+    return len(rows) == size and torch.equal(rows, torch.arange(size))

@@ -18,7 +18,7 @@ from leaveout.task.task import Task
 from leaveout.trajectory.recorded_step import RecordedStep
 
 LIMIT = 1000.0
-"""How many times larger a vector may grow before it is reported."""
+"""The factor by which a vector may grow before a warning."""
 
 
 class Growth:
@@ -64,12 +64,13 @@ class Growth:
         first, last = sorted((self._from, self._to))
         return first, last
 
-    def tell(self) -> None:
-        """Warn about the growth that was seen, if it was too large."""
+    def warn(self) -> None:
+        """Warn about the growth so far, if it is too large."""
         if self._most > LIMIT:
-            warnings.warn(f"{self._seen()}; {REMEDY}", LeaveoutWarning, stacklevel=3)
+            warnings.warn(f"{self._sentence()}; {REMEDY}", LeaveoutWarning, stacklevel=3)
 
-    def _seen(self) -> str:
+    def _sentence(self) -> str:
+        """Say where the vectors grow, and by how much."""
         first, last = self.steps
         return (
             f"From step {first} to step {last} a displacement of the parameters grows up to {self._most:.2g}-fold: the "
@@ -77,6 +78,7 @@ class Growth:
         )
 
     def _broken(self, recorded: RecordedStep) -> str:
+        """Say what made a vector overflow: an example, or the growth so far."""
         index = recorded.record.index
         blamed = blame(self._task, recorded)
         if blamed:
@@ -85,7 +87,7 @@ class Growth:
                 f"{f', and of {len(blamed) - 1} more in its batch' if len(blamed) > 1 else ''}: look at that example, "
                 "use TracIn() or Replay(), or score an earlier part of the run (run.head)."
             )
-        grown = f" {self._seen()}." if self._most > LIMIT else ""
+        grown = f" {self._sentence()}." if self._most > LIMIT else ""
         return f"The recurrence overflowed at step {index}.{grown} Please {REMEDY}"
 
 

@@ -81,7 +81,7 @@ class Sweep:
             self._count(cost, len(left_out))
             if not self.curved:
                 if self.trajectory.run.averaged:
-                    moved = self.trajectory.rule.rested(moved, recorded.record.hypers)
+                    moved = self.trajectory.rule.push_average(moved, recorded.record.hypers)
                 jump = step.inject(pairs, len(left_out))
                 moved = {slot: each(torch.add, moved[slot], jump[slot]) for slot in moved}
             elif self.corrected:
@@ -91,7 +91,7 @@ class Sweep:
             self._check(recorded, step)
             growth.note(recorded, moved)
             yield recorded, moved
-        growth.tell()
+        growth.warn()
 
     def inner_products(
         self, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost
@@ -137,14 +137,16 @@ class Sweep:
             if self.curved:
                 growth.note(recorded, vectors)
             yield recorded, pulled
-        growth.tell()
+        growth.warn()
 
     def onward(self, recorded: RecordedStep, pulled: Pulled) -> State:
         """Return the vectors that reach the previous step; without curvature, only averages change them."""
         if self.curved:
             return pulled.state
         averaged = self.trajectory.run.averaged
-        return self.trajectory.rule.at_rest(pulled.arriving, recorded.record.hypers) if averaged else pulled.arriving
+        return (
+            self.trajectory.rule.pull_average(pulled.arriving, recorded.record.hypers) if averaged else pulled.arriving
+        )
 
     def _check_along(self, recorded: RecordedStep, pulled: Pulled) -> None:
         """Check a step along the first vector that is pulled back, where that costs nothing."""
@@ -196,7 +198,7 @@ class Sweep:
             total += reads
             self._check(recorded, step)
             growth.note(recorded, vectors)
-        growth.tell()
+        growth.warn()
         return total
 
     def _step(

@@ -46,16 +46,18 @@ class Subspace:
         return f"subspace {self.rank}"
 
 
-def place(rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources) -> LazyVectors:
-    """Make room for one vector per row: in memory if the budget holds them, otherwise in a file, which is slower."""
+def lazy_vectors(
+    rows: int, rule: Rule, group: Int[Tensor, " width"], like: Tensor, resources: Resources
+) -> LazyVectors:
+    """Return a zero vector for each row: in memory if the budget holds them, otherwise in a file, which is slower."""
     needed = rows * len(rule.slots) * len(group) * like.element_size()
     return LazyVectors(rows, len(rule.slots), group, like, disk=needed > resources.divided(4).bytes)
 
 
-def turns(count: int, size: int) -> list[slice]:
+def slices(count: int, size: int) -> list[slice]:
     """Cut ``count`` pairs into chunks of at most ``size``.
 
-    >>> turns(5, 2)
+    >>> slices(5, 2)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
     """
     return [slice(start, start + size) for start in range(0, count, size)]
@@ -74,8 +76,8 @@ class Transport(ABC):
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """Yield the rows and H(z)·δ_r for every pair, zero if it is not corrected, at most ``size`` pairs at a time.
 
-        Then the step is taken, without the examples. If there are several turns, the gradients that the step needs are
-        not kept from them but recomputed.
+        Then the step is taken, without the examples. The gradients that it needs are those of the pairs; if there were
+        several chunks of pairs, they were not kept, and are recomputed.
         """
 
     @abstractmethod
@@ -97,7 +99,7 @@ class Free(Transport):
     ) -> None:
         self._trajectory, self._layout, self._like = trajectory, layout, like
         self.rows, self.kind, self.resources = rows, kind, resources
-        self._vectors = place(rows, trajectory.rule, layout.group, like, resources)
+        self._vectors = lazy_vectors(rows, trajectory.rule, layout.group, like, resources)
 
     def step(
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
@@ -105,10 +107,12 @@ class Free(Transport):
         """Yield H(z)·δ_r for every pair, then take the step."""
         curvature = self.kind(recorded.task, recorded.params, recorded.batch)
         gradients: Params | None = None
-        for part in turns(len(row), size):
+        for part in slices(len(row), size):
             vectors = self._layout.unflatten(self.now(row[part]))
             corrected = None if keep is None else keep[part]
-            gradients, curved = curvature.own_where(corrected, take(recorded.batch, position[part]), vectors)
+            gradients, curved = curvature.example_products_where(
+                corrected, take(recorded.batch, position[part]), vectors
+            )
             yield row[part], self._layout.flatten(curved)
         self.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 
@@ -133,9 +137,9 @@ class Free(Transport):
         step = self._drift(recorded)
         self._vectors.advance(step.carry)
         enter = step.enter[self._layout.group].T / -len(recorded.record.ids)  # slots x width
-        for part in turns(len(row), size):
-            own = gradients or curvature.gradients(take(recorded.batch, position[part]))
-            self._vectors.add(row[part], self._layout.flatten(own)[:, None] * enter)
+        for part in slices(len(row), size):
+            leaving = gradients or curvature.example_gradients(take(recorded.batch, position[part]))
+            self._vectors.add(row[part], self._layout.flatten(leaving)[:, None] * enter)
 
     def _drift(self, recorded: RecordedStep) -> Drift:
         return drift(self._trajectory.rule, recorded.record.hypers, self._trajectory.task.l2, self._like)
@@ -159,17 +163,18 @@ class SubspaceTransport(Transport):
         """Yield H(z)·δ_r for every pair, then take the step."""
         curvature = self._free.kind(recorded.task, recorded.params, recorded.batch)
         terms, gradients = [], None
-        for part in turns(len(row), size):
-            own, where = row[part], position[part]
-            outside, inside = self._free.now(own), self._inside[PARAM][own] @ self._basis
+        for part in slices(len(row), size):
+            rows, places = row[part], position[part]
+            outside, inside = self._free.now(rows), self._inside[PARAM][rows] @ self._basis
             moved = outside + inside - outside @ self._basis.T @ self._basis
             twice = None if keep is None else torch.cat([keep[part], keep[part]])
             vectors = self._layout.unflatten(torch.cat([moved, inside]))
-            both, curved = curvature.own_where(twice, take(recorded.batch, torch.cat([where, where])), vectors)
+            examples = take(recorded.batch, torch.cat([places, places]))
+            both, curved = curvature.example_products_where(twice, examples, vectors)
             gradients = each(lambda t: t[: len(t) // 2], both)
             of_moved, of_inside = self._layout.flatten(curved).chunk(2)
             terms.append((of_inside + self._layout.flatten(gradients)) @ self._basis.T)
-            yield own, of_moved
+            yield rows, of_moved
         self._move(recorded, row, torch.cat(terms))
         self._free.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
 
@@ -194,4 +199,4 @@ class SubspaceTransport(Transport):
         curved = torch.cat([self._layout.flatten(product) @ self._basis.T for product in products])
         gradient = self._inside[PARAM] @ curved
         add_rows(gradient, row, terms, alpha=-1 / len(recorded.record.ids))
-        self._inside = rule.moved(rule.definition.step, self._inside, gradient, values(hypers[0]))
+        self._inside = rule.step_parameter(rule.definition.step, self._inside, gradient, values(hypers[0]))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from leaveout._util.hashing import mixed, row_sums, weights
+from leaveout._util.tensor_bytes import tensor_bytes
 from leaveout.errors import InputError, first_line, kind_of
 
 Batch: TypeAlias = Any
@@ -27,9 +28,6 @@ Collate: TypeAlias = Callable[[list], Batch]
 
 SMALL = 1 << 13
 """Tensors of at most this many bytes are copied, and fingerprinted later."""
-
-PLAIN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8}
-"""Dtypes that numpy has too."""
 
 
 def read(dataset: Dataset, ids: Sequence[int], collate: Collate | None = None) -> Batch:
@@ -219,8 +217,8 @@ def _kept(tensor: Tensor) -> Tensor | Summed:
 
 
 def fingerprints(noted: Sequence[Sequence[Any]]) -> list[list[tuple[int, int]]]:
-    """Fingerprint many batches, given their leaves: those of one dtype and shape together, which saves calls."""
-    alike: dict[tuple, list[tuple[int, int]]] = {}
+    """Fingerprint many batches, given their leaves: tensors of one dtype and shape together, which saves calls."""
+    alike: dict[tuple, list[tuple[int, int]]] = {}  # batch and position of the tensors of each kind
     marks: list[list[tuple[int, int]]] = [[(0, 0)] * len(parts) for parts in noted]
     for number, parts in enumerate(noted):
         for place, leaf in enumerate(parts):
@@ -231,19 +229,25 @@ def fingerprints(noted: Sequence[Sequence[Any]]) -> list[list[tuple[int, int]]]:
             else:
                 checksum = zlib.crc32(repr(leaf).encode())
                 marks[number][place] = checksum, checksum
-    if not alike:
-        return marks
-    sums = [_joined_sums([noted[number][place] for number, place in own]) for own in alike.values()]
-    hashes = np.split(
-        mixed(np.concatenate([one.ravel() for one, _ in sums])), np.cumsum([o.size for o, _ in sums])[:-1]
-    )
-    both = [
-        rows.reshape(one.shape) @ _places(one.shape[1]) + kind for rows, (one, kind) in zip(hashes, sums, strict=True)
-    ]
-    found = (mixed(np.concatenate(both)) >> np.uint64(1)).tolist()  # integers are signed on disk
-    for (number, place), mark in zip(chain.from_iterable(alike.values()), found, strict=True):
-        marks[number][place] = tuple(mark)
+    tensors = [[noted[number][place] for number, place in places] for places in alike.values()]
+    for (number, place), mark in zip(chain.from_iterable(alike.values()), _marks(tensors), strict=True):
+        marks[number][place] = mark
     return marks
+
+
+def _marks(tensors: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+    """Return the two checksums of every tensor, from lists of tensors of one dtype and shape."""
+    if not tensors:
+        return []
+    sums, kinds = zip(*map(_joined_sums, tensors), strict=True)
+    ends = np.cumsum([rows.size for rows in sums])
+    hashes = np.split(mixed(np.concatenate([rows.ravel() for rows in sums])), ends[:-1])
+    totals = [
+        flat.reshape(rows.shape) @ _places(rows.shape[1]) + kind
+        for flat, rows, kind in zip(hashes, sums, kinds, strict=True)
+    ]
+    checksums = mixed(np.concatenate(totals)) >> np.uint64(1)  # integers are signed on disk
+    return [(ordered, unordered) for ordered, unordered in checksums.tolist()]
 
 
 def _joined_sums(parts: Sequence[Any]) -> tuple[np.ndarray, np.uint64]:
@@ -265,13 +269,7 @@ def _row_sums(tensor: Tensor) -> np.ndarray:
 
 
 def _row_bytes(tensor: Tensor) -> np.ndarray:
-    if tensor.dtype in PLAIN and tensor.device.type == "cpu" and tensor.ndim and tensor.is_contiguous():
-        return tensor.detach().numpy().reshape(len(tensor), -1).view(np.uint8)  # the usual case, in few calls
-    data = tensor.detach().cpu()
-    data = (data.reshape(-1, 1) if data.ndim < 2 else data.flatten(1)).contiguous()
-    if data.stride(-1) != 1:  # a single value of a larger tensor counts as contiguous
-        data = data.clone(memory_format=torch.contiguous_format)
-    return data.view(torch.uint8).numpy()
+    return tensor_bytes(tensor).reshape(len(tensor) if tensor.ndim else 1, -1)
 
 
 @lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def form_of(task: Task, form: Form | None) -> Form:
-    """Return the form, or refuse a method for which there is none."""
+    """Return the form, or refuse the method if its form is None."""
     if form is None:
         raise no_form(task.abilities.reason)
     return form
@@ -46,7 +46,7 @@ def no_form(reason: str) -> UnsupportedError:
 def run(task: Task, name: str, function: Callable, *args: Any, exact: bool = False, warm_up: int = WARM_UP) -> Any:
     """Call a function of nested tensors, by its trace if there is one; ``exact`` keeps every bit."""
     given = function if exact else _written_out(function)
-    if not task.abilities.vmap:  # tracing a loop over examples would unroll it, which is slow
+    if not task.abilities.vmap:  # a trace would unroll the loop over examples, which is slow
         return given(*args)
     return task.tracer(_named(task, name), given, *args, exact=exact, warm_up=warm_up)
 
@@ -67,14 +67,15 @@ def stacked(function: Callable[[int], Any], count: int, threads: int) -> Any:
         result = function(row)
         parts = leaves(result)
         with begun:
-            if not whole:  # written as they come, so that results are not held twice
+            if not whole:  # each result is copied into the stack at once, so that none is held twice
                 whole.extend(part.new_empty((count, *part.shape)) for part in parts)
         for stack, part in zip(whole, parts, strict=True):
             stack[row] = part
         return map_leaves(lambda _: 0, result)
 
     rows = range(count)
-    nest, *_ = spread([into] * threads, rows) if threads > 1 else map(into, rows)  # one has all of the processor
+    # A single row at a time is computed with all of PyTorch's threads.
+    nest, *_ = spread([into] * threads, rows) if threads > 1 else map(into, rows)
     given = iter(whole)
     return map_leaves(lambda _: next(given), nest)
 
@@ -104,7 +105,7 @@ def by_chunks(
     for start in range(0, count, chunk):
         common, result = run(task, name, function, *shared, *_slice(stacked, start, start + chunk))
         pieces = leaves(result)
-        # Small results kept one by one would sit between the large blocks that are freed, and fragment the heap.
+        # Small results that are kept between large blocks that are freed would fragment the heap.
         joined = joined or [piece.new_empty((count, *piece.shape[1:])) for piece in pieces]
         for whole, piece in zip(joined, pieces, strict=True):
             whole[start : start + chunk] = piece

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from leaveout._util.trees import Params
 from leaveout.errors import InputError, UnsupportedError, first_line, is_whole, kind_of
 from leaveout.task import batches
 from leaveout.task.forms import Abilities
@@ -90,20 +91,30 @@ def _module_problem(module: nn.Module) -> str | None:
 
 def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities]:
     """Return the problems that occur on the first examples, and what the model's operations support."""
-    none = Abilities()
     ids = trial_ids(task)
     try:
         batch, again = task.read(ids), task.read(ids)
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is reported
-        return [f"the first training examples cannot be read: {first_line(error)}"], none
+        return [f"the first training examples cannot be read: {first_line(error)}"], Abilities()
     task.random_data = batches.fingerprint(batch) != batches.fingerprint(again)
     if problem := _structure_problem(batch, len(ids)):
-        return [problem], none
+        return [problem], Abilities()
     params = {name: param.detach().clone() for name, param in task.parameters().items()}
     if not params:
-        return ["no parameter of the model is trained; set requires_grad=True on those that should be"], none
+        return ["no parameter of the model is trained; set requires_grad=True on those that should be"], Abilities()
+    if problems := _forward_problems(task, params, batch, len(ids)):
+        return problems, Abilities()
+    problem, abilities = compared(task, params, batch) if check else tried(task, params, batch)
+    return [problem] if problem else [], abilities
+
+
+def _forward_problems(task: Task, params: Params, batch: Any, count: int) -> list[str]:
+    """Call the model and the loss on some examples, note whether it counts them, and list the problems.
+
+    ``params`` are copies of the parameters, to which the model is restored if its forward pass changes them.
+    """
     buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
     rng = torch.get_rng_state()
     try:
@@ -114,22 +125,26 @@ def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is reported as a problem
-        return [f"the model or the loss fails on the first training examples: {first_line(error)}"], none
-    problems = _side_effects(task.model, buffers, rng)
-    if problems:
-        return problems, none
-    if changed := [name for name, param in task.parameters().items() if not torch.equal(param, params[name])]:
-        with torch.no_grad():
-            for name in changed:
-                task.parameters()[name].copy_(params[name])
-        return [
-            f"the forward pass changes the parameter {changed[0]!r}; only the optimizer may change parameters "
-            "(for an embedding's max_norm: normalise the looked-up vectors instead)"
-        ], none
-    if problem := _shape_problem(losses, len(ids)):
-        return [problem], none
-    problem, abilities = compared(task, params, batch) if check else tried(task, params, batch)
-    return [problem] if problem else [], abilities
+        return [f"the model or the loss fails on the first training examples: {first_line(error)}"]
+    if problems := _side_effects(task.model, buffers, rng):
+        return problems
+    if problem := _changed_parameter(task, params) or _shape_problem(losses, count):
+        return [problem]
+    return []
+
+
+def _changed_parameter(task: Task, params: Params) -> str | None:
+    """Return the problem that a forward pass has changed parameters, after restoring these copies of them."""
+    changed = [name for name, param in task.parameters().items() if not torch.equal(param, params[name])]
+    if not changed:
+        return None
+    with torch.no_grad():
+        for name in changed:
+            task.parameters()[name].copy_(params[name])
+    return (
+        f"the forward pass changes the parameter {changed[0]!r}; only the optimizer may change parameters "
+        "(for an embedding's max_norm: normalise the looked-up vectors instead)"
+    )
 
 
 def _structure_problem(batch: Any, count: int) -> str | None:
@@ -148,6 +163,7 @@ def _structure_problem(batch: Any, count: int) -> str | None:
 
 
 def _side_effects(model: nn.Module, buffers: dict[str, Tensor], rng: Tensor) -> list[str]:
+    """List random draws and changes of buffers, and restore the generator and the buffers to these states."""
     problems = []
     if not torch.equal(torch.get_rng_state(), rng):
         torch.set_rng_state(rng)

@@ -63,7 +63,7 @@ class Hessian(CurvatureMap):
         form = form_of(task, task.abilities.vectors)
         if form is Form.REVERSE_REVERSE:  # one VJP gives both
             value, pull = pullback(
-                lambda q, w: task.gradient({**params, **q}, w, batch), task.own(params), ones(params, batch)
+                lambda q, w: task.gradient({**params, **q}, w, batch), task.variables(params), ones(params, batch)
             )
             return value, task.over(pull)(vectors)
         if form is Form.FORWARD_REVERSE:
@@ -84,12 +84,12 @@ class Hessian(CurvatureMap):
 
         def one(vector: Params, w: Tensor, change: Tensor) -> Params:
             if form is Form.REVERSE_REVERSE:
-                _, pull = pullback(lambda q: slope(q, w), task.own(params))
-                return each(torch.add, pull(vector)[0], slope(task.own(params), change))
+                _, pull = pullback(lambda q: slope(q, w), task.variables(params))
+                return each(torch.add, pull(vector)[0], slope(task.variables(params), change))
             with Passing() if form is Form.THROUGH else nullcontext():
-                return jvp(slope, (task.own(params), w), (vector, change))[1]
+                return jvp(slope, (task.variables(params), w), (vector, change))[1]
 
-        return slope(task.own(params), ones(params, batch)), task.over(one)(vectors, weights, added)
+        return slope(task.variables(params), ones(params, batch)), task.over(one)(vectors, weights, added)
 
     def example(self, task: Task, params: Params, example: Batch, vector: Params) -> tuple[Params, Params]:
         """Compute g(z) and J(z)·v: the value of the gradient's derivative is the gradient, so one pass gives both."""
@@ -99,10 +99,10 @@ class Hessian(CurvatureMap):
             return grad(lambda r: task.example_loss({**params, **r}, example))(q)
 
         if form is Form.REVERSE_REVERSE:
-            value, pull = pullback(slope, task.own(params))
+            value, pull = pullback(slope, task.variables(params))
             return value, pull(vector)[0]
         with Passing() if form is Form.THROUGH else nullcontext():
-            both = jvp(slope, (task.own(params),), (vector,))
+            both = jvp(slope, (task.variables(params),), (vector,))
         return both[0], both[1]
 
 
@@ -145,14 +145,14 @@ class Outer(CurvatureMap):
         """
         if not task.abilities.outer:
             raise no_form(task.abilities.reason)
-        own, size, batch = task.own(params), size_of(batch), joined(batch)
+        here, size, batch = task.variables(params), size_of(batch), joined(batch)
         scale = batch.scale if isinstance(batch, TrainingBatch) and isinstance(batch.scale, Tensor) else 1.0
 
         def both(q: Params) -> tuple[Tensor, Any]:
             outputs, targets = task.outputs({**params, **q}, batch)
             return (task.output_losses(outputs, targets) * scale if self.fisher else outputs), targets
 
-        outputs, pull, targets = vjp(both, own, has_aux=True)  # type: ignore[misc]
+        outputs, pull, targets = vjp(both, here, has_aux=True)  # type: ignore[misc]
         units = ones(params, batch)
 
         def losses(at: Tensor) -> Tensor:
@@ -162,16 +162,16 @@ class Outer(CurvatureMap):
             return grad(lambda o: (weights * losses(o)).sum())(at)
 
         def one(vector: Params, weights: Tensor = units, added: Tensor | None = None) -> tuple[Params, Tensor]:
-            change = _along(task, lambda q: both(q)[0], own, vector)
+            change = _along(task, lambda q: both(q)[0], here, vector)
             bent = weights * change if self.fisher else _along(task, lambda o: slopes(o, weights), outputs, change)
             curved = each(lambda c, v: c + task.l2 * weights.mean() * v, pull(bent / size)[0], vector)
             if added is not None:
                 gradient = pull(slopes(outputs, added) / size)[0]
-                curved = each(lambda c, g, q: c + g + task.l2 * added.mean() * q, curved, gradient, own)
-            decay = task.l2 * inner_rows(*({n: t[None] for n, t in side.items()} for side in (own, vector)))
+                curved = each(lambda c, g, q: c + g + task.l2 * added.mean() * q, curved, gradient, here)
+            decay = task.l2 * inner_rows(*({n: t[None] for n, t in side.items()} for side in (here, vector)))
             return curved, (_along(task, losses, outputs, change) + decay) / size
 
-        return each(lambda g, q: g + task.l2 * q, pull(slopes(outputs, units) / size)[0], own), one
+        return each(lambda g, q: g + task.l2 * q, pull(slopes(outputs, units) / size)[0], here), one
 
 
 HESSIAN = Hessian()
@@ -188,7 +188,7 @@ def pushed(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Pa
             losses = task.losses({**params, **q}, batch)
         return losses.sum() / size, losses
 
-    values, changes = jvp(grad(mean, has_aux=True), (task.own(params),), (vector,))  # type: ignore[misc]
+    values, changes = jvp(grad(mean, has_aux=True), (task.variables(params),), (vector,))  # type: ignore[misc]
     return values[0], changes[0], changes[1] / size
 
 
@@ -198,9 +198,9 @@ def transposed(task: Task, params: Params, batch: Batch) -> Callable[[Params], P
 
     def push(vector: Params) -> Params:
         with Passing():
-            return jvp(lambda q: task.gradient({**params, **q}, units, batch), (task.own(params),), (vector,))[1]
+            return jvp(lambda q: task.gradient({**params, **q}, units, batch), (task.variables(params),), (vector,))[1]
 
-    _, pull = pullback(push, each(torch.zeros_like, task.own(params)))
+    _, pull = pullback(push, each(torch.zeros_like, task.variables(params)))
     return lambda vector: pull(vector)[0]
 
 

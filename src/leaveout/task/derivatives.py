@@ -33,7 +33,7 @@ Rows: TypeAlias = tuple[Params, Float[Tensor, "rows batch"], Float[Tensor, "rows
 
 
 def gradient(task: Task, params: Params, batch: Batch) -> Params:
-    """ḡ, to the last bit what autograd gives: recorded steps are taken again with it."""
+    """Compute ḡ with the bits that autograd gives, since recorded steps are recomputed from it."""
 
     def value(p: Params, b: Batch) -> Params:
         return task.gradient(p, ones(p, b), b, alone=True)
@@ -42,7 +42,7 @@ def gradient(task: Task, params: Params, batch: Batch) -> Params:
 
 
 def stacked_gradients(task: Task, stack: Params, weights: Float[Tensor, "rows batch"], batch: Batch) -> Params:
-    """(1/|Z|) Σ w_z g(z) of every model of a stack, with its own weights, on one batch."""
+    """Compute (1/|Z|) Σ w_z g(z) for every model of a stack, each with its own weights, on one batch."""
     function = task.over_models(task.gradient, (0, 0, None))
     return run(task, "stacked_gradients", function, stack, weights, batch, exact=True)
 
@@ -50,7 +50,7 @@ def stacked_gradients(task: Task, stack: Params, weights: Float[Tensor, "rows ba
 def batch_products(
     task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None, kind: CurvatureMap = HESSIAN
 ) -> tuple[Params, Params, Float[Tensor, "vectors batch"]]:
-    """ḡ, and for every vector u of a stack Cᵀ·u and ⟨u, g(z)⟩/|Z|, with C the Hessian or what stands for it."""
+    """Compute ḡ, and Cᵀ·u and ⟨u, g(z)⟩/|Z| for every vector u of a stack; C is the Hessian, or replaces it."""
 
     def products(*args: Any) -> tuple[Params, Any]:
         return kind.products(task, *args)
@@ -74,8 +74,8 @@ def directional_each(
 ) -> tuple[Params | None, Params, Float[Tensor, "vectors batch"]] | None:
     """Do what ``directional`` does for every vector of a stack, one vector per thread; None if there is no trace.
 
-    What does not depend on the vector is computed once: the forward pass, and the gradients of all activations. For
-    large models that is faster than all vectors at once, whose activations do not fit into the cache.
+    The forward pass and the gradients of all activations do not depend on the vector and are computed once. For large
+    models this is faster than all vectors at once, whose activations do not fit into the cache.
     """
     form = task.abilities.vector
     first = each(lambda t: t[0], vectors)
@@ -94,14 +94,14 @@ def directional_each(
 
 
 def _product(task: Task, form: Form, params: Params, batch: Batch, vector: Params) -> tuple:
-    """Jᵀ·u and ⟨u, g(z)⟩/|Z| by a form, after ḡ where it computes that, too."""
+    """Compute Jᵀ·u and ⟨u, g(z)⟩/|Z| by a form; a form that also computes ḡ returns it first."""
     if form is Form.REVERSE_FORWARD:  # neither the gradient nor any per-example gradient is formed
         return (_coupled_slope if task.coupled else _slope)(task, params, batch, vector)
     if form is Form.FORWARD_REVERSE:
         return pushed(task, params, batch, vector)
     if form is Form.REVERSE_REVERSE:
-        own, units = task.own(params), ones(params, batch)
-        value, pull = pullback(lambda q, w: task.gradient({**params, **q}, w, batch), own, units)
+        units = ones(params, batch)
+        value, pull = pullback(lambda q, w: task.gradient({**params, **q}, w, batch), task.variables(params), units)
         return (value, *pull(vector))
     value, pull = pullback(lambda w: task.gradient(params, w, batch), ones(params, batch))
     return value, transposed(task, params, batch)(vector), pull(vector)[0]
@@ -115,14 +115,14 @@ def _slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Pa
         return slope.sum(), slope
 
     with Elementary():
-        return grad(along, has_aux=True)(task.own(params))
+        return grad(along, has_aux=True)(task.variables(params))
 
 
 def _coupled_slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Tensor]:
     """Compute the same for examples that depend on each other.
 
-    This is the gradient, in parameters, buffers and weights, of the loss's derivative along v and of what v makes of
-    the buffers' new values.
+    It is the gradient, with respect to parameters, buffers and weights, of the loss's derivative along v plus the inner
+    product of v with the buffers' new values.
     """
     moving = {name: vector[name] for name in task.chosen}
 
@@ -130,20 +130,20 @@ def _coupled_slope(task: Task, params: Params, batch: Batch, vector: Params) -> 
         def objective(r: Params) -> tuple[Tensor, Params]:
             return task.objective({**params, **q, **r}, weights, batch)
 
-        own = {name: q[name] for name in moving}
-        _, slope, moved = jvp(objective, (own,), (moving,), has_aux=True)  # type: ignore[misc]
+        chosen = {name: q[name] for name in moving}
+        _, slope, moved = jvp(objective, (chosen,), (moving,), has_aux=True)  # type: ignore[misc]
         return slope + sum((vector[name] * value).sum() for name, value in moved.items())
 
     with Elementary():
-        return grad(along, (0, 1))(task.own(params), ones(params, batch))
+        return grad(along, (0, 1))(task.variables(params), ones(params, batch))
 
 
 def weighted_changes(
     task: Task, params: Params, batch: Batch, stacks: Rows, chunk: int | None = None, kind: CurvatureMap = HESSIAN
 ) -> tuple[Params, Params]:
-    """ḡ, and for every row (v, w, ẇ) of the stacks C(w)·v + (1/|Z|) Σ ẇ_z g(z): how ḡ(θ; w) changes along (v, ẇ).
+    """Compute ḡ, and C(w)·v + (1/|Z|) Σ ẇ_z g(z) for every row (v, w, ẇ): how ḡ(θ; w) changes along (v, ẇ).
 
-    With an example's weight zero and changing by −1, that is a row without the example, in one pass.
+    A row that leaves out an example has weight zero there, and −1 as its change: one pass gives both parts.
     """
 
     def changes(*args: Any) -> tuple[Params, Params]:
@@ -157,13 +157,13 @@ def weighted_changes(
 def weight_products(
     task: Task, params: Params, batch: Batch, vectors: Params, chunk: int | None = None
 ) -> tuple[Params | None, Float[Tensor, "vectors batch"]]:
-    """ḡ, and ⟨v, g(z)⟩/|Z| for every vector v of a stack; ḡ is None where losses' derivatives along v serve."""
+    """Compute ḡ, and ⟨v, g(z)⟩/|Z| for every vector v of a stack; ḡ is None if no gradient had to be formed."""
     if task.abilities.slopes:
         size = size_of(batch)
 
         def slopes(p: Params, b: Batch, v: Params) -> tuple[tuple, Tensor]:
             def along(vector: Params) -> Tensor:
-                return jvp(lambda q: task.losses({**p, **q}, b), (task.own(p),), (vector,))[1] / size
+                return jvp(lambda q: task.losses({**p, **q}, b), (task.variables(p),), (vector,))[1] / size
 
             return (), task.over(along)(v)
 
@@ -182,7 +182,7 @@ def weight_products(
 def gradients_with(
     task: Task, params: Params, batch: Batch, weights: Float[Tensor, "rows batch"], chunk: int | None = None
 ) -> Params:
-    """ḡ(θ; w) of one model for every row of weights, also where examples depend on each other."""
+    """Compute ḡ(θ; w) of one model for every row of weights, even if examples depend on each other."""
 
     def gradients(p: Params, b: Batch, w: Tensor) -> tuple[tuple, Params]:
         return (), task.over_models(lambda one: task.gradient(p, one, b))(w)
@@ -203,19 +203,19 @@ def gradients_each(
 
 
 def kink_widths(task: Task, params: Params, batch: Batch) -> Params:
-    """1/h of every function with kinks, over the whole batch, by the names under which they go with parameters."""
+    """Compute 1/h of every function with kinks over the whole batch, by name, to be passed with the parameters."""
     return run(task, "kink_widths", lambda p, b: inverse_widths(task.outputs, p, parts_of(b)), params, batch)
 
 
 def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | None = None) -> Params:
-    """g(z) for every example."""
+    """Compute g(z) for every example."""
     _check_separable(task, examples)
     if isinstance(examples, Picked):
         return _in_order([example_gradients(task, params, group, chunk) for group in examples.groups], examples.order)
 
     def gradients(p: Params, b: Batch) -> tuple[tuple, Params]:
         def one(example: Batch) -> Params:
-            return grad(lambda q: task.example_loss({**p, **q}, example))(task.own(p))
+            return grad(lambda q: task.example_loss({**p, **q}, example))(task.variables(p))
 
         return (), task.over(one)(b)
 
@@ -225,7 +225,7 @@ def example_gradients(task: Task, params: Params, examples: Batch, chunk: int | 
 def example_products(
     task: Task, params: Params, examples: Batch, vectors: Params, chunk: int | None = None, kind: CurvatureMap = HESSIAN
 ) -> tuple[Params, Params]:
-    """g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
+    """Compute g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
     _check_separable(task, examples)
     shared = is_single(vectors, params)
     if isinstance(examples, Picked):
@@ -266,6 +266,6 @@ def _in_order(parts: list[Params], order: Tensor) -> Params:
 
 
 def is_single(vectors: Params, params: Params) -> bool:
-    """Say whether it is one vector, and not a stack of them."""
+    """Say whether this is a single vector, not a stack of vectors."""
     name = next(iter(vectors))
     return vectors[name].ndim == params[name].ndim

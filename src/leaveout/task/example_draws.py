@@ -104,18 +104,18 @@ def _cut(value: Tensor, axis: Axis | None, count: int) -> Tensor:
 
 
 def _axis(name: str, value: Tensor, alone: Tensor, count: int) -> Axis | None:
+    """Find the dimension in which a draw for ``count`` examples is larger than a draw for one; None if it is shared."""
     pairs = list(zip(value.shape, alone.shape, strict=False))
-    other = [dim for dim, (many, one) in enumerate(pairs) if many != one]
-    told_apart = (
-        value.ndim == alone.ndim and len(other) <= 1 and all(pairs[dim][0] == count * pairs[dim][1] for dim in other)
-    )
-    if not told_apart or (other and name.split()[1] == "randperm"):
+    larger = [dim for dim, (many, one) in enumerate(pairs) if many != one]
+    by_example = all(pairs[dim][0] == count * pairs[dim][1] for dim in larger)
+    one_axis = value.ndim == alone.ndim and len(larger) <= 1 and by_example
+    if not one_axis or (larger and name.split()[1] == "randperm"):
         raise UnsupportedError(
             f"Random draw {name} has shape {list(value.shape)} for {count} examples and {list(alone.shape)} for one: "
             "it cannot be told apart by example.",
             code="draw-shape-not-by-example",
         )
-    return Axis(other[0]) if other else None
+    return Axis(larger[0]) if larger else None
 
 
 def _confirmed(rows: Callable[[Batch], Tensor], batch: Batch, cut: Draws, together: Tensor) -> bool:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from leaveout.task.task import Task
 
 
-def footprint(task: Task, params: Params, batch: Batch) -> int:
+def activation_bytes(task: Task, params: Params, batch: Batch) -> int:
     """Count the bytes that one forward pass keeps for its backward pass, besides parameters and inputs."""
     held: dict[int, Tensor] = {}
     shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}
 
-    def note(tensor: Tensor) -> None:  # if returned, a result would be part of its own history and never freed
+    def note(tensor: Tensor) -> None:  # returning the tensor would make a result part of its own history, never freed
         if tensor.data_ptr() not in shared:
             held[tensor.data_ptr()] = tensor.detach()
 

@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 def directional_by_example(
     task: Task, params: Params, batch: Batch, vector: Params
 ) -> tuple[Params, Float[Tensor, " batch"], Params]:
-    """Jᵀ·u, ⟨u, g(z)⟩/|Z| and g(z)/|Z| for one vector u and every example z of a batch.
+    """Compute Jᵀ·u, ⟨u, g(z)⟩/|Z| and g(z)/|Z| for one vector u and every example z of a batch.
 
-    The losses' derivatives along u are linear in u. Where each example has a u of its own, the gradient of their sum in
-    these is each example's gradient, for one matrix product per layer more than Jᵀ·u takes.
+    The losses' derivatives along u are linear in u. If each example is given its own copy of u, the gradient of their
+    sum with respect to these copies is each example's gradient. It takes one more matrix product per layer than Jᵀ·u.
     """
     size = size_of(batch)
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor, Params]:
         def along(q: Params, stack: Params) -> tuple[Tensor, Tensor]:
-            def one(example: Batch, own: Params) -> Tensor:
-                return jvp(lambda r: task.example_loss({**p, **r}, example), (q,), (own,))[1]
+            def one(example: Batch, copy: Params) -> Tensor:
+                return jvp(lambda r: task.example_loss({**p, **r}, example), (q,), (copy,))[1]
 
             slopes = vmap(one)(b, stack) / size
             return slopes.sum(), slopes
 
         stack = each(lambda t: t.expand(size, *t.shape), v)
         with Elementary(), quiet_loops():
-            (curved, gradients), slopes = grad(along, (0, 1), has_aux=True)(task.own(p), stack)
-        # Those of weight matrices come transposed; a trace multiplies the other way round instead of copying them.
+            (curved, gradients), slopes = grad(along, (0, 1), has_aux=True)(task.variables(p), stack)
+        # Gradients of weight matrices are transposed here; a trace computes their transpose instead of copying them.
         return curved, slopes, each(Tensor.contiguous, gradients)
 
     return run(task, "directional_by_example", products, params, batch, vector)

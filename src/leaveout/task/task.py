@@ -22,7 +22,6 @@ from leaveout.task.batching import looped, side_by_side
 from leaveout.task.checks import check_options, is_coupled, matching, module_problems, refuse, trial_problems
 from leaveout.task.draws import replay
 from leaveout.task.example_draws import Axes, together
-from leaveout.task.footprint import footprint
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
 from leaveout.task.guard.compare import compared
@@ -241,8 +240,8 @@ class Task:
         task.kinks = True
         return task
 
-    def own(self, params: Params) -> Params:
-        """Return the parameters for which derivatives are taken, and the buffers that training changes."""
+    def variables(self, params: Params) -> Params:
+        """Return the parameters in which derivatives are taken, and the buffers that training changes."""
         return {name: params[name] for name in (*self.chosen, *self.buffers)}
 
     def read(self, ids: Sequence[int], dataset: Dataset | None = None) -> Batch:
@@ -370,10 +369,6 @@ class Task:
     def example_loss(self, params: Params, example: Batch) -> Float[Tensor, ""]:
         """Compute ℓ(z, θ) of one example, without a batch dimension."""
         return self.losses(params, batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))[0]
-
-    def footprint(self, params: Params, batch: Batch) -> int:
-        """Count the bytes that one forward pass keeps for its backward pass, besides parameters and inputs."""
-        return footprint(self, params, batch)
 
     def unstopped(self) -> AbstractContextManager:
         """Return a context in which derivatives ignore stop-gradients, unlike in training."""

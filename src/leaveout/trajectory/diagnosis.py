@@ -50,9 +50,9 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
 def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
     """Describe the difference, with likely causes in order, and what to do."""
     hypers = recorded.record.hypers
-    clipped = rule.clipped(rule.flowing(recomputed, hypers))
+    clipped = rule.clipped(rule.received(recomputed, hypers))
     moving = [n for n, g in rule.groups.items() if not hypers[g].get(STILL) and not hypers[g].get(IDLE)]
-    rule = rule.following(None, ()).restricted(moving)  # the optimizer alone: the gradient it received is compared
+    rule = rule.extended(None, ()).restricted(moving)  # the optimizer alone: the gradient it received is compared
     clipped = {name: clipped[name] for name in moving}
     used = consumed_gradient(rule, recorded.before, recorded.after, recorded.record.hypers)
     if used is None or not all(bool(torch.isfinite(tensor).all()) for tensor in used.values()):

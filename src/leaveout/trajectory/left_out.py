@@ -134,7 +134,7 @@ def _checked(ids: Any, size: int, what: str) -> list[int]:
     """Return the given example numbers as a list, after checking that the examples exist."""
     numbers = []
     for given in _listed(ids, what):
-        number = _whole(given)
+        number = _as_number(given)
         if number is None:
             raise InputError(
                 f"{what} holds {given!r}: give example numbers (for a mask, the positions where it is true).",
@@ -158,11 +158,11 @@ def _listed(given: Any, what: str) -> list[Any]:
         raise InputError(f"{what} is {given!r}, not a list: give a list, like [0, 3].", code="list-expected") from None
 
 
-def _whole(given: Any) -> int | None:
+def _as_number(value: Any) -> int | None:
     """Return a whole number as int; None for anything else, such as a boolean or a string of digits."""
-    if isinstance(given, bool | str | bytes) or str(getattr(given, "dtype", "")).endswith("bool"):
+    if isinstance(value, bool | str | bytes) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
-        return int(given) if int(given) == given else None
+        return int(value) if int(value) == value else None
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from tensors with several numbers
         return None

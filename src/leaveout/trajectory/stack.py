@@ -14,6 +14,7 @@ from leaveout._util.trees import PARAM, Params, State, height
 from leaveout.optim import AVERAGE, Hyper, Rule
 from leaveout.task.batches import Batch
 from leaveout.task.derivatives import stacked_gradients
+from leaveout.task.footprint import activation_bytes
 from leaveout.task.rewrites.elementary import Quicker
 from leaveout.task.rewrites.products import fast_products
 from leaveout.task.task import Task
@@ -24,10 +25,10 @@ LARGE = 1_000_000
 """Bytes kept for a batch's backward pass above which a stack of models takes longer than a loop."""
 
 LONG = 32 * LARGE
-"""... above which operations take so long that the cost of calling them hardly counts, and a trace pays off late."""
+"""The same above which operations take so long that calling them costs little, and a trace pays off late."""
 
 MANY = 256
-"""The number of gradients of such a model after which it pays off."""
+"""The number of gradients after which the trace of such a model pays off."""
 
 
 class Stack:
@@ -115,8 +116,8 @@ class Stack:
 def steps_one_by_one(task: Task, footprint: int) -> bool:
     """Say whether models are stepped one after the other on each of the CPU's threads, not all at once.
 
-    The latter is faster for small models, whose operations take less time to run than to call. The choice depends on
-    the task and the run's first batch alone, so that a replay rounds alike wherever and whenever it is done.
+    All at once is faster for small models, whose operations take less time to run than to call. The choice depends only
+    on the task and on the run's first batch, so that a replay rounds alike wherever and whenever it is done.
     ``footprint`` is what a batch's forward pass keeps for its backward pass, in bytes.
     """
     # Casts inside vmap would round differently than in training.
@@ -125,7 +126,7 @@ def steps_one_by_one(task: Task, footprint: int) -> bool:
 
 def _stepper_of(task: Task, params: Params, batch: Batch, expected: int) -> OneByOne | None:
     """Return what steps a task's models, given how many gradients are expected; None: all are stepped at once."""
-    footprint = LONG + 1 if task.autocast else task.footprint(params, batch)
+    footprint = LONG + 1 if task.autocast else activation_bytes(task, params, batch)
     if not steps_one_by_one(task, footprint):
         return None
     traced = task.autocast is None and task.abilities.vmap and (footprint <= LONG or not task.tracer.images)
@@ -167,8 +168,8 @@ class OneByOne:
 def _in_range(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
     """Compute ḡ(θ; w), halving the recorded scale of a float16 loss as long as it overflows with these weights.
 
-    Training took the step, so it is taken here too. A power of two changes no digit of a value that neither overflows
-    nor underflows.
+    The recorded step was taken, so a replay takes it too. Scaling by a power of two changes no digit, unless a value
+    overflows or underflows.
     """
     value = _gradient(task, params, weights, batch)
     while task.loss_scale > 1 and not all(bool(torch.isfinite(tensor).all()) for tensor in value.values()):
@@ -179,7 +180,7 @@ def _in_range(task: Task, params: Params, weights: Tensor, batch: Batch) -> Para
 
 
 def _gradient(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
-    """Compute ḡ(θ; w) of one model the fastest way; all models of a replay round alike, if not as training did."""
+    """Compute ḡ(θ; w) of one model in the fastest way; all models of a replay round alike, but not as training did."""
     with Quicker(), fast_products(params, batch):
         return task.gradient(params, weights, batch, alone=True)
 

@@ -23,6 +23,7 @@ from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.checks import refuse
 from leaveout.task.derivatives import gradient
+from leaveout.task.footprint import activation_bytes
 from leaveout.task.guard.points import mixing
 from leaveout.task.preparing import MicroBatch, prepared, trial_batch
 from leaveout.task.task import Task
@@ -47,7 +48,7 @@ class Trajectory:
         _check_size(run, task)
         self.run = run
         self._modes = Modes(run, task, layers)
-        self._rule = run.rule.averaging(on=run.averaged).following(task.clip, tuple(run.manifest.buffers))
+        self._rule = run.rule.averaging(on=run.averaged).extended(task.clip, tuple(run.manifest.buffers))
         self._anchors = run.kept if run.kept[-1] == len(run) else [*run.kept, len(run)]  # states that others start from
         _, self.trained, self.task = self._modes.first
         self.rule = self._rule.restricted(self.task.chosen)
@@ -104,7 +105,7 @@ class Trajectory:
     @cached_property
     def activations(self) -> int:
         """Bytes that the first batch's forward pass keeps for its backward pass."""
-        return self.task.footprint(self.final_whole()[PARAM], self.batch(0))
+        return activation_bytes(self.task, self.final_whole()[PARAM], self.batch(0))
 
     @property
     def slot(self) -> str:
@@ -204,11 +205,12 @@ class Trajectory:
     def shuffled(self, record: Record, ids: Int[Tensor, " batch"], params: Params) -> Batch:
         """Return a batch of other examples in the places of a step's own, with its random draws and denominators."""
         starts = [0, *accumulate(part.length for part in record.parts)]
-        read = [self.task.read(ids[a:b].tolist()) for a, b in pairwise(starts)]
-        return self._prepared(record, read, params)
+        micro_batches = [self.task.read(ids[start:stop].tolist()) for start, stop in pairwise(starts)]
+        return self._prepared(record, micro_batches, params)
 
-    def _prepared(self, record: Record, read: Sequence[Batch], params: Params) -> Batch:
-        parts = [MicroBatch(one, part.random, part.denominator) for one, part in zip(read, record.parts, strict=True)]
+    def _prepared(self, record: Record, micro_batches: Sequence[Batch], params: Params) -> Batch:
+        pairs = zip(micro_batches, record.parts, strict=True)
+        parts = [MicroBatch(batch, part.random, part.denominator) for batch, part in pairs]
         return prepared(self._modes.of(record).whole, parts, params)
 
     def _batch(self, record: Record, params: Params) -> Batch:
@@ -218,11 +220,11 @@ class Trajectory:
             return self._prepared(record, [batches.to(batch, self.task.device) for batch in kept], params)
         starts = [0, *accumulate(part.length for part in record.parts)]
         leaves = len(record.fingerprint) // len(record.parts)
-        read = []
+        micro_batches = []
         for i, (start, stop) in enumerate(pairwise(starts)):
             fingerprint = record.fingerprint[i * leaves : (i + 1) * leaves]
-            read.append(self._read(record.index, record.ids[start:stop].tolist(), fingerprint))
-        return self._prepared(record, read, params)
+            micro_batches.append(self._read(record.index, record.ids[start:stop].tolist(), fingerprint))
+        return self._prepared(record, micro_batches, params)
 
     def _read(self, index: int, ids: list[int], fingerprint: list[tuple[int, int]]) -> Batch:
         if max(ids) >= self.task.size:
@@ -260,7 +262,7 @@ class Trajectory:
 
     def _of_task(self, state: State) -> State:
         """Return the parameters and buffers of a state that the task has derivatives for."""
-        names = self.task.own(state[PARAM])
+        names = self.task.variables(state[PARAM])
         return {slot: {name: params[name] for name in names if name in params} for slot, params in state.items()}
 
 

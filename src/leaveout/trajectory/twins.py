@@ -23,7 +23,7 @@ def twins(task: Task) -> list[Task]:
 
     Copies share the parameters, which every call replaces. A model that cannot be copied has no twins.
     """
-    found = [task]
+    tasks = [task]
     shared = {id(param): param for param in task.model.parameters()}
     for _ in range(_threads(task.device) - 1):
         twin = task.quiet()
@@ -32,8 +32,8 @@ def twins(task: Task) -> list[Task]:
         except Exception:  # noqa: BLE001 - a module may refuse in its own way
             break
         twin.model = twin.called.model
-        found.append(twin)
-    return found
+        tasks.append(twin)
+    return tasks
 
 
 def _threads(device: torch.device) -> int:

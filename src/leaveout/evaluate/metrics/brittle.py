@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -82,27 +83,43 @@ def brittleness(
         raise InputError(f"most={most!r} must be a whole number of at least 1.", code="most-not-a-count")
     predict = _Predictions(Trajectory(run, task), query, resources or Resources())
     before = predict.recorded(len(scores.query_ids))
-    helpful = [_helpful(scores, column)[:most] for column in range(len(scores.query_ids))]
-    low, high = [0] * len(helpful), [len(ids) for ids in helpful]
-    first = [q for q, ids in enumerate(helpful) if ids]
-    after = dict(predict.without({q: helpful[q] for q in first}))
-    open_ = [q for q in first if after[q] != before[q]]
-    flipping = {q: after[q] for q in open_}
-    while asked := {q: helpful[q][: (low[q] + high[q]) // 2] for q in open_ if high[q] - low[q] > 1}:
-        for q, prediction in predict.without(asked):
-            if prediction != before[q]:
-                high[q], flipping[q] = len(asked[q]), prediction
-            else:
-                low[q] = len(asked[q])
+    queries = range(len(scores.query_ids))
+    helpful = {query: ids for query in queries if (ids := _helpful(scores, query)[:most])}
+    flips = _flips(predict, before, helpful)
     table = pd.DataFrame(
         {
             "before": before,
-            "removed": pd.array([high[q] if q in flipping else None for q in range(len(helpful))], dtype="Int64"),
-            "after": pd.array([flipping.get(q) for q in range(len(helpful))], dtype="Int64"),
+            "removed": pd.array([flips[q].removed if q in flips else None for q in queries], dtype="Int64"),
+            "after": pd.array([flips[q].prediction if q in flips else None for q in queries], dtype="Int64"),
         },
         index=pd.Index(scores.query_ids, name="query"),
     )
     return Brittleness(table, most, predict.cost)
+
+
+class _Flip(NamedTuple):
+    """How many examples were left out when a prediction flipped, and what was predicted then."""
+
+    removed: int
+    prediction: int
+
+
+def _flips(predict: _Predictions, before: list[int], helpful: dict[int, list[int]]) -> dict[int, _Flip]:
+    """Find by bisection how few of its helpful examples flip each prediction; queries that do not flip have none."""
+    after = predict.without(helpful)
+    flips = {query: _Flip(len(helpful[query]), now) for query, now in after if now != before[query]}
+    too_few = dict.fromkeys(flips, 0)
+    while left_out := {
+        query: helpful[query][: (too_few[query] + flip.removed) // 2]
+        for query, flip in flips.items()
+        if flip.removed - too_few[query] > 1
+    }:
+        for query, now in predict.without(left_out):
+            if now != before[query]:
+                flips[query] = _Flip(len(left_out[query]), now)
+            else:
+                too_few[query] = len(left_out[query])
+    return flips
 
 
 def _helpful(scores: Scores, column: int) -> list[int]:
@@ -133,8 +150,8 @@ class _Predictions:
             for part in left_out.chunks(size):
                 params = counterfactuals(self.trajectory, part, 0.0, self.resources, self.cost)
                 for row in range(height(params) - 1):
-                    q = int(part.names[row])
-                    answers.append((q, self._of({name: tensor[row] for name, tensor in params.items()}, q)))
+                    query = int(part.names[row])
+                    answers.append((query, self._of({name: tensor[row] for name, tensor in params.items()}, query)))
         return answers
 
     def _of(self, params: Params, number: int) -> int:

@@ -7,6 +7,7 @@ from torch.utils.data import Dataset
 
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, check_seed, is_whole
+from leaveout.estimators.question import Question
 from leaveout.estimators.replay import replayed
 from leaveout.evaluate.metrics.per_query import PerQuery, spearman_columns
 from leaveout.run.reader import Run
@@ -42,6 +43,6 @@ def tsloo(
         raise InputError("tsloo needs at least 2 scored rows and replays: it ranks them.", code="too-few-to-compare")
     order = torch.randperm(len(scores.train_ids), generator=torch.Generator().manual_seed(check_seed(seed)))
     rows = order[:replays].tolist()
-    truth = replayed(scores, rows, run, task, query, resources)
+    truth = replayed(scores, rows, Question(run, task, query, resources=resources or Resources()))
     estimate, exact = (values.double().cpu().numpy() for values in (scores.values[rows], truth.values))
     return PerQuery("TSLOO", spearman_columns(estimate, exact), len(rows), cost=truth.cost)

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from leaveout.estimators import SGDIE, Replay
+from leaveout.estimators.question import Question
 from leaveout.estimators.replay import JITTER
 from leaveout.evaluate.ceiling import group_sizes
 from leaveout.evaluate.metrics import spearman
@@ -77,7 +78,8 @@ def compute(settings: Settings) -> list[Row]:
             for move in range(settings["moves"])
         ]
         scores, bent = (SGDIE(kinks=k).score(*asked, ids=ids, resources=QUIET).mean().numpy() for k in (False, True))
-        groups = group_sizes(settings["seed"], jitter, *asked, QUIET)[0] if jitter == JITTER else {}
+        question = Question(*asked, resources=QUIET)
+        groups = group_sizes(question, settings["seed"], jitter)[0] if jitter == JITTER else {}
     mean = np.mean(moved, axis=0)
     return [
         {

@@ -61,12 +61,13 @@ def readings(
     saturated, derivative = Reading(Saturation(trajectory.rule, trajectory.final()[PARAM]), chunk), Reading(None, chunk)
     for recorded, pulled in Sweep(trajectory).pulled(vectors, resources, request.cost):
         for name, left_out in rows.items():
-            pairs = left_out.pairs(recorded.record.ids)
+            ids = recorded.record.ids
+            pairs = left_out.pairs(ids)
             if len(pairs[0]):
                 pulled.add_to(totals[name][PLAIN], pairs)
-                saturated.add(totals[name][JUMP], pairs, pulled)
-                derivative.add(totals[name][DERIVATIVE], pairs, pulled)
-        saturated.passed(pulled)
+                saturated.add(totals[name][JUMP], pairs, ids, pulled)
+                derivative.add(totals[name][DERIVATIVE], pairs, ids, pulled)
+        saturated.count_step(pulled)
     return {name: {method: t.double().numpy() for method, t in own.items()} for name, own in totals.items()}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from leaveout._util.files import Lock
 from leaveout._util.leftovers import remove_asides, tidy_folder
+from leaveout._util.lock import Lock
 from leaveout.run.manifest import INITIAL, MANIFEST, read_manifest
 from leaveout.run.paths import RunPaths
 

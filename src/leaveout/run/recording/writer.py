@@ -20,7 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from leaveout._util.files import LOCK, Lock, asides, is_full
+from leaveout._util.files import asides, is_full
+from leaveout._util.lock import LOCK, Lock
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import LeaveoutWarning, RunError
 from leaveout.optim.averaging import Update

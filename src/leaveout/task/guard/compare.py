@@ -74,18 +74,17 @@ class _Search:
     def __init__(self, task: Task, params: Params, batch: Any, tested: Trial) -> None:
         self.task, self.batch, self.point = tested.task, tested.batch, tested.point
         # A form that is correct in float64 must also run in the task's own dtype; float32 has all of float64's kernels.
-        first = next(iter(params.values()))
-        covered = tested.task.is_wide and first.dtype in (torch.float32, torch.float64)
-        self.own = None if self.point is not None and covered else task.quiet()
-        self.params, self.own_batch = params, batch
-        self.abilities_now = Abilities(vmap=True, stacks=True, forward=True, outer=True)
+        dtype = next(iter(params.values())).dtype
+        covered = self.point is not None and tested.task.is_wide and dtype in (torch.float32, torch.float64)
+        self.original = None if covered else (task.quiet(), params, batch)
+        self.result = Abilities(vmap=True, stacks=True, forward=True, outer=True)
 
     def abilities(self, before: Abilities | None) -> Abilities:
         """Return what works and is correct.
 
-        For a large model, one vector's product counts as correct if it is correct together with every example's
-        gradient; and a kind that was compared ``before``, and differs from another kind only in the axis of ``vmap``,
-        keeps its result if that other kind does.
+        A large model is compared with fewer passes. One vector's product counts as correct if it is correct together
+        with every example's gradient; and a kind that differs from another one only in the axis of ``vmap`` keeps its
+        result from ``before`` if the other kind has the same result as before.
         """
         large = is_large(self.task)
         brief = before if large else None
@@ -94,7 +93,7 @@ class _Search:
             self._switch("stacks", agreement.models, before)
         self._switch("symmetric", self._symmetric, before)
         self._switch("slopes", agreement.weights, before)
-        if self.abilities_now.slopes:
+        if self.result.slopes:
             self._set("reads", True)  # they are used where slopes cannot be
         else:
             self._switch("reads", agreement.weights, before)
@@ -106,23 +105,23 @@ class _Search:
             self._joint(before)
         self._choose("vectors", VECTORS, agreement.vectors, before)
         self._choose("changes", CHANGES, agreement.changes, before)
-        if not (self.abilities_now.symmetric and self._as_before(brief, "changes", "example")):
-            self._choose("example", EXAMPLE if self.abilities_now.symmetric else (), agreement.example, before)
-        if not (self.abilities_now.slopes and self._as_before(brief, "slopes", "forward", "outer")):
+        if not (self.result.symmetric and self._as_before(brief, "changes", "example")):
+            self._choose("example", EXAMPLE if self.result.symmetric else (), agreement.example, before)
+        if not (self.result.slopes and self._as_before(brief, "slopes", "forward", "outer")):
             self._try([{"forward": True}, {"forward": False}, {"outer": False}], agreement.outer)
         self._try([{"stops": False}, {"stops": True}, {"slope": False}], agreement.slope)
-        return self.abilities_now
+        return self.result
 
     def _joint(self, before: Abilities | None) -> bool:
         """Say whether one vector's product can be computed together with every example's gradient."""
         self._set("together", False)
-        if self.abilities_now.vector is Form.REVERSE_FORWARD and self.abilities_now.vmap:
+        if self.result.vector is Form.REVERSE_FORWARD and self.result.vmap:
             self._switch("together", agreement.together, before)
-        return self.abilities_now.together
+        return self.result.together
 
     def _as_before(self, before: Abilities | None, like: str, *names: str) -> bool:
         """Copy these from an earlier comparison, if there is one and the ability they are ``like`` is unchanged."""
-        if before is None or getattr(self.abilities_now, like) != getattr(before, like):
+        if before is None or getattr(self.result, like) != getattr(before, like):
             return False
         for name in names:
             self._set(name, getattr(before, name))
@@ -132,6 +131,7 @@ class _Search:
         return point is None or point.difference.symmetric
 
     def _switch(self, name: str, check: Check, before: Abilities | None) -> None:
+        """Set an ability that is there or not; it is tried unless it was missing before."""
         if before is not None and not getattr(before, name):
             self._set(name, False)
         else:
@@ -139,6 +139,7 @@ class _Search:
             self._set(name, self._is_right(check))
 
     def _choose(self, kind: str, order: Sequence[Form], check: Check, before: Abilities | None) -> None:
+        """Set the first form that is correct, from the one chosen before; None if none is."""
         for form in _later(order, getattr(before, kind)) if before else order:
             self._set(kind, form)
             if self._is_right(check):
@@ -154,18 +155,19 @@ class _Search:
                 return
 
     def _set(self, name: str, value: Any) -> None:
-        self.abilities_now = self.abilities_now._replace(**{name: value})
+        self.result = self.result._replace(**{name: value})
 
     def _is_right(self, check: Check) -> bool:
         """Say whether it runs, in float64 and in the task's own dtype, and is correct at the point."""
         try:
             if self.point is not None:
-                self.task.abilities = self.abilities_now
+                self.task.abilities = self.result
                 if not check(self.task, self.point.at, self.batch, self.point):
                     return False
-            if self.own is not None:
-                self.own.abilities = self.abilities_now
-                check(self.own, self.params, self.own_batch, None)
+            if self.original is not None:
+                task, params, batch = self.original
+                task.abilities = self.result
+                check(task, params, batch, None)
         except MISSING:
             return False
         return True

@@ -51,18 +51,15 @@ def coupled_abilities(
     abilities = coupled_defaults(task, before)
     try:
         wide, given = task.widened(), batches.to_float64(batch)
-        at = batches.to_float64(task.own(params) | params)
+        at = batches.to_float64(task.variables(params) | params)
         counters = [name for name, held in wide.model.named_buffers() if not held.is_floating_point()]
         measured = difference(_plain(wide, given), at, padding=padding_rows(wide.model), counters=counters)
     except LeaveoutError:
         raise
     except Exception as error:  # noqa: BLE001 - a model that insists on its own dtype, or fails; reported as a problem
         return f"its gradient cannot be computed in training mode ({first_line(error)})", abilities
-    once = {"vmap": abilities.vmap, "stacks": abilities.stacks, "vector": Form.TRANSPOSED, "vectors": Form.TRANSPOSED}
-    plain: tuple[dict[str, Any], ...] = ({}, {"vmap": False}, {"stacks": False})
-    for over in (*plain, once, {"vmap": False}, {"changes": Form.THROUGH}, {"changes": None}):
-        abilities = abilities._replace(**over)
-        wide.abilities = abilities
+    for changes in _fallbacks(abilities):
+        wide.abilities = abilities = abilities._replace(**changes)
         try:
             problem = _differs(wide, at, given, measured, abilities)
         except MISSING:
@@ -72,22 +69,36 @@ def coupled_abilities(
     return "its step in training mode cannot be differentiated rightly by torch.func", abilities
 
 
+def _fallbacks(abilities: Abilities) -> list[dict[str, Any]]:
+    """Return what to change in these abilities, one thing after the other, until all derivatives are correct."""
+    batched = {"vmap": abilities.vmap, "stacks": abilities.stacks}
+    return [
+        {},
+        {"vmap": False},
+        {"stacks": False},
+        {**batched, "vector": Form.TRANSPOSED, "vectors": Form.TRANSPOSED},
+        {"vmap": False},
+        {"changes": Form.THROUGH},
+        {"changes": None},
+    ]
+
+
 def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities) -> Abilities:
     """Return the same with the fastest form for one vector, if its results agree with the others'."""
     if not abilities.vmap or abilities.vector is Form.TRANSPOSED:
         return abilities
-    vector = like(task.own(at), torch.Generator().manual_seed(0))
-    forms = (Form.REVERSE_REVERSE, Form.REVERSE_FORWARD)
-    found = []
+    vector = like(task.variables(at), torch.Generator().manual_seed(0))
+    quick = abilities._replace(vector=Form.REVERSE_FORWARD)
+    products = []
     try:
-        for form in forms:
-            task.abilities = abilities._replace(vector=form)
+        for one in (abilities, quick):
+            task.abilities = one
             _, curved, reads = directional(task, at, batch, vector)
-            found.append((curved, {"weights": reads}))
+            products.append((curved, {"weights": reads}))
     except MISSING:
         return abilities
-    same = all(_near(quick, slow) for slow, quick in zip(*found, strict=True))
-    return abilities._replace(vector=forms[1]) if same else abilities
+    same = all(_near(computed, wanted) for wanted, computed in zip(*products, strict=True))
+    return quick if same else abilities
 
 
 def _differs(
@@ -110,7 +121,7 @@ def _differs(
             return "leaving an example out"
     if measured is None:
         return None
-    stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.own(at)}
+    stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.variables(at)}
     _, curved, _ = batch_products(task, at, batch, stack)
     for which in (0, 1):
         if not measured.agrees_transposed(each(lambda t, i=which: t[i], curved), which):

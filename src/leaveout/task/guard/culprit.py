@@ -23,21 +23,7 @@ if TYPE_CHECKING:
 
 def culprit(task: Task, params: Params, batch: Any) -> str:
     """Name the innermost module whose second derivative is wrong or missing, or else the loss, with the reason."""
-    calls: dict[str, tuple] = {}
-
-    def note(name: str) -> Callable:
-        def hook(_module: nn.Module, args: tuple, kwargs: dict, _out: Any) -> None:
-            calls.setdefault(name, (args, kwargs))
-
-        return hook
-
-    handles = [m.register_forward_hook(note(n), with_kwargs=True) for n, m in task.model.named_modules()]
-    try:
-        with torch.no_grad():
-            outputs, targets = task.outputs(params, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    calls, outputs, targets = _forward(task, params, batch)
     wrong: dict[str, str] = {}
     for name, module in task.model.named_modules():
         if name in calls:
@@ -53,6 +39,26 @@ def culprit(task: Task, params: Params, batch: Any) -> str:
     at = {"outputs": outputs.detach()}
     problem = _problem(lambda: (at, lambda at: task.output_losses(at["outputs"], targets).sum()))
     return f"the loss {problem}" if problem else "PyTorch's second derivative of the model with its loss is wrong"
+
+
+def _forward(task: Task, params: Params, batch: Any) -> tuple[dict[str, tuple[tuple, dict]], Tensor, Any]:
+    """Return the arguments with which each module is first called, by name; and the outputs and targets."""
+    calls: dict[str, tuple[tuple, dict]] = {}
+
+    def note(name: str) -> Callable:
+        def hook(_module: nn.Module, args: tuple, kwargs: dict, _out: Any) -> None:
+            calls.setdefault(name, (args, kwargs))
+
+        return hook
+
+    handles = [m.register_forward_hook(note(n), with_kwargs=True) for n, m in task.model.named_modules()]
+    try:
+        with torch.no_grad():
+            outputs, targets = task.outputs(params, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, outputs, targets
 
 
 def _within(name: str, outer: str) -> bool:
@@ -104,6 +110,7 @@ def _problem(
 
 
 def _verdict(measured: Difference, value: Callable[[Params], Tensor]) -> str | None:
+    """Compare a function's second derivatives with the measured ones, and say why they differ; None if they agree."""
     u = measured.directions[0]
     tried = [
         _product(lambda: jvp(grad(value), (measured.at,), (u,))[1]),
@@ -119,13 +126,9 @@ def _verdict(measured: Difference, value: Callable[[Params], Tensor]) -> str | N
         return f"has a gradient of its own ({', '.join(own)})"
     if noted.stops:
         return f"stops gradients ({', '.join(sorted(noted.stops))})"
-    return (
-        f"has an operation without a second derivative in PyTorch ({message})"
-        if message
-        else (
-            "has an operation whose second derivative in PyTorch is not that of its gradient (a gradient of its own?)"
-        )
-    )
+    if message:
+        return f"has an operation without a second derivative in PyTorch ({message})"
+    return "has an operation whose second derivative in PyTorch is not that of its gradient (a gradient of its own?)"
 
 
 def _own_gradients(value: Tensor) -> list[str]:

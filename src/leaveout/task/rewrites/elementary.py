@@ -1,8 +1,8 @@
 """Normalisations, softmax, cross-entropy and attention from elementary operations.
 
-Reverse over forward needs them. PyTorch's forward formula of ``layer_norm`` has a wrong reverse derivative; its forward
-formula of the softmax family begins again from the inputs, and the reverse of that passes over the logits some thirty
-times, where a dozen are enough.
+The reverse derivative of a forward derivative needs them. PyTorch's forward formula of ``layer_norm`` has a wrong
+reverse derivative. Its forward formula of the softmax family starts again from the inputs, and the reverse derivative
+of that passes over the logits some thirty times, while a dozen passes are enough.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from leaveout.task.rewrites.missing_rules import WrittenOut
 
 COARSE = (torch.float16, torch.bfloat16)
-"""Types in which PyTorch's own kernels sum more precisely than their operands."""
+"""Dtypes in which PyTorch's own kernels sum with more precision than the operands have."""
 
 
 class Elementary(WrittenOut):
-    """Computes these functions within it from elementary operations, up to rounding the same."""
+    """A context in which these functions are computed from elementary operations, the same up to rounding."""
 
     @property
     def functions(self) -> dict[Callable, Callable[..., Tensor | None]]:
@@ -40,7 +40,7 @@ class Elementary(WrittenOut):
 
 
 def _precise(x: Tensor) -> bool:
-    """Say whether operations of ``x`` are computed in its own type, and that type is not a coarse one."""
+    """Say whether operations of ``x`` are computed in its own dtype, and that is not a coarse one."""
     return x.dtype not in COARSE and not torch.is_autocast_enabled(x.device.type)
 
 
@@ -61,7 +61,7 @@ def _layer_norm(
 
 
 def _exponentials(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(x − s), their sum, and the shift s, which changes nothing and has no derivative."""
+    """Return exp(x − s), their sum, and the shift s, which does not change the result and has no derivative."""
     shift = x.detach().amax(dim, keepdim=True)
     powers = (x - shift).exp()
     return powers, powers.sum(dim, keepdim=True), shift
@@ -84,11 +84,11 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Compute log Σ exp z − z_y, one per element; what is anything else is left to PyTorch."""
+    """Compute log Σ exp z − z_y for each element; return None for options that are left to PyTorch."""
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
     if not plain or reduction != "none" or targets.is_floating_point() or outputs.ndim < 2:
         return None
-    outputs = outputs.movedim(1, -1)  # as language models have them in memory
+    outputs = outputs.movedim(1, -1)  # the order in which language models store them
     _, total, shift = _exponentials(outputs, -1)
     kept = targets != ignore_index
     chosen = outputs.gather(-1, torch.where(kept, targets, 0).unsqueeze(-1))
@@ -104,7 +104,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor | None:
-    """softmax(q kᵀ/√d) v; masks that are given may leave a row nothing, and are left to PyTorch, as is dropout."""
+    """Compute softmax(q kᵀ/√d) v; return None for dropout, and for masks, which may exclude every key of a query."""
     if attn_mask is not None or dropout_p or options.get("enable_gqa") or min(query.ndim, key.ndim, value.ndim) < 2:
         return None
     scale = options.get("scale")
@@ -128,9 +128,9 @@ FUNCTIONS: dict[Callable, Callable[..., Tensor | None]] = {
 
 
 class Quicker(Elementary):
-    """Computes those functions within it from elementary operations whose first derivatives are quicker like that too.
+    """The same for those functions whose first derivatives are also faster this way.
 
-    PyTorch's cross-entropy copies the logits of language models into another order, there and back.
+    PyTorch's cross-entropy copies the logits of language models into another order, and their gradient back.
     """
 
     @property

@@ -27,20 +27,20 @@ from leaveout.task.forward import Called
 from leaveout.task.rewrites.function_mode import FunctionMode
 
 WIDTH = 0.2 * 1.2533
-"""The width of a bump over the pre-activation's mean absolute deviation (1.2533 of which are a Gaussian's σ).
+"""The width of a bump divided by the pre-activation's mean absolute deviation (a Gaussian's σ is 1.2533 times that).
 
 On most networks tried, quartiles give the same scores to a few thousandths of a rank correlation (not on 20News, where
 neither helps), but every unit would have to be sorted.
 """
 
 ENOUGH = 4096
-"""Values from which a channel's mean absolute deviation is taken, at least, where it has so many."""
+"""At least this many values of a channel are used for its mean absolute deviation, if it has as many."""
 
 KINK = "kink "
-"""How the names begin under which widths go with the parameters."""
+"""The prefix of the names under which widths are passed with the parameters."""
 
 Points: TypeAlias = Sequence[tuple[float, float]]
-"""Where a function has kinks, and by how much its slope jumps there."""
+"""The positions of a function's kinks, and by how much its slope jumps at each."""
 
 
 def _relu() -> Points:
@@ -102,7 +102,7 @@ class Kinks(FunctionMode):
     """Gives functions with kinks their curvature.
 
     Args:
-        widths: 1/h by name, as ``inverse_widths`` gives them; what is not there is taken from the batch that is seen.
+        widths: 1/h by name, from ``inverse_widths``; widths that are missing are computed from the current batch.
     """
 
     def __init__(self, widths: Params) -> None:
@@ -154,7 +154,7 @@ class _Noting(Kinks):
 
 
 def _curvature(a: Tensor, points: Points, inverse: Tensor) -> Tensor:
-    """½ f''(a₀) · (a − a₀)²."""
+    """Compute ½ f''(a₀) · (a − a₀)², with a₀ = a held constant."""
     still = a.detach()
     away = a - still
     bent: Tensor | None = None
@@ -167,7 +167,7 @@ def _curvature(a: Tensor, points: Points, inverse: Tensor) -> Tensor:
 
 
 def inverse_width(a: Tensor) -> Tensor:
-    """1/h of each unit, in the shape that goes with ``a``; 0, for no curvature, where a unit's values are all the same.
+    """Compute 1/h of each unit, in a shape that broadcasts with ``a``; 0 (no curvature) if its values are all equal.
 
     Units are columns (batch, units), the last axis of (batch, positions, units), the channels of images.
 
@@ -190,7 +190,7 @@ def _thinned(a: Tensor) -> Tensor:
 
 
 def inverse_widths(forward: Callable[[Params, Batch], Any], params: Params, parts: Sequence[Batch]) -> Params:
-    """1/h of every call of a function with kinks, in their order, over all of a step's micro-batches."""
+    """Compute 1/h of every call of a function with kinks, in the order of the calls, over a step's micro-batches."""
     passes = []
     for part in parts:
         with _Noting() as noting:

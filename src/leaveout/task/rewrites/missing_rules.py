@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -84,23 +84,23 @@ class Batched(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if function in PACKING:
             self.packs = True
-            return PACKING[function](*args, **(kwargs or {}))
-        is_packed = len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
-        inside = getattr(function, "__name__", "") in RECURRENT and len(args) == 9
-        taken_apart = any(map(_is_wrapped if is_packed else _is_batched, leaves(args)))
-        if inside and taken_apart:
-            at = 2 if is_packed else 1  # (inputs, sizes, state, weights, ...) or (inputs, state, weights, ...)
-            sizes = map(numbers, args[1:at])
-            args = (args[0], *sizes, _varied(args[at], [args[0], *args[at + 1]]), *args[at + 1 :])
-            packet = getattr(torch.ops.aten, function.__name__)
-            with _no_fused_kernels():  # they cannot be decomposed
-                return (packet.data if is_packed else packet.input).decompose(*args, **(kwargs or {}))
-        if inside and is_packed:
-            with _no_fused_kernels():  # so that draws have the same shape even if all lengths are equal
-                return function(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+            return PACKING[function](*args, **kwargs)
+        if getattr(function, "__name__", "") not in RECURRENT or len(args) != 9:
+            return function(*args, **kwargs)
+        is_packed = isinstance(args[1], Tensor) and not args[1].is_floating_point()
+        if not any(map(_is_wrapped if is_packed else _is_batched, leaves(args))):
+            # Without fused kernels, draws have the same shape for packed sequences even if all lengths are equal.
+            with _no_fused_kernels() if is_packed else nullcontext():
+                return function(*args, **kwargs)
+        at = 2 if is_packed else 1  # (inputs, sizes, state, weights, ...) or (inputs, state, weights, ...)
+        sizes = map(numbers, args[1:at])
+        args = (args[0], *sizes, _varied(args[at], [args[0], *args[at + 1]]), *args[at + 1 :])
+        packet = getattr(torch.ops.aten, function.__name__)
+        with _no_fused_kernels():  # they cannot be decomposed
+            return (packet.data if is_packed else packet.input).decompose(*args, **kwargs)
 
 
 def _is_wrapped(leaf: Any) -> bool:
@@ -119,6 +119,7 @@ def _is_batched(leaf: Any) -> bool:
 
 
 def _varied(state: Any, sources: list[Tensor]) -> Any:
+    """Return the state batched in every dimension in which one of the sources is, with the same values."""
     zero = sum(source.flatten()[0] for source in sources) * 0
     return tuple(part + zero for part in state) if isinstance(state, tuple | list) else state + zero
 

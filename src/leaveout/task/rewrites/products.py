@@ -1,8 +1,7 @@
-"""Matrix products by the faster of the two libraries that PyTorch has for processors.
+"""Matrix products by the faster of the two libraries that PyTorch has for CPUs.
 
-PyTorch multiplies float32 matrices with MKL, which uses AVX-512 only on Intel's processors. oneDNN, which PyTorch has
-for convolutions, uses it everywhere; on AMD's processors it takes half the time. The sums are the same, taken in
-another order.
+PyTorch multiplies float32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, which PyTorch uses
+for convolutions, uses it on all; on AMD's processors it takes half the time. The sums are the same, in another order.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from leaveout.task.batches import leaves
 aten = torch.ops.aten
 
 SMALLEST = 1 << 21
-"""Multiplications below which a product takes less time to compute than oneDNN takes to call."""
+"""The number of multiplications below which a product takes less time than a call of oneDNN."""
 
 WORTH = 1 << 18
-"""Elements of a function's inputs below which none of its products is that large, or few are."""
+"""The number of elements of a function's inputs below which few or none of its products are that large."""
 
 
 def product() -> Any:
-    """Return oneDNN's operation (X, W, bias, ...) ↦ X·Wᵀ + bias; None if this PyTorch has none of that name."""
+    """Return oneDNN's operation (X, W, bias, ...) ↦ X·Wᵀ + bias; None if this version of PyTorch does not have it."""
     operation = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return None if operation is None else operation.default
 
@@ -38,8 +37,8 @@ def product() -> Any:
 def fast_products(*args: Any) -> AbstractContextManager:
     """Return a context for a function of these arguments in which large matrix products take less time.
 
-    Whether it does anything depends on the processor and the arguments' shapes alone, so that a function rounds alike
-    whenever it is called.
+    Whether it changes anything depends only on the processor and on the arguments' shapes, so that a function rounds
+    alike whenever it is called.
     """
     large = is_faster() and _elements(args) >= WORTH
     return FastProducts() if large else nullcontext()
@@ -54,7 +53,7 @@ def is_faster() -> bool:
 
 
 class FastProducts(TorchDispatchMode):
-    """Computes large products of float32 matrices with oneDNN, beneath whatever transforms surround them."""
+    """Computes large products of float32 matrices with oneDNN, below any transforms."""
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         faster = REPLACED.get(function)
@@ -63,7 +62,7 @@ class FastProducts(TorchDispatchMode):
 
 
 def _works() -> bool:
-    """Multiply two small matrices: the operation is internal to PyTorch, and other versions may have another."""
+    """Say whether oneDNN multiplies two small matrices right: the operation is internal to PyTorch, and may change."""
     if product() is None:
         return False
     left, right = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
@@ -76,7 +75,7 @@ def _works() -> bool:
 def _mm(left: Tensor, right: Tensor) -> Tensor | None:
     if not _is_large(left, right):
         return None
-    # The first matrix has to lie in rows; the transposed product may have less to copy.
+    # The first matrix must be contiguous; if it is not, the transposed product may have less to copy.
     if not left.is_contiguous() and left.numel() > right.numel() * right.is_contiguous() + len(left) * right.shape[1]:
         return _product(right.t(), left.t()).t().contiguous()
     return _product(left, right)
@@ -89,7 +88,7 @@ def _addmm(bias: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
 
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor | None:
-    """Multiply many matrices by one and the same in a single product, as vectors that ``vmap`` has expanded are."""
+    """Multiply many matrices by the same one in a single product; ``vmap`` expands a shared matrix in this way."""
     if right.stride(0) or len(right) == 1 or not left.is_contiguous():
         return None
     result = _mm(left.view(-1, left.shape[2]), right[0])
@@ -104,7 +103,7 @@ REPLACED: dict[Any, Callable[..., Tensor | None]] = {
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    # The copy that oneDNN's operation would make, as an operation of its own: a trace makes it once for many products.
+    # oneDNN would make this copy itself; as a separate operation, a trace makes it once for many products.
     return product()(left.contiguous(), right.t(), bias, "none", [], "")
 
 
@@ -119,7 +118,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_dense(matrix: Tensor) -> bool:
-    """Say whether rows or columns follow each other in memory; others, such as expanded ones, take oneDNN very long."""
+    """Say whether rows or columns are adjacent in memory; oneDNN is very slow for others, such as expanded ones."""
     rows, columns = matrix.stride()
     return (columns == 1 and rows >= matrix.shape[1]) or (rows == 1 and columns >= matrix.shape[0])
 
@@ -129,6 +128,6 @@ def _elements(args: Any) -> int:
 
 
 def _processor() -> str:
-    """Return what the system says of the processor; on Linux, Python does not know."""
+    """Return the system's description of the processor; Python's own is empty on Linux."""
     listed = Path("/proc/cpuinfo")
     return listed.read_text() if listed.exists() else platform.processor()

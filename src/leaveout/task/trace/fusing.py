@@ -1,7 +1,7 @@
-"""Sums of products in as few passes over their elements as they have products: a·b + c is one operation.
+"""Sums of products with one pass over the elements per product: a·b + c is one operation.
 
-Rounding may differ in the last place, so only traces that may round differently are fused, and never what decides on
-which side of a kink a value is.
+The last digit may round differently. So only traces that may do so are fused, and values on which the side of a kink
+depends never are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from leaveout.task.trace.layout import deciding_nodes
 aten = torch.ops.aten
 
 SMALLEST = 1 << 14
-"""Elements below which a pass costs no more than its call."""
+"""The number of elements below which a pass takes no longer than its call."""
 
 
 class Product(NamedTuple):
@@ -29,7 +29,7 @@ class Product(NamedTuple):
 
 
 def fuse(module: fx.GraphModule) -> None:
-    """Add up every large sum product by product, each in one pass."""
+    """Replace every large sum that has products by one operation per product."""
     graph = module.graph
     kept = deciding_nodes(graph)
     for node in reversed(list(graph.nodes)):
@@ -87,7 +87,7 @@ def _like(node: fx.Node, new: fx.Node) -> fx.Node:
 
 
 def _is_sum(node: fx.Node, total: fx.Node) -> bool:
-    """Say whether it is a sum of floating-point tensors of one type, large, and of the shape of the whole sum."""
+    """Say whether it is a large sum of floating-point tensors of one dtype, with the shape of the total."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
     values = [_number(each) for each in (total, node, *node.args)]

@@ -1,6 +1,6 @@
-"""Elementwise operations that write over an operand which nothing needs any more: the same results to the last bit.
+"""Elementwise operations that write over an operand that is not needed any more: the same results to the last bit.
 
-Memory that has just been read is in the cache; new memory is not.
+It saves time because memory that has just been read is in the cache, and new memory is not.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from leaveout.task.batches import leaves
 from leaveout.task.trace.simplify import kind
 
 SMALLEST = 1 << 12
-"""Elements below which an operation costs no more than its call."""
+"""The number of elements below which an operation takes no longer than its call."""
 
 
 class Observed(NamedTuple):
     """What a node of a trace returned: its kind, if it is one tensor, and the blocks of memory that it occupies.
 
-    Blocks are numbered as they are first used: a view occupies the block of what it is a view of.
+    Blocks are numbered in the order of their first use; a view occupies the block of the tensor that it is a view of.
     """
 
     kind: tuple | None
@@ -37,8 +37,8 @@ Observations: TypeAlias = dict[fx.Node, Observed]
 class Observer(fx.Interpreter):
     """Runs a trace once and notes what each node returned.
 
-    Two tensors that exist at the same time share memory if theirs begins at the same address, so it is enough to
-    compare a node's results with its operands.
+    Tensors that exist at the same time share memory if their memory begins at the same address. A node's results can
+    share memory only with its operands, so only these are compared.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -76,7 +76,7 @@ def write_in_place(module: fx.GraphModule, observed: Observations) -> fx.GraphMo
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, nodes))
     last = _last_uses(module.graph, observed)
-    same: dict[int, int] = {}  # blocks that have become one
+    same: dict[int, int] = {}  # a result's block is merged with that of the operand it is written over
     for node in module.graph.nodes:
         writing = _writing(node.target) if node.op == "call_function" else None
         if writing is not None and (operand := _used_up(node, writing[0], observed, last, same)):
@@ -94,7 +94,7 @@ def _used_up(
     last: dict[int, fx.Node | None],
     same: dict[int, int],
 ) -> fx.Node | None:
-    """Return an operand with a place for each element of the result, whose memory nothing else needs any more."""
+    """Return an operand of the result's shape and layout whose memory nothing else needs afterwards; else None."""
     made = observed[node].kind
     if made is None or math.prod(made[0]) < SMALLEST or not _has_kernel(writing, made[3]):
         return None
@@ -108,7 +108,7 @@ def _used_up(
 
 
 def _blocks(node: fx.Node, observed: Observations, same: dict[int, int]) -> set[int]:
-    """Return the blocks of memory that a node's result occupies, by their numbers now."""
+    """Return the blocks of memory that a node's result occupies, after merging."""
     return {_first(same, block) for block in observed[node].blocks}
 
 
@@ -119,7 +119,7 @@ def _first(same: dict[int, int], block: int) -> int:
 
 
 def _last_uses(graph: fx.Graph, observed: Observations) -> dict[int, fx.Node | None]:
-    """Return the last node that reads each block of memory; None for memory that is not the trace's to write into."""
+    """Return the last node that reads each block of memory; None for inputs, constants and results, which must stay."""
     last: dict[int, fx.Node | None] = {}
     for node in graph.nodes:
         for given in node.all_input_nodes:
@@ -133,10 +133,10 @@ def _last_uses(graph: fx.Graph, observed: Observations) -> dict[int, fx.Node | N
 
 @cache
 def _writing(target: Any) -> tuple[torch._ops.OpOverload, str] | None:
-    """Return the operation that writes what this elementwise one returns, and the name of what it writes into."""
+    """Return an elementwise operation's ``out=`` variant and the name of that argument; None if it has none."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    if target._overloadname == "Scalar":  # a number is as good as a tensor of one element, and has a kernel
+    if target._overloadname == "Scalar":  # it takes a number as well, and has a kernel
         target = getattr(target.overloadpacket, "Tensor", target)
     for other in _overloads(target):
         given = [(arg.name, str(arg.type)) for arg in other._schema.arguments if not arg.is_out]
@@ -153,6 +153,6 @@ def _overloads(target: torch._ops.OpOverload) -> Iterator[torch._ops.OpOverload]
 
 @cache
 def _has_kernel(target: torch._ops.OpOverload, device: torch.device) -> bool:
-    """Say whether a device computes it directly; elsewhere PyTorch computes the result and copies it."""
+    """Say whether a device has its own kernel for it; without one PyTorch computes a new result and copies it."""
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)

@@ -1,9 +1,9 @@
 """Traced operations on images, laid out as a processor likes them.
 
-Convolutions and pooling are quicker where an image's channels lie side by side than where its pixels do. ``vmap`` makes
-the gradient of a kernel for each example a convolution in as many groups; a product of matrices for each is quicker.
-Nothing else changes: the same sums, taken in another order. What decides at a kink, such as on which side of zero a
-ReLU is, stays as it is to the last bit, because the other side has another derivative.
+Convolutions and pooling are quicker if the channels of a pixel are adjacent in memory (channels last). For the gradient
+of a kernel for each example, ``vmap`` runs one convolution with a group per example; one matrix product per example is
+quicker. Nothing else changes: the same sums are taken, in another order. Values that decide at a kink, such as a ReLU's
+input, keep every bit, because the derivative on the other side of the kink is another one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.nn.functional import pad
 
 CACHE = 1 << 20
-"""Bytes of windows made at a time: they overlap, take a multiple of the images' memory, and are read at once."""
+"""Bytes of overlapping windows that are copied at a time, so that they are in the cache when they are multiplied."""
 
 aten = torch.ops.aten
 
@@ -31,24 +31,24 @@ IMAGES = {
     aten.max_pool2d_with_indices_backward.default: (0, 7),
     aten.threshold_backward.default: (0, 1),
 }
-"""Operations, and which of their arguments are laid out."""
+"""Operations on images, and the positions of the images among their arguments."""
 
 KINKED = {"threshold", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "elu"}
 KINKED |= {"_prelu_kernel", "huber_loss", "smooth_l1_loss"}
-"""Operations whose backward operation looks at what they were given, which side of a kink it was."""
+"""Operations with a kink: their backward operations compare the input with it."""
 
 DECIDING = ("gt", "ge", "lt", "le", "eq", "ne", "sgn", "sign", "max", "min", "amax", "amin", "argmax", "argmin", "sort")
 """Operations that compare."""
 
 
 def for_images(module: fx.GraphModule, whole: bool = False) -> fx.GraphModule | None:
-    """Return the same operations in the new layout, not simplified yet; None where there is nothing to gain.
+    """Return the same operations in the new layout, not simplified yet; None if there is nothing to gain.
 
-    ``whole`` includes operations that decide at a kink: for models that need not decide as others have.
+    With ``whole``, values that decide at a kink are laid out too, and may round to its other side.
     """
     if not any(node.target is aten.convolution.default and _is_image(node) for node in module.graph.nodes):
         return None
-    if any(node.target is aten.as_strided.default for node in module.graph.nodes):  # it names places in memory
+    if any(node.target is aten.as_strided.default for node in module.graph.nodes):  # it depends on the layout
         return None
     module = fx.GraphModule(module, copy.deepcopy(module.graph))
     deciding = set() if whole else deciding_nodes(module.graph)
@@ -56,7 +56,7 @@ def for_images(module: fx.GraphModule, whole: bool = False) -> fx.GraphModule | 
         if node.op == "call_function" and node not in deciding:
             _lay_out(node)
             _join(node, deciding)
-        elif node.op == "output":  # whoever gets them expects the usual order
+        elif node.op == "output":  # callers expect the usual layout
             results: Any = node.args[0]
             node.args = (_wrapped(node, torch.Tensor.contiguous, results),)
     _share_windows(module.graph)
@@ -76,7 +76,7 @@ def pool_by_channels(module: fx.GraphModule) -> None:
 
 
 def deciding_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Find what the side of a kink depends on: all that leads to a comparison, a maximum or a slope already chosen."""
+    """Find the values on which the side of a kink depends: all that a comparison or a maximum is computed from."""
     deciding: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op != "call_function":
@@ -93,10 +93,10 @@ def deciding_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _lay_out(node: fx.Node) -> None:
-    """Lay out one operation: give it images by channels, or put another operation in its place."""
+    """Give one operation its images with channels last, or replace it by another operation."""
     given: tuple[Any, ...] = node.args
     if node.target in (aten.view.default, aten._unsafe_view.default):
-        node.target = aten.reshape.default  # what was one piece of memory may not be one any more
+        node.target = aten.reshape.default  # a view may not be possible in the new layout
     elif _moves_nothing(node) and node.meta["val"].shape == given[0].meta["val"].shape:
         node.replace_all_uses_with(given[0])
     elif node.target is aten.convolution_backward.default and (kernels := _example_kernels(node)) is not None:
@@ -119,8 +119,8 @@ def _lay_out(node: fx.Node) -> None:
 def _join(node: fx.Node, deciding: set[fx.Node]) -> None:
     """Lay out all images of an elementwise operation if some of them already are.
 
-    Elements that lie in another order are read one by one, which takes three times as long. What is laid out for
-    several operations is laid out once, since the same operation is computed once.
+    If its operands have different layouts, their elements are read one by one, which takes three times as long. An
+    image is laid out only once for several operations, since equal operations are merged later.
     """
     if not (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags):
         return
@@ -130,7 +130,7 @@ def _join(node: fx.Node, deciding: set[fx.Node]) -> None:
 
 
 def _lay_out_stack(node: fx.Node) -> None:
-    """Lay out an operation on images to which ``vmap`` added a dimension: without it, and reshaped after."""
+    """Lay out an operation on images that have an extra dimension from ``vmap``: merged before it, split after it."""
     graph, whole = node.graph, node.meta["val"]
     flat = whole.flatten(0, 1)
     given: tuple[Any, ...] = node.args
@@ -147,7 +147,7 @@ def _lay_out_stack(node: fx.Node) -> None:
 
 
 def _pool_backward(node: fx.Node) -> fx.Node | None:
-    """Replace adding values to zeros where max-pooling chose them by its backward operation, by channels."""
+    """Replace a scatter of slopes to the chosen places of max-pooling by its backward operation, with channels last."""
     given: tuple[Any, ...] = node.args
     zeros, _, index, values = given
     places = _pooled(_source(index))
@@ -170,21 +170,21 @@ def _pool_backward(node: fx.Node) -> fx.Node | None:
 
 
 def _is_zeros(node: Any) -> bool:
-    """Say whether it is zeros, made at every call or kept as a constant."""
+    """Say whether it is a tensor of zeros, computed at every call or stored as a constant."""
     if node.op == "get_attr":
         return not bool(getattr(node.graph.owning_module, node.target).any())
     return node.target is aten.full.default and node.args[1] == 0
 
 
 def _room_for(node: fx.Node, images: Tensor) -> fx.Node:
-    """Make images of which only the shape matters, as of those that were pooled."""
+    """Insert an uninitialised tensor in place of images of which only the shape is used."""
     options: dict[str, Any] = {"dtype": images.dtype, "device": images.device, "memory_format": torch.channels_last}
     with node.graph.inserting_before(node):
         return _noted(node.graph.call_function(torch.empty, (tuple(images.shape),), options), images)
 
 
 def _is_stack(value: fx.Node) -> bool:
-    """Say whether it is many stacks of one image, or one of many."""
+    """Say whether it is a stack of images with an extra dimension, and one of the first two dimensions is 1."""
     tensor = value.meta.get("val")
     return isinstance(tensor, Tensor) and tensor.ndim == 5 and 1 in tensor.shape[:2] and _has_layout(tensor)
 
@@ -195,7 +195,7 @@ def _is_image(value: Any) -> bool:
 
 
 def _has_layout(tensor: Tensor) -> bool:
-    # Coarser numbers cannot tell whether results are the same.
+    # In 16 bits, rounding alone may exceed the tolerance with which results are compared.
     return tensor.device.type == "cpu" and tensor.dtype not in (torch.float16, torch.bfloat16)
 
 
@@ -210,7 +210,7 @@ def _wrapped(before: fx.Node, function: Any, values: Sequence[fx.Node]) -> list[
 
 
 def _pooled(value: Any) -> Any:
-    """Return what pooling gave, before it was copied into the usual order."""
+    """Return the result of pooling before it was copied into the usual layout."""
     return value.args[0] if value.target is torch.Tensor.contiguous else value
 
 
@@ -220,7 +220,7 @@ def _noted(node: fx.Node, value: Tensor) -> fx.Node:
 
 
 def _example_kernels(node: fx.Node) -> fx.Node | None:
-    """Compute a kernel's gradients for many examples, which are side by side as groups of channels."""
+    """Insert the gradients of a kernel for many examples, in place of a convolution with a group per example."""
     given: tuple[Any, ...] = node.args
     slopes, images, kernels, _, stride, padding, dilation, transposed, _, groups, wanted = given
     if groups == 1 or transposed or list(wanted) != [False, True, False] or not _is_image(images):
@@ -238,7 +238,7 @@ def _example_kernels(node: fx.Node) -> fx.Node | None:
 
 
 def _share_windows(graph: fx.Graph) -> None:
-    """Compute the gradients of kernels that saw the same images together."""
+    """Merge computations of kernel gradients from the same images, so that their windows are copied once."""
     seen: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is not example_kernels:
@@ -259,7 +259,7 @@ def _share_windows(graph: fx.Graph) -> None:
 
 
 def _put_late(graph: fx.Graph) -> None:
-    """Move nodes that come before something they need to the end, and with them what needs them."""
+    """Move nodes that precede one of their inputs to the end of the graph, with everything that depends on them."""
     *nodes, output = graph.nodes
     done: set[fx.Node] = set()
     late = [node for node in nodes if not _placed(node, done)]
@@ -270,7 +270,7 @@ def _put_late(graph: fx.Graph) -> None:
 
 
 def _placed(node: fx.Node, done: set[fx.Node]) -> bool:
-    """Say whether all that it needs comes before it; then it is done, too."""
+    """Say whether all inputs of a node are done; if so, mark it as done too."""
     if not all(given in done for given in node.all_input_nodes):
         return False
     done.add(node)
@@ -290,7 +290,7 @@ def _leads_to(source: fx.Node, node: fx.Node) -> bool:
 
 
 def _source(node: Any) -> fx.Node:
-    """Return the tensor before views gave it other dimensions of the same elements in the same order."""
+    """Return the tensor of which this is a reshaped view, with the same elements in the same order."""
     while node.target in (aten.reshape.default, aten.view.default) or _moves_nothing(node):
         node = node.args[0]
     return node
@@ -313,12 +313,15 @@ def example_kernels(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> list[Tensor]:
-    """Σ over the places of a slope times what the kernel saw there, for each image; ``shape`` counts all kernels."""
+    """Compute a kernel's gradient for each image: Σ over the places of its output, slope times the window seen there.
+
+    ``shape`` is that of all kernels together; ``slopes`` may hold those of several kernels with the same windows.
+    """
     if any(padding):
         images = pad(images, (padding[1], padding[1], padding[0], padding[0]))
     channels, *kernel = shape[1:]
     result = slopes[0].shape[2:]
-    # Memory is copied in runs: along the channels of a row of the kernel, or along a row of places.
+    # Copy in the longer runs: along the channels of a row of the kernel, or along a row of the output.
     last = channels * kernel[1] > result[1]
     order = (images.permute(0, 2, 3, 1) if last else images).contiguous()
     one, channel, down, right = (order.permute(0, 3, 1, 2) if last else order).stride()

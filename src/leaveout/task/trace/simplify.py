@@ -1,7 +1,7 @@
 """A trace's operations made fewer: the same results, to the last bit.
 
-No operation of a trace may write into a tensor: then the same words mean the same value, and a copy is as good as what
-was copied.
+No operation of a trace may write into a tensor. Then two operations of the same name and arguments have the same value,
+and a copy can be replaced by what was copied.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ VIEWS = (
     aten.squeeze.dim,
     aten.squeeze.dims,
 )
-"""Operations whose result is the same memory, from its beginning, seen in another way."""
+"""Operations whose result is a view that begins where their operand's memory begins."""
 
 COPIES = {aten.clone.default: 0, aten._to_copy.default: 0, aten.copy.default: 1}
-"""Operations that copy, and which of their arguments."""
+"""Operations that copy one of their arguments, with its position."""
 
 FILLED = {aten.ones_like.default: 1, aten.new_ones.default: 1, aten.zeros_like.default: 0, aten.new_zeros.default: 0}
 """Operations whose result holds one number, whatever the values of the tensor that it is shaped like."""
 
 UNITS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar)
 """Operations that change nothing with 1 as their second argument."""
+
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+"""Operations that make zeros."""
 
 LINEAR = (
     aten.neg.default,
@@ -49,13 +52,20 @@ LINEAR = (
     aten.clone.default,
     aten.gelu_backward.default,
 )
-"""Operations that make zeros of zeros in their first argument."""
+"""Operations that are linear in their first argument, besides views."""
 
-PRODUCTS = (aten.mm.default, aten.bmm.default)
-"""Operations that make zeros of zeros in either of their first two arguments."""
+LINEAR_IN = {
+    **dict.fromkeys((*VIEWS, *LINEAR), (0,)),
+    aten.where.self: (1, 2),
+    aten.scatter_add.default: (0, 3),
+}
+"""Operations, and the arguments in which they are linear: the result is zero if these are."""
+
+PRODUCTS = (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
+"""Operations whose result is zero if one of their first two arguments is zero."""
 
 LARGEST = 1 << 14
-"""Elements that a constant may have; larger ones are made again at every call."""
+"""The most elements that a constant has; larger ones are computed at every call."""
 
 FUNCTIONS = {
     aten.add.Tensor: torch.add,
@@ -103,7 +113,7 @@ def simplify(module: fx.GraphModule) -> None:
 
 
 def call_directly(module: fx.GraphModule) -> Callable[..., list[Tensor]]:
-    """Name operations so that calling them costs least, and return the function; nothing can be simplified after."""
+    """Return the trace as a function whose operations are quick to call; it cannot be simplified afterwards."""
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]
@@ -114,7 +124,7 @@ def call_directly(module: fx.GraphModule) -> Callable[..., list[Tensor]]:
 
 
 def kind(tensor: Tensor) -> tuple:
-    """Return what two tensors that are laid out alike have in common."""
+    """Describe a tensor's layout: two tensors with the same layout have the same shape, strides, dtype and device."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -157,7 +167,7 @@ def _unviewed(node: fx.Node) -> fx.Node | None:
 
 
 def _forget_values(node: fx.Node) -> None:
-    """Compute no values for a tensor of which only the shape matters."""
+    """Replace an operation that fills the shape of its operand with a number, so that the operand is not computed."""
     made, given = node.meta.get("val"), node.args
     if node.target in FILLED:
         value: Any = FILLED[node.target]
@@ -173,37 +183,34 @@ def _forget_values(node: fx.Node) -> None:
 
 
 def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
-    """Say whether it is zeros, as are the tangents of inputs that do not move and what products make of them."""
-    given: tuple[Any, ...] = node.args
-    if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
+    """Say whether the result is zero, like the tangent of an input that does not move, and products with it."""
+    target: Any = node.target
+    args: tuple[Any, ...] = node.args
+    if target in ZEROS:
         return True
-    if node.target is aten.full.default:
-        return given[1] == 0
-    if node.target in VIEWS or node.target in LINEAR:
-        return given[0] in zeros
-    if node.target is aten.pow.Tensor_Scalar:
-        return given[0] in zeros and given[1] > 0
-    if node.target is aten.where.self:
-        return given[1] in zeros and given[2] in zeros
-    if node.target is aten.scatter_add.default:
-        return given[0] in zeros and given[3] in zeros
-    if node.target is aten.sub.Tensor:  # what is held constant, from itself
-        return given[0] is given[1] and not node.kwargs
-    if node.target is aten.mul.Tensor:
-        return given[0] in zeros or given[1] in zeros
-    if node.target in PRODUCTS or (node.target is product() and given[2] is None):
-        return given[0] in zeros or given[1] in zeros
-    if node.target is aten.convolution.default:
-        return given[0] in zeros and given[2] is None
-    if node.target is operator.getitem:  # of a convolution's gradients, that of its kernel
-        of, which = given
-        return of.target is aten.convolution_backward.default and which == 1 and of.args[1] in zeros
-    return False
+    if target is aten.full.default:
+        return args[1] == 0
+    if target in LINEAR_IN:
+        return all(args[place] in zeros for place in LINEAR_IN[target])
+    if target in PRODUCTS or (target is product() and args[2] is None):
+        return args[0] in zeros or args[1] in zeros
+    if target is aten.pow.Tensor_Scalar:
+        return args[0] in zeros and args[1] > 0
+    if target is aten.sub.Tensor:  # a tensor from itself
+        return args[0] is args[1] and not node.kwargs
+    if target is aten.convolution.default:
+        return args[0] in zeros and args[2] is None
+    return target is operator.getitem and _is_zero_gradient(args[0], args[1], zeros)
+
+
+def _is_zero_gradient(gradients: Any, which: Any, zeros: set[fx.Node]) -> bool:
+    """Say whether it is the gradient of a convolution's kernel, for images that are zero."""
+    return gradients.target is aten.convolution_backward.default and which == 1 and gradients.args[1] in zeros
 
 
 @torch.no_grad()
 def _fold_constants(module: fx.GraphModule) -> None:
-    """Computes now what depends on no input."""
+    """Compute now what depends on no input."""
     graph = module.graph
     values: dict[fx.Node, Tensor] = {}
     for node in graph.nodes:

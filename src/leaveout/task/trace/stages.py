@@ -1,4 +1,4 @@
-"""A trace in two stages: what depends on the first inputs alone, computed once, and the rest, for any other inputs."""
+"""A trace in two stages: one that depends on the first inputs alone and is run once, and one for the other inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stages(module: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.Graph
         if later & set(node.all_input_nodes):
             later.add(node)
     later.add(output)
-    # What is read from the module costs nothing, and is read where it is needed.
+    # Constants are not passed on: the second stage reads them from the module itself.
     held = [
         node
         for node in nodes

@@ -1,8 +1,8 @@
-"""The tensor operations of a pure function, noted once for each shape of its inputs and then repeated without it.
+"""The tensor operations of a pure function, captured once for each shape of its inputs and then repeated without it.
 
-A training step of a small model takes longer in Python and in ``torch.func``'s bookkeeping than in arithmetic; the
-same step is taken thousands of times. A trace is used only if its first result equals the function's own, and one
-that is laid out anew for images (``leaveout.task.trace.layout``) only if it equals that to rounding.
+A training step of a small model spends more time in Python and in ``torch.func``'s bookkeeping than in arithmetic, and
+the same step is taken thousands of times. A trace is used only if its first result equals the function's own to the
+last bit; one with another layout of images (``leaveout.task.trace.layout``) has to equal it up to rounding.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ WARM_UP = 6
 """Calls with the same shapes before a trace is worth its time."""
 
 RARE = 32
-"""The same for a function of which a trace saves little."""
+"""The same for a function that a trace makes only a little faster."""
 
 PAYS = 64
 """Calls with the same shapes that save about as much time as their trace takes, whatever the size of the network."""
 
 MOST = 64
-"""Shapes that are remembered."""
+"""The most traces that one tracer holds."""
 
 ROUNDING = 1000
 """By how many units of the largest value's last place a layout may change a result."""
 
 FEW = 1e-2
-"""How far, of its length, a result may move because a few of many kinks are met on their other side."""
+"""The relative difference that a result may have because a few of many values fall on the other side of a kink."""
 
 
 class Tracer:
-    """Calls functions of nested tensors, by a trace where one has been made.
+    """Calls functions of nested tensors, by their trace if there is one.
 
     Args:
-        images: whether operations on images are laid out anew. Traces are then made at once: a result may not depend
-            on how often the function has been called before.
+        images: whether images get another layout in memory. Traces are then made at the first call: they round
+            differently, and a result must not depend on how often the function was called before.
         never: trace nothing, for functions that are called once.
     """
 
@@ -80,10 +80,10 @@ class Tracer:
         self._recent.clear()
 
     def __call__(self, name: str, function: Callable, *args: Any, exact: bool = False, warm_up: int = WARM_UP) -> Any:
-        """``function(*args)``; ``name`` says which function it is, and must say everything that args do not.
+        """Call ``function(*args)``, or repeat its trace; it is traced after ``warm_up`` calls, if that pays off.
 
-        ``exact`` keeps every bit; otherwise sums may be taken in another order. Traced after ``warm_up`` calls, if that
-        pays off.
+        ``name`` identifies the function: two functions of the same name must compute the same from the same arguments.
+        ``exact`` keeps every bit; otherwise sums may be taken in another order.
         """
         if self._never:
             return function(*args)
@@ -114,8 +114,8 @@ class Tracer:
     def staged(self, name: str, function: Callable, shared: tuple, others: tuple) -> Callable | None:
         """Return ``others ↦ function(*shared, *others)``, with everything that does not depend on them computed now.
 
-        None where no trace can be made. It is made at once, for all calls with these shapes, and other threads may call
-        what is returned, too.
+        The trace is made at once, for all calls with these shapes; None if there is none. Several threads may call the
+        returned function.
         """
         key = (name, "staged", _signature((shared, others)))
         if key not in self._traces:
@@ -125,11 +125,12 @@ class Tracer:
         return None if begin is None else begin(*shared)
 
     def trace(self, counted: tuple[int, int], name: str, function: Callable, *args: Any) -> Callable | None:
-        """Return a trace for some calls with these shapes; None up to the number of calls after which it pays.
+        """Return the function's trace for these shapes; None before it pays off, or if there is none.
 
-        It keeps every bit, except on images: there it is made at once, and how they are laid out depends on nothing but
-        the shapes, so that all models whose results are compared round alike. Other threads may call it, too, while the
-        function itself may have parts that serve one call at a time.
+        ``counted`` has the number of calls that are about to be made, and the number of calls after which a trace pays.
+        The trace keeps every bit, except on images: for these it is made at once, and their layout depends on the
+        shapes alone, so that all models whose results are compared round alike. Several threads may call the trace, but
+        not the function, which may have state.
         """
         key, (calls, pays) = (name, _signature(args)), counted
         if key not in self._traces:
@@ -152,9 +153,9 @@ def _signature(nest: Any) -> Any:
 
 
 def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool = False) -> tuple[Callable | None, Any]:
-    """Return the function's operations as a function of the same arguments, and its value.
+    """Return the function's trace as a function of the same arguments, and the value of this call.
 
-    The first is None where there is no trace; the value is, to the last bit, as the next calls compute it.
+    The trace is None if it cannot be made. The value has the bits that later calls by the trace give.
     """
     inputs = _inputs(args)
     trial, expected = _captured(name, function, args, inputs, anew, whole)
@@ -173,7 +174,7 @@ def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool 
 
 
 def _staged(name: str, function: Callable, shared: tuple, others: tuple, anew: bool) -> Callable | None:
-    """Return the function's operations in two stages (``Tracer.staged``), or None where there is no trace."""
+    """Return the function's trace in two stages, as for ``Tracer.staged``; None if there is no trace."""
     fixed, varying = _inputs(shared), _inputs(others)
     trial, expected = _captured(name, function, (*shared, *others), [*fixed, *varying], anew)
     if trial is None:
@@ -203,7 +204,7 @@ def _staged(name: str, function: Callable, shared: tuple, others: tuple, anew: b
 
 
 def _inputs(args: tuple) -> list[Any]:
-    """Return all tensors and numbers, each an object of its own: the same one given twice would be one input."""
+    """Return all tensors and numbers; the same tensor given twice becomes two, since it is two inputs of the trace."""
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves(args)]
 
 
@@ -215,9 +216,9 @@ def _nested(nest: Any, results: Iterable[Tensor]) -> Any:
 def _captured(
     name: str, function: Callable, args: tuple, inputs: list[Any], anew: bool, whole: bool = False
 ) -> tuple[_Trial | None, Any]:
-    """Return the function's operations, simplified and, if ``anew``, laid out for images; and the function's value.
+    """Return the function's trace, simplified and, if ``anew``, with images laid out anew; and the function's value.
 
-    The first is None where there is no trace.
+    The trace is None if it cannot be made.
     """
     expected = function(*args)
 
@@ -226,11 +227,11 @@ def _captured(
             return leaves(function(*_nested(args, tensors)))
 
     try:
-        # make_fx notes the shape of every value as a fake tensor; without a mode for all of them it makes one for each,
-        # which takes as long as the rest.
+        # make_fx keeps the shape of every value as a fake tensor. Without a common mode for them it would make one for
+        # each, which takes as long as everything else.
         with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
             module = make_fx(functionalize(flat))(*inputs)
-    except Exception as error:  # noqa: BLE001 - whatever stands in the way of a trace, the function itself still works
+    except Exception as error:  # noqa: BLE001 - many things can prevent a trace; the function itself still works
         LOG.info("%s is not traced, and slower for it: %s: %s", name, type(error).__name__, error)
         return None, expected
     simplify(module)
@@ -266,9 +267,10 @@ def _equal_to(expected: list[Tensor], inputs: list[Any], *modules: fx.GraphModul
 
 
 def _laid_out(trusted: _Trial, inputs: list[Any], whole: bool) -> _Trial | None:
-    """Return the trace for images, if its results are the same: for the inputs and, as these may be zero, random ones.
+    """Return the trace with images laid out anew, if its results are the same.
 
-    The ``whole`` trace may decide otherwise at a kink, and is compared for random inputs and in the mean.
+    They are compared for the inputs and, because these may be zero, for random ones. A ``whole`` trace may fall on the
+    other side of a kink here and there; it is compared for the random inputs only, by the norm of the difference.
     """
     generator = torch.Generator().manual_seed(0)
     random = [
@@ -286,7 +288,7 @@ def _laid_out(trusted: _Trial, inputs: list[Any], whole: bool) -> _Trial | None:
         trial = _Trial(other, *observe(other, inputs))
         with torch.no_grad():
             pairs = [*zip(other(*random), trusted.module(*random), strict=True)]
-    except Exception:  # noqa: BLE001 - an operation that wants its memory as it was
+    except Exception:  # noqa: BLE001 - an operation that depends on the layout
         return None
     if whole:
         return trial if all(_close_in_the_mean(a, b) for a, b in pairs) else None
@@ -296,7 +298,7 @@ def _laid_out(trusted: _Trial, inputs: list[Any], whole: bool) -> _Trial | None:
 
 @torch.no_grad()
 def _separate(module: fx.GraphModule, inputs: list[Any], values: list[Tensor]) -> None:
-    """Give every result its own memory, as callers write into it: what is computed once may be returned twice."""
+    """Give every result its own memory, because callers write into it and one tensor may be returned twice."""
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     results: Any = output.args[0]
     constants = [getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"]
@@ -312,23 +314,23 @@ def _separate(module: fx.GraphModule, inputs: list[Any], values: list[Tensor]) -
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Say whether they differ by no more than another order of summation may cause."""
+    """Say whether two results differ by no more than another order of summation may cause."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     return bool((a - b).abs().max() <= ROUNDING * torch.finfo(a.dtype).eps * b.abs().max())
 
 
 def _close_in_the_mean(a: Tensor, b: Tensor) -> bool:
-    """Say whether they differ by no more than a few decisions among many may cause."""
+    """Say whether two results differ by no more than a few values on the other side of a kink may cause."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     return bool((a - b).norm() <= FEW * b.norm())
 
 
 class _RealZeros(TorchDispatchMode):
-    """Forward mode stands zeros in for tangents that are not there, as tensors without memory.
+    """Replaces the zeros that forward mode uses for missing tangents by ordinary ones.
 
-    A traced operation would read them, and crash; ordinary zeros it reads well.
+    They are tensors without memory: a traced operation that reads them would crash.
     """
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Products whose transpose is wanted, multiplied the other way round: (A·B)ᵀ = Bᵀ·Aᵀ, without a copy."""
+"""Transposed products computed as (A·B)ᵀ = Bᵀ·Aᵀ, which saves the copy that transposing A·B takes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ aten = torch.ops.aten
 
 
 def without_copies(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return the same operations with each copy of a transposed product as a product, or None if there is none.
+    """Return the same trace without copies of transposed products; None if it has none.
 
-    Libraries for matrices usually round both alike. Whoever needs that to be so has to compare.
+    The two forms usually round alike, but that is not guaranteed: callers that need the same bits have to compare.
     """
     if not any(_product_of(node) for node in module.graph.nodes):
         return None
@@ -27,7 +27,7 @@ def without_copies(module: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _product_of(node: fx.Node) -> fx.Node | None:
-    """Return the product whose transpose this operation copies into the usual order, if it does that."""
+    """Return the product A·B if this operation copies its transpose; None for any other operation."""
     if node.target is not aten.clone.default or not node.meta["val"].is_contiguous():
         return None
     turned: Any = node.args[0]
@@ -40,6 +40,7 @@ def _product_of(node: fx.Node) -> fx.Node | None:
 
 
 def _other_way_round(node: fx.Node) -> fx.Node:
+    """Insert Bᵀ·Aᵀ before the copy of (A·B)ᵀ, and return it."""
     product: Any = _product_of(node)
     left, right = product.args
     with node.graph.inserting_before(node):
