@@ -80,8 +80,8 @@ def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) ->
     they are one of the run's states, or closer to its last state than half the distance from its first state to it.
     """
     own = {name: tensor.detach().cpu() for name, tensor in model.items()}
-    ends = [{name: tensor.cpu() for name, tensor in scored.items()}]
-    ends += [run.state(index)[PARAM] for index in (run.on_disk[-1], 0)]
+    states = [scored, *(run.state(index)[PARAM] for index in (run.on_disk[-1], 0))]
+    ends = [{name: state[name].cpu() for name in own} for state in states]  # without buffers: a count of batches is far
     if any(distance(own, end) <= 1e-6 * norm(end) for end in ends):
         return
     share = distance(own, ends[1]) / max(distance(ends[2], ends[1]), 1e-300)
