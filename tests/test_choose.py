@@ -96,6 +96,27 @@ def test_what_takes_far_too_long_is_left_out_and_said(with_batch_norm, monkeypat
     assert "ACC(jump)" in asked.table.index[asked.table["tau"].notna()], "what was asked for is not left out"
 
 
+def test_a_method_that_cannot_be_used_costs_no_second_sweep(with_batch_norm, monkeypatch):
+    steps = []
+
+    def counted(_, items, _total, what):
+        for item in items:
+            steps.append(what)
+            yield item
+
+    monkeypatch.setattr(lo.Resources, "track", counted)
+    chosen = lo.choose(*with_batch_norm, budget=0, methods=module.METHODS)
+    length = len(with_batch_norm[0])
+    assert 2 * length <= steps.count("backward") <= 2 * length + 1, "ACC and SGD-IE, TracIn, and where DVEmb refuses"
+    assert "ties the examples" in chosen.table.loc["DVEmb(ggn)", "missing"]
+    alone = {one.name: one.score(*with_batch_norm) for one in (lo.SGDIE(), lo.TracIn())}
+    assert set(chosen.table.index) == {"ACC(jump)", "DVEmb(ggn)", *alone}
+    for name, scores in alone.items():
+        rows = [int(row) for row in chosen.check.table.index]
+        tau = lo.metrics.kendall(scores.mean()[rows], chosen.check.table["truth"])
+        assert chosen.table.loc[name, "tau"] == pytest.approx(tau)
+
+
 def test_a_study_verifies_with_no_more_replays_than_the_choice_had(with_batch_norm, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.0)
     study = lo.Study(*with_batch_norm)

@@ -16,6 +16,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutError, UnsupportedError, check_seed
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn, score
 from leaveout.estimators.replay import replayed
+from leaveout.estimators.several import sharing
 from leaveout.evaluate.metrics.agreement import compare, kendall
 from leaveout.evaluate.plan import replay_seconds, score_seconds
 from leaveout.evaluate.selection import optimism, sample
@@ -225,24 +226,23 @@ def _scored(
     methods: Sequence[Estimator], run: Run, task: Task, query: Dataset, options: dict
 ) -> tuple[dict[str, Scores], dict[str, str]]:
     """Return the scores of every method that can be used, by name, and why the others cannot."""
-    try:
-        every = score(list(methods), run, task, query, **options)
-        return {scores.method: scores for scores in every}, {}
-    except LeaveoutError:
-        pass  # one of them cannot be used: which one?
-    scored: dict[str, Scores] = {}
+    scored: dict[Estimator, Scores] = {}
     missing: dict[str, str] = {}
     first: LeaveoutError | None = None
-    for method in methods:
+    waiting = sharing(methods, run, task)
+    while waiting:
+        unit = waiting.pop(0)
         try:
-            scores = method.score(run, task, query, **options)
-            scored[scores.method] = scores
-        except LeaveoutError as error:  # noqa: PERF203 - a handful of methods
+            scored |= zip(unit, score(unit, run, task, query, **options), strict=True)
+        except LeaveoutError as error:
+            if len(unit) > 1:  # which of them cannot be used?
+                waiting = [[method] for method in unit] + waiting
+                continue
             first = first or error
-            missing[method.resolved(run, task).name] = f"cannot be used: {error}"
+            missing[unit[0].resolved(run, task).name] = f"cannot be used: {error}"
     if not scored and first is not None:
         raise first
-    return scored, missing
+    return {scored[method].method: scored[method] for method in methods if method in scored}, missing
 
 
 def _with_replays(scores: Scores, rows: list[int], truth: Scores) -> Scores:

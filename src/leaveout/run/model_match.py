@@ -101,8 +101,8 @@ def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) ->
     if not same and len(run.on_disk) == run.on_disk[-1] + 1:
         raise MismatchError(
             "The task's model holds trained weights that are neither the run's last ones, nor those after an earlier "
-            "step, nor an average that was recorded: put the run's last weights into the model, or record with "
-            "average= what you use in the end.",
+            "step, nor an average that was recorded; was it trained further? The run's own weights are scored: give "
+            "the Task a newly built model, or record what you use in the end: to its last step, or with average=.",
             code="weights-not-of-the-run",
         )
     place = f", but those after step {same[0] - 1}" if same else ""
