@@ -47,8 +47,8 @@ class Task:
 
     Args:
         model: any ``nn.Module``; its frozen parameters are constants.
-        loss: an ``nn`` loss module or its function, such as ``F.cross_entropy``; or any callable ``(outputs, targets) ->
-            one loss per example``. If the training loss is not their mean (but over unmasked tokens, say), ``(sums,
+        loss: an ``nn`` loss module or its function, such as ``F.cross_entropy``; or a callable ``(outputs, targets) -> one
+            loss per example``. If the training loss is not their mean (but over unmasked tokens, say), ``(sums,
             counts)``, one of each per example: it is then Σ sums / Σ counts, and the denominator stays without one.
         train_set: a map-style data set; its positions are the examples' ids.
         l2: strength of the per-example L2 term over all trained parameters.
