@@ -47,9 +47,9 @@ class Task:
 
     Args:
         model: any ``nn.Module``; its frozen parameters are constants.
-        loss: an ``nn`` loss module or its function, such as ``F.cross_entropy``; or a callable ``(outputs, targets) -> one
-            loss per example``. If the training loss is not their mean (but over unmasked tokens, say), ``(sums,
-            counts)``, one of each per example: it is then Σ sums / Σ counts, and the denominator stays without one.
+        loss: an ``nn`` loss module or its function, such as ``F.cross_entropy``; or a function of outputs and targets
+            that returns one loss per example or, if the training loss is not their mean (but over unmasked tokens,
+            say), ``(sums, counts)``: the training loss is Σ sums / Σ counts, and the denominator stays without one.
         train_set: a map-style data set; its positions are the examples' ids.
         l2: strength of the per-example L2 term over all trained parameters.
         forward: ``(model, batch) -> (outputs, targets)`` for batches that are neither ``(inputs..., targets)`` nor a
