@@ -8,6 +8,7 @@ that batch losses are ``Σ_k (c_k/D) ℓ_k``; D is Σ c_k for a mean, 1 for a su
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -65,11 +66,14 @@ def as_module(loss: nn.Module | Loss) -> nn.Module | Loss:
     >>> as_module(F.mse_loss), as_module(partial(F.cross_entropy, label_smoothing=0.1)).label_smoothing
     (MSELoss(), 0.1)
     """
-    function, options = loss, {}
+    function, given = loss, {}
     if isinstance(loss, partial) and not loss.args:
-        function, options = loss.func, loss.keywords
-    known = callable(getattr(function, "__hash__", None)) and function in _MODULES
-    return _MODULES[function](**options) if known and options.get("reduction") != "none" else loss
+        function, given = loss.func, loss.keywords
+    kind = _MODULES.get(function) if callable(getattr(function, "__hash__", None)) else None
+    options = {name: value for name, value in given.items() if value is not None}
+    if kind is None or not options.keys() <= inspect.signature(kind).parameters.keys():
+        return loss
+    return loss if options.get("reduction") == "none" else kind(**options)
 
 
 def taken_apart(loss: nn.Module | Loss) -> LossParts:
