@@ -56,7 +56,13 @@ def study(tmp_path_factory):
 def test_results_show_themselves(study):
     scores, check = study.scores["SGD-IE"], study.checks["SGD-IE"]
     for thing, words in (
-        (scores, [f"{scores.harmful_count} did harm", *(f" {i} " for i in scores.harmful(5) + scores.helpful(5))]),
+        (
+            scores,
+            [
+                f"{scores.harmful_count} of 60 training examples did harm",
+                *(f" {i} " for i in scores.harmful(5) + scores.helpful(5)),
+            ],
+        ),
         (check, [check.verdict.value, "8 exact replays"]),
         (study.issues, [study.issues.issues["why"].iloc[0]]),
         (study.curve, ["in pairs", "SGD-IE"]),
