@@ -69,6 +69,62 @@ def test_otherwise_the_best_on_a_sample_is_chosen(digits):
         chosen.check.check_same_scores(replace(chosen.scores, values=chosen.scores.values + 1))
 
 
+@pytest.fixture(scope="module")
+def with_batch_norm(tmp_path_factory):
+    """A run on which ``ACC()`` takes a gradient without each example of a batch in turn."""
+    torch.manual_seed(0)
+    inputs = torch.randn(150, 6).double(), torch.randn(20, 6).double()
+    data, query = (torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()) for x in inputs)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    run = lo.train(task, torch.optim.AdamW(model.parameters(), 0.01), 3, 50, 0, tmp_path_factory.mktemp("x") / "run")
+    return run, task, query
+
+
+def test_what_takes_far_too_long_is_left_out_and_said(with_batch_norm, monkeypatch):
+    monkeypatch.setattr(module, "QUICK", 0.0)  # every run counts as long,
+    monkeypatch.setattr(module, "PATIENCE", 0.0)  # and every replay as slow
+    for slower, left_out in ((0.0, True), (1e6, False)):
+        monkeypatch.setattr(module, "SLOWER", slower)
+        chosen = lo.choose(*with_batch_norm, budget=0)
+        why = chosen.table["missing"].get("ACC(jump)")
+        assert (isinstance(why, str) and why.startswith("left out")) == left_out
+        assert ("ACC(jump) was left out, as it would take about" in str(chosen)) == left_out
+        assert set(chosen.table.index[chosen.table["tau"].notna()]) >= {"SGD-IE", "TracIn"}
+        assert len(chosen.check.table) == int(chosen.scores.exact.sum()) == module.LEAST
+    asked = lo.choose(*with_batch_norm, budget=0, methods=[lo.ACC(), lo.TracIn()])
+    assert "ACC(jump)" in asked.table.index[asked.table["tau"].notna()], "what was asked for is not left out"
+
+
+def test_a_method_that_cannot_be_used_costs_no_second_sweep(with_batch_norm, monkeypatch):
+    steps = []
+
+    def counted(_, items, _total, what):
+        for item in items:
+            steps.append(what)
+            yield item
+
+    monkeypatch.setattr(lo.Resources, "track", counted)
+    chosen = lo.choose(*with_batch_norm, budget=0, methods=module.METHODS)
+    length = len(with_batch_norm[0])
+    assert 2 * length <= steps.count("backward") <= 2 * length + 1, "ACC and SGD-IE, TracIn, and where DVEmb refuses"
+    assert "ties the examples" in chosen.table.loc["DVEmb(ggn)", "missing"]
+    alone = {one.name: one.score(*with_batch_norm) for one in (lo.SGDIE(), lo.TracIn())}
+    assert set(chosen.table.index) == {"ACC(jump)", "DVEmb(ggn)", *alone}
+    for name, scores in alone.items():
+        rows = [int(row) for row in chosen.check.table.index]
+        tau = lo.metrics.kendall(scores.mean()[rows], chosen.check.table["truth"])
+        assert chosen.table.loc[name, "tau"] == pytest.approx(tau)
+
+
+def test_a_study_verifies_with_no_more_replays_than_the_choice_had(with_batch_norm, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    study = lo.Study(*with_batch_norm)
+    study.score(budget=0)
+    assert len(study.verify().table) == module.LEAST
+    assert len(study.verify(replays=40).table) == 40
+
+
 def test_rows_to_replay_are_the_extremes_of_all_methods_and_others_at_random():
     torch.manual_seed(0)
     scores = torch.randn(3, 50, dtype=torch.float64)

@@ -188,6 +188,41 @@ def test_replay_is_training_without_the_example(name: str) -> None:
         assert scores.tolist() == pytest.approx(truth, rel=1e-8, abs=1e-12)
 
 
+def test_labels_are_judged_by_what_the_loss_of_the_step_compares(tmp_path) -> None:
+    for name in ("defaults", "not called as a whole, accumulated"):
+        recorder, module = recorded(name)[:2]
+        labels = lo.labels(recorder.run, recorder.task(), folds=None)
+        plain = lo.Task(module, nn.CrossEntropyLoss(), data())
+        assert labels.table.equals(lo.labels(recorder.run, plain, folds=None).table)
+        margins = recorder.task(measure="margin")
+        expected = lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss(), measure="margin"), data(6, 9))
+        torch.testing.assert_close(lo.SGDIE().score(recorder.run, margins, data(6, 9)).values, expected.values)
+
+
+class TwoLosses(Net):
+    """The loss is a sum of two, so that nothing single is compared."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        outputs = self(x)
+        return F.cross_entropy(outputs, y) + 0.1 * F.mse_loss(outputs, x[:, :3])
+
+
+def test_a_sum_of_losses_is_taken_per_example(tmp_path) -> None:
+    recorder = RecorderCallback(tmp_path / "run")
+    fit(TwoLosses, {}, callbacks=[recorder])
+    values = lo.SGDIE().score(recorder.run, recorder.task(), data(6, 9)).values
+
+    def loss(outputs, both):
+        x, y = both
+        return F.cross_entropy(outputs, y, reduction="none") + 0.1 * (outputs - x[:, :3]).square().mean(1)
+
+    task = recorder.task(loss, forward=lambda module, batch: (module(batch[0]), batch))
+    torch.testing.assert_close(values, lo.SGDIE().score(recorder.run, task, data(6, 9)).values)
+    with refused(lo.UnsupportedError, "labels-not-classes"):
+        lo.labels(recorder.run, recorder.task())
+
+
 def test_a_manual_loss_has_to_be_given() -> None:
     with pytest.raises(lo.LeaveoutError) as error:
         recorded("manual")[0].task()

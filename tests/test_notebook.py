@@ -1,5 +1,6 @@
 """What notebooks show, plots, progress in a cell, and cells that run twice."""
 
+import gc
 import re
 import shutil
 import sys
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import leaveout as lo
+from leaveout._util.trees import PARAM
 from leaveout.compute import progress
 from refusal import refused
 
@@ -54,7 +56,13 @@ def study(tmp_path_factory):
 def test_results_show_themselves(study):
     scores, check = study.scores["SGD-IE"], study.checks["SGD-IE"]
     for thing, words in (
-        (scores, [f"{scores.harmful_count} did harm", *(f" {i} " for i in scores.harmful(5) + scores.helpful(5))]),
+        (
+            scores,
+            [
+                f"{scores.harmful_count} of 60 training examples did harm",
+                *(f" {i} " for i in scores.harmful(5) + scores.helpful(5)),
+            ],
+        ),
         (check, [check.verdict.value, "8 exact replays"]),
         (study.issues, [study.issues.issues["why"].iloc[0]]),
         (study.curve, ["in pairs", "SGD-IE"]),
@@ -177,14 +185,63 @@ def test_overwriting_takes_nothing_of_others(tmp_path):
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
 
 
-def test_a_run_that_is_being_written_is_not_overwritten(tmp_path):
-    digits, model = lo.data.load("digits", n_train=40, n_val=20), nn.Linear(64, 10)
+def interrupted(path, steps, seed=0, **options):
+    """The recorder and the optimizer of a cell that is interrupted after so many steps."""
+    torch.manual_seed(seed)
+    model = nn.Linear(64, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
-    for x, y in recorder.watch(DataLoader(digits.train, batch_size=20)):
+    recorder = lo.Recorder(path, model, optimizer, **options)
+    loader = DataLoader(lo.data.load("digits", n_train=40, n_val=20).train, batch_size=4)
+    for number, (x, y) in enumerate(recorder.watch(loader)):
+        if number == steps:
+            return recorder, optimizer
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    with pytest.raises(lo.RunError) as refused:
-        trained(tmp_path / "run", 1, overwrite=True)
-    assert refused.value.code == "directory-busy"
+    raise AssertionError("not interrupted")
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["still referred to", "gone"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_cell_that_was_interrupted_runs_again(steps, kept, tmp_path):
+    first = interrupted(tmp_path / "run", steps)
+    if not kept:
+        first = None
+        gc.collect()
+    run = trained(tmp_path / "run", 3, overwrite=True)[0]
+    other = trained(tmp_path / "other", 3)[0]
+    assert len(run) == len(other) == 6
+    assert all(torch.equal(run.final()[PARAM][name], tensor) for name, tensor in other.final()[PARAM].items())
+    assert lo.check_run(run.path) == []
+    if first is not None:
+        first[1].step()  # is recorded no more
+        with refused(lo.RunError, "run-cut-short" if steps else "nothing-recorded"):
+            first[0].finish()
+        assert lo.check_run(run.path) == []
+        assert len(lo.open_run(run.path)) == 6
+
+
+def test_a_cell_that_was_interrupted_is_resumed(tmp_path):
+    kept = interrupted(tmp_path / "run", 3)
+    again, _ = interrupted(tmp_path / "run", 4, seed=1, resume=True)  # other first weights: they are restored
+    assert again.done == 7
+    run, whole = again.finish(), interrupted(tmp_path / "whole", 7)[0].finish()
+    assert all(torch.equal(run.final()[PARAM][name], tensor) for name, tensor in whole.final()[PARAM].items())
+    with refused(lo.RunError, "run-cut-short"):
+        kept[0].finish()
+    assert lo.check_run(run.path) == []
+
+
+def test_a_run_that_is_being_written_is_not_overwritten_unasked(tmp_path):
+    recorder, _ = interrupted(tmp_path / "run", 2)
+    with pytest.raises(lo.RunError) as error:
+        trained(tmp_path / "run", 1)
+    assert error.value.code in ("directory-busy", "run-exists"), "whether its first files are written yet"
     assert len(recorder.finish()) == 2
+
+
+def test_a_run_whose_directory_was_deleted_is_recorded_again(tmp_path):
+    kept = interrupted(tmp_path / "run", 2)
+    shutil.rmtree(tmp_path / "run")
+    assert len(trained(tmp_path / "run", 1, overwrite=True)[0]) == 2
+    del kept

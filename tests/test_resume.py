@@ -316,15 +316,15 @@ def test_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
 # One writer
 
 
-def test_a_second_recorder_in_the_same_process_is_refused(tmp_path: Path) -> None:
+def test_a_second_recorder_in_the_same_process_is_refused_unless_it_is_to_go_on(tmp_path: Path) -> None:
     model, optimizer, _ = made("sgd")
     first = lo.Recorder(tmp_path / "run", model, optimizer)
     other, another, _ = made("sgd")
     with refused(lo.RunError, "directory-busy", str(os.getpid())):
-        lo.Recorder(tmp_path / "run", other, another, resume=True)
+        lo.Recorder(tmp_path / "run", other, another)
+    lo.Recorder(tmp_path / "run", other, another, resume=True)
     with refused(lo.RunError, "nothing-recorded"):
         first.finish()
-    lo.Recorder(tmp_path / "run", other, another, resume=True)
 
 
 def test_a_lock_is_let_go_when_its_process_is_killed_but_not_by_its_children(tmp_path: Path) -> None:

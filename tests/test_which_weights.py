@@ -119,6 +119,29 @@ def test_usual_models_are_not_spoken_of(trained: Trained, tmp_path: Path) -> Non
         some.score(some.best, some.run.head(12))
 
 
+def test_running_statistics_do_not_make_a_new_model_look_trained(tmp_path: Path) -> None:
+    """The run's batches are counted in a buffer, which by its end is further from 0 than the weights ever move."""
+
+    def built(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    data, trained = TensorDataset(x, (x[:, 0] > 0).long()), built(0)
+    task, loss = lo.Task(trained, nn.CrossEntropyLoss(), data), nn.CrossEntropyLoss()
+    run = lo.train(task, torch.optim.AdamW(trained.parameters(), 0.02), 20, 10, 0, tmp_path / "run")
+    expected = lo.TracIn().score(run, task, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            assert torch.equal(lo.TracIn().score(run, lo.Task(built(seed), loss, data), data).values, expected.values)
+    with torch.no_grad():
+        for param in trained.parameters():
+            param.mul_(1.02)  # as if trained further
+    with refused(lo.MismatchError, "weights-not-of-the-run"):
+        lo.TracIn().score(run, lo.Task(trained, loss, data), data)
+
+
 @pytest.mark.parametrize("keep", ["all", 7])
 @pytest.mark.parametrize("method", [lo.SGDIE(), lo.ACC(), lo.Replay()], ids=lambda m: m.name)
 def test_at_scores_the_state_after_so_many_steps(method: lo.Estimator, keep: str | int, tmp_path: Path) -> None:

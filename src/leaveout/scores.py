@@ -28,6 +28,9 @@ EFFECTS = (UNIT, OWN, *UNITS.values())
 """Units that replays have too: changes of the loss, or of another measure."""
 MEAN, SELF = "mean", "self"
 """The single columns of scores for the queries' mean loss, and for each example's own loss."""
+FEW = 5
+"""How many of the most harmful and of the most helpful examples are shown where scores are printed."""
+
 LABELS = "labels"
 """The name for removing the labels that look wrong, in a cleansing curve."""
 
@@ -96,40 +99,48 @@ class Scores(Comparable):
 
     def __str__(self) -> str:
         """Say which examples did harm and which helped, whether that is exact, and what the sign means."""
-        count, few = len(self.train_ids), 5
+        lines, mean = [f"{self.method}: {self._counts}."], dict(zip(self.train_ids, self.mean().tolist(), strict=True))
+        harmful = self.harmful(min(FEW, self.harmful_count))
+        for name, ids in ("harmful", harmful), ("helpful", self.helpful(min(FEW, self.helpful_count))):
+            lines += [f"  most {name}: {', '.join(f'{i} ({mean[i]:+.2g})' for i in ids)}"] if ids else []
+        return "\n".join([*lines, self._trust])
+
+    @property
+    def _counts(self) -> str:
+        """How many examples did harm and how many helped, in words."""
         named = self.groups is not None or any(isinstance(i, str) for i in self.train_ids)
         kind = "groups" if named else "training examples"
         mean_of = f", on average over {len(self.query_ids)} queries" if len(self.query_ids) > 1 else ""
-        head = f"{self.harmful_count} of {count} {kind} did harm, {self.helpful_count} helped{mean_of}"
-        lines = [f"{self.method}: {head}."]
-        mean = dict(zip(self.train_ids, self.mean().tolist(), strict=True))
-        harmful = self.harmful(min(few, self.harmful_count))
-        for name, ids in ("harmful", harmful), ("helpful", self.helpful(min(few, self.helpful_count))):
-            lines += [f"  most {name}: {', '.join(f'{i} ({mean[i]:+.2g})' for i in ids)}"] if ids else []
+        count = len(self.train_ids)
+        return f"{self.harmful_count} of {count} {kind} did harm, {self.helpful_count} helped{mean_of}"
+
+    @property
+    def _trust(self) -> str:
+        """Which scores are exact, what was computed in which precision, and what the sign means, in words."""
         exact = 0 if self.exact is None else int(self.exact.sum())
         if self.all_exact:
             trust = "Every score is an exact replay"
         elif exact:
-            trust = f"{exact} of {count} scores are exact replays, the others are estimates"
+            trust = f"{exact} of {len(self.train_ids)} scores are exact replays, the others are estimates"
         else:
             trust = "These are estimates; verify compares them with exact replays"
-        last = [part[:1].upper() + part[1:] for part in (trust, self.mixed, self.sign) if part]
-        return "\n".join([*lines, f"{'. '.join(last)}."])
+        return f"{'. '.join(part[:1].upper() + part[1:] for part in (trust, self.mixed, self.sign) if part)}."
 
     def _repr_html_(self) -> str:
-        count = len(self.train_ids)
-        exact = 0 if self.exact is None else int(self.exact.sum())
-        words = (
-            f"{self.helpful_count} of {count} rows helped, {self.harmful_count} did harm; {exact} are exact replays."
-        )
-        values = self.mean().tolist()
+        count, values = len(self.train_ids), self.mean().tolist()
         order = sorted(range(count), key=lambda place: values[place])
-        ends = order if count <= 10 else order[:5] + order[-5:]  # the most harmful first, the most helpful last
+        ends = order if count <= 2 * FEW else order[:FEW] + order[-FEW:]  # the most harmful first
         marks = [False] * count if self.exact is None else self.exact.tolist()
-        rows = [(self.train_ids[place], values[place], "exact" if marks[place] else "") for place in ends]
-        title = f"{self.method}: {count} training x {len(self.query_ids)} query, {self.unit}"
-        said = [words, f"{self.sign}.", *([f"Mixed precision: {self.mixed}."] if self.mixed else [])]
-        return notebook.card(title, said, ("train", "score", ""), rows)
+        rows = [
+            (
+                self.train_ids[place],
+                f"{values[place]:+.3g}",
+                "did harm" if values[place] < 0 else "helped" if values[place] > 0 else "",
+                "exact" if marks[place] else "",
+            )
+            for place in ends
+        ]
+        return notebook.card(f"{self.method}: {self._counts}", [self._trust], ("train", self.unit, "", ""), rows)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the distribution of the mean scores; needs matplotlib. Returns the axes."""

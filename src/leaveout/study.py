@@ -38,6 +38,9 @@ _BY_IDENTITY = (Scores, Check, Labels, Dataset)
 REMOVED = (0.02, 0.05, 0.1)
 """How many examples ``cleanse`` removes by default, as shares of the training set."""
 
+REPLAYS = 64
+"""How many replays ``verify`` compares scores with by default."""
+
 UNASKED = "Nothing was asked yet: try labels() and score()."
 
 
@@ -108,27 +111,27 @@ class Study:
         """
         return self._once(("score", estimator, budget, options), lambda: self._scored(estimator, budget, options))
 
-    def verify(self, scores: Scores | None = None, *, replays: int = 64, seed: int = 0) -> Check:
-        """Compare scores, by default the most trustworthy ones, with exact replays.
+    def verify(self, scores: Scores | None = None, *, replays: int | None = None, seed: int = 0) -> Check:
+        """Compare scores, by default the most trustworthy ones, with exact replays: 64 of them, if not said otherwise.
 
-        Scores that ``score`` chose have been compared already. That check is returned, unless it has fewer replays or
-        its verdict is bad: then new replays also look for the cause.
+        Scores that ``score`` chose have been compared already. That check is returned, unless it has fewer replays than
+        were asked for or its verdict is bad: then new replays, no more than it had, also look for the cause.
         """
         scores = self._known(scores)
         if self.choice is not None and self.choice.scores is scores and self.choice.check is not None:
             check = self.choice.check
+            replays = min(REPLAYS, len(check.table)) if replays is None else replays
             trusted = check.verdict in (Verdict.GOOD, Verdict.COARSE)
             if trusted and len(check.table) >= replays and self.checks.get(scores.method) is check:
                 return check
+        count = REPLAYS if replays is None else replays
 
         def compared() -> Check:
-            check = verify(
-                scores, self.run, self.task, self.query, replays=replays, seed=seed, resources=self.resources
-            )
+            check = verify(scores, self.run, self.task, self.query, replays=count, seed=seed, resources=self.resources)
             self.checks[scores.method] = check
             return check
 
-        return self._once(("verify", scores, replays, seed), compared)
+        return self._once(("verify", scores, count, seed), compared)
 
     def refine(self, scores: Scores | None = None, *, top: int = 32) -> Scores:
         """Replace the most extreme scores by exact replays."""
@@ -172,13 +175,19 @@ class Study:
             )
         given = [scores] if scores is None or isinstance(scores, Scores | Labels) else list(scores)
         methods = [one if isinstance(one, Labels) else self._known(one) for one in given]
-        amounts = remove or sorted({max(1, round(share * self.task.size)) for share in REMOVED})
+        amounts = self._removed(methods) if remove is None else remove
 
         def measured() -> Curve:
             self.curve = cleanse(methods, self.run, self.task, test_set, amounts, resources=self.resources, **options)
             return self.curve
 
         return self._once(("cleanse", *methods, test_set, amounts, options), measured)
+
+    def _removed(self, methods: Sequence[Scores | Labels]) -> list[int]:
+        """Return how many to remove by default: shares of the training set, and no more than are harmful."""
+        counts = [len(one) if isinstance(one, Labels) else one.harmful_count for one in methods]
+        harmful = min((count for count in counts if count), default=1)
+        return sorted({min(harmful, max(1, round(share * self.task.size))) for share in REMOVED})
 
     def timeline(self, **options: Any) -> Timeline:
         """Say when in training each example's influence arose."""

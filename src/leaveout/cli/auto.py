@@ -46,7 +46,7 @@ def show(chosen: Chosen) -> None:
         table.add_column(heading, justify="right")
     for method, row in chosen.table.iterrows():
         if pd.isna(row["tau"]):
-            table.add_row(str(method), "-", "-", f"cannot be used: {row['missing']}")
+            table.add_row(str(method), "-", "-", str(row["missing"]))
         else:
             table.add_row(str(method), f"{row['tau']:.2f}", f"{row['seconds']:.1f}", "chosen" if row["chosen"] else "")
     console.print(table)

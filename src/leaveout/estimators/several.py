@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import TypeGuard
 
 from torch.utils.data import Dataset
 
@@ -54,26 +55,38 @@ def one_by_one(
     Those of ``finished`` estimators are there already, and are skipped. They still determine which methods share a
     sweep: work that was interrupted between two methods gives the same bits when resumed.
     """
-    waiting = list(dict.fromkeys(estimators))
-    for estimator in list(waiting):
-        acc = estimator.resolved(question.run, question.task)
-        if not isinstance(acc, ACC) or acc.transport == "exact":
-            continue
-        sgdie = SGDIE(readout=acc.readout, layers=acc.layers, kinks=acc.kinks)
-        pair = [one for one in (estimator, sgdie) if one in waiting]
-        waiting = [one for one in waiting if one not in pair]
-        wanted = [one for one in pair if one not in finished]
+    for unit in sharing(estimators, question.run, question.task):
+        wanted = [one for one in unit if one not in finished]
         if not wanted:
+            continue
+        acc = unit[0].resolved(question.run, question.task)
+        if not _has_plain(acc):
+            yield unit[0], unit[0].answer(question)
             continue
         request = acc.request(question)
         products = _swept(acc, request)
-        if estimator in wanted:
-            yield estimator, request.scores(acc.name, products.corrected)
-        if sgdie in wanted:
-            yield sgdie, request.scores(sgdie.name, products.plain)
-    for estimator in waiting:
-        if estimator not in finished:
-            yield estimator, estimator.answer(question)
+        for one in wanted:
+            corrected = one is unit[0]
+            name, values = (acc.name, products.corrected) if corrected else (one.name, products.plain)
+            yield one, request.scores(name, values)
+
+
+def sharing(estimators: Sequence[Estimator], run: Run, task: Task) -> list[list[Estimator]]:
+    """Return the estimators that share a sweep together: ACC with its SGD-IE first, then each of the others alone."""
+    waiting = list(dict.fromkeys(estimators))
+    units: list[list[Estimator]] = []
+    for estimator in estimators:
+        acc = estimator.resolved(run, task)
+        if estimator in waiting and _has_plain(acc):
+            sgdie = SGDIE(readout=acc.readout, layers=acc.layers, kinks=acc.kinks)
+            units.append([one for one in (estimator, sgdie) if one in waiting])
+            waiting = [one for one in waiting if one not in units[-1]]
+    return units + [[one] for one in waiting]
+
+
+def _has_plain(estimator: Estimator) -> TypeGuard[ACC]:
+    """Say whether an estimator's sweep has the scores of SGD-IE as well."""
+    return isinstance(estimator, ACC) and estimator.transport != "exact"
 
 
 def _swept(acc: ACC, request: Request) -> Products:

@@ -13,12 +13,13 @@ from torch.utils.data import Dataset
 
 from leaveout._util import notebook
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, LeaveoutError, check_seed
+from leaveout.errors import InputError, LeaveoutError, UnsupportedError, check_seed
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn, score
 from leaveout.estimators.question import Question
 from leaveout.estimators.replay import replayed
+from leaveout.estimators.several import sharing
 from leaveout.evaluate.metrics.agreement import compare, kendall
-from leaveout.evaluate.plan import replay_seconds
+from leaveout.evaluate.plan import replay_seconds, score_seconds
 from leaveout.evaluate.selection import optimism, sample
 from leaveout.evaluate.verify import Check
 from leaveout.run.reader import Run
@@ -30,6 +31,18 @@ from leaveout.trajectory.trajectory import Trajectory
 
 FEWEST, MOST = 128, 1024
 """The number of replays that methods are compared with: as many as the budget allows, between these two."""
+
+PATIENCE, LEAST = 300.0, 32
+"""Where 128 replays are predicted to take more seconds than this, there are fewer, though no fewer than this number."""
+
+SLOWER = 5
+"""A method that takes longer than the budget is left out if it takes more than this many times as long as SGD-IE."""
+
+QUICK = 0.1
+"""Seconds per replay below which no method takes so long that its time would have to be predicted."""
+
+SLOW = "left out, as it would take about "
+"""How the reason begins why a method is missing that takes too long."""
 
 COLUMNS = ["method", "tau", "compared", "seconds", "chosen", "missing"]
 
@@ -46,9 +59,9 @@ class Chosen:
 
     ``scores`` are exact replays (``exact``), or the best method's scores, with exact values in the rows that were
     replayed. ``table`` has a row per method: its Kendall's tau with the replays that methods were compared with, its
-    seconds, whether it was chosen, and why it is missing if it cannot be used. ``check`` is the trust in the chosen
-    method, corrected for its having been chosen on the same replays; None if everything is exact. ``predicted`` is how
-    many seconds replaying everything was predicted to take.
+    seconds, whether it was chosen, and why it is missing if it cannot be used or takes too long. ``check`` is the trust
+    in the chosen method, corrected for its having been chosen on the same replays; None if everything is exact.
+    ``predicted`` is how many seconds replaying everything was predicted to take.
     """
 
     scores: Scores
@@ -68,8 +81,9 @@ class Chosen:
         beside = ", ".join(f"{name} {row['tau']:.2f}" for name, row in others.iterrows())
         ranked = f"{best.name} agreed best with {int(best['compared'])} exact replays (tau {best['tau']:.2f}"
         ranked += f"; {beside})." if beside else ")."
-        all_of_it = f"Replaying everything would take about {self.predicted:.0f} s; the budget is {self.budget:g} s."
-        return " ".join([ranked, all_of_it, *([str(self.check)] if self.check else [])])
+        all_of_it = f"Replaying everything would take about {_about(self.predicted)}; the budget is {self.budget:g} s."
+        slow = [f"{name} was {why}." for name, why in self.table["missing"].items() if str(why).startswith(SLOW)]
+        return " ".join([ranked, all_of_it, *slow, *([str(self.check)] if self.check else [])])
 
     def __str__(self) -> str:
         return self.sentence
@@ -108,12 +122,16 @@ def choose(
     with all of these replays is chosen. Its trust is its agreement with them, lowered by a bootstrap estimate of the
     optimism from having been chosen on the same replays. Replayed rows get their exact values.
 
+    What would take far longer than the budget is not done unasked: ``ACC()`` is left out where it needs more than the
+    budget and more than five times as long as SGD-IE (a gradient without each example in turn, under BatchNorm), and
+    the sample is smaller than 128 rows, but not than 32, where these would take more than five minutes.
+
     Args:
         run: the recorded run.
         task: what was trained.
         query: the examples whose loss is explained.
-        budget: seconds of processor time that replays may take; a sample nevertheless has at least 128 rows. Scoring
-            takes additional time.
+        budget: seconds of processor time that replays may take; a sample nevertheless has 128 rows, unless these take
+            more than five minutes. Scoring takes additional time.
         methods: the estimators to compare; of equals the first is chosen. Their scores must be changes of the loss. By
             default ACC, SGD-IE, DVEmb and TracIn, and the first two with the curvature of kinks if there are any.
         queries: ``"mean"`` for their mean loss, ``"each"`` for one column per query.
@@ -136,9 +154,13 @@ def choose(
     if predicted <= budget or rows <= FEWEST:
         scores = Replay().score(run, task, query, **options)  # type: ignore[arg-type]
         return Chosen(scores, _alone(scores), None, True, predicted, budget)
-    methods = methods_for(run, task) if methods is None else methods
+    too_slow: dict[str, str] = {}
+    if methods is None:
+        methods = methods_for(run, task)
+        if predicted / rows > QUICK:
+            methods, too_slow = _affordable(methods, run, task, query, budget, resources)
     scored, missing = _scored(methods, run, task, query, options)
-    count = int(max(FEWEST, min(MOST, budget / predicted * rows)))
+    count = sample_size(predicted / rows, budget)
     estimates = torch.stack([scores.mean().double().cpu() for scores in scored.values()])
     extreme, random = sample(estimates, min(count, rows), seed)
     samples = {"extreme": extreme, "random": random}
@@ -151,7 +173,17 @@ def choose(
     winner = scored[best]
     scores = _with_replays(winner, picked, truth)
     check = _trust(winner, scores, samples, exact, optimism(estimates[:, picked], exact, seed=seed), run)
-    return Chosen(scores, _table(taus, scored, missing, best, len(picked)), check, False, predicted, budget)
+    return Chosen(scores, _table(taus, scored, too_slow | missing, best, len(picked)), check, False, predicted, budget)
+
+
+def sample_size(seconds: float, budget: float) -> int:
+    """Return how many replays methods are compared with, if each takes so many seconds.
+
+    >>> sample_size(0.01, 60), sample_size(0.3, 60), sample_size(0.3, 0), sample_size(10, 60), sample_size(500, 60)
+    (1024, 200, 128, 32, 32)
+    """
+    few = max(LEAST, min(FEWEST, PATIENCE / seconds))
+    return int(max(few, min(MOST, budget / seconds)))
 
 
 def methods_for(run: Run, task: Task) -> tuple[Estimator, ...]:
@@ -163,28 +195,56 @@ def methods_for(run: Run, task: Task) -> tuple[Estimator, ...]:
     return (*KINKED, *METHODS) if mild else METHODS
 
 
+def _affordable(
+    methods: Sequence[Estimator], run: Run, task: Task, query: Dataset, budget: float, resources: Resources | None
+) -> tuple[list[Estimator], dict[str, str]]:
+    """Return the methods without ACC if that takes too long, and why it is missing."""
+    acc = ACC().resolved(run, task)
+    if not isinstance(acc, ACC) or acc.transport != "jump":
+        return list(methods), {}
+    try:
+        pair = (resources or Resources()).track((acc, SGDIE()), 2, "predicting times")
+        seconds, shared = (score_seconds(method, run, task, query, resources) for method in pair)
+    except UnsupportedError:
+        return list(methods), {}
+    if seconds <= max(budget, SLOWER * shared):
+        return list(methods), {}
+    return [one for one in methods if not isinstance(one, ACC)], {acc.name: f"{SLOW}{_about(seconds)}"}
+
+
+def _about(seconds: float) -> str:
+    """Write a duration as a round number.
+
+    >>> _about(61.2), _about(2300), _about(65000)
+    ('61 s', '38 minutes', '18 hours')
+    """
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def _scored(
     methods: Sequence[Estimator], run: Run, task: Task, query: Dataset, options: dict
 ) -> tuple[dict[str, Scores], dict[str, str]]:
     """Return the scores of every method that can be used, by name, and why the others cannot."""
-    try:
-        every = score(list(methods), run, task, query, **options)
-        return {scores.method: scores for scores in every}, {}
-    except LeaveoutError:
-        pass  # one of them cannot be used: which one?
-    scored: dict[str, Scores] = {}
+    scored: dict[Estimator, Scores] = {}
     missing: dict[str, str] = {}
     first: LeaveoutError | None = None
-    for method in methods:
+    waiting = sharing(methods, run, task)
+    while waiting:
+        unit = waiting.pop(0)
         try:
-            scores = method.score(run, task, query, **options)
-            scored[scores.method] = scores
-        except LeaveoutError as error:  # noqa: PERF203 - a handful of methods
+            scored |= zip(unit, score(unit, run, task, query, **options), strict=True)
+        except LeaveoutError as error:
+            if len(unit) > 1:  # which of them cannot be used?
+                waiting = [[method] for method in unit] + waiting
+                continue
             first = first or error
-            missing[method.resolved(run, task).name] = str(error)
+            missing[unit[0].resolved(run, task).name] = f"cannot be used: {error}"
     if not scored and first is not None:
         raise first
-    return scored, missing
+    return {scored[method].method: scored[method] for method in methods if method in scored}, missing
 
 
 def _with_replays(scores: Scores, rows: list[int], truth: Scores) -> Scores:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.integrations.model_loss import undisturbed
-from leaveout.integrations.step_loss import StepCall, loss_of_step, step_losses
+from leaveout.integrations.step_loss import StepCall, StepOutputs, loss_of_step, module_of_step, step_losses
 from leaveout.integrations.tap import NotedLoader, resumed
 from leaveout.run.kept_batches import is_random
 from leaveout.run.reader import Run
@@ -79,8 +79,12 @@ class RecorderCallback(Callback):
                 code="model-loss-unknown",
             )
         if loss is None:
-            loss, options = step_losses, {"forward": StepCall(), **options}
-            _check_mean(self._module, batches.read(data, range(min(TRIAL, batches.size(data))), collate))
+            few = batches.read(data, range(min(TRIAL, batches.size(data))), collate)
+            _check_mean(self._module, few)
+            with undisturbed(self._module):
+                found = module_of_step(self._module, few)
+            loss, forward = (step_losses, StepCall()) if found is None else (found, StepOutputs())
+            options = {"forward": forward, **options}
         return Task(self._module, loss, data, **{"collate": collate, **self._settings, **options})
 
     def setup(self, trainer: Trainer, _module: LightningModule, stage: str) -> None:

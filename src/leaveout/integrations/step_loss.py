@@ -1,15 +1,19 @@
-"""What ``training_step`` returns, the mean loss of a batch, taken per example."""
+"""What ``training_step`` returns, the mean loss of a batch, taken per example; and what that loss compares."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from leaveout.errors import UnsupportedError
 from leaveout.task import batches
+from leaveout.task.losses import as_module
 
 MEANS: frozenset[Callable] = frozenset(
     {
@@ -48,6 +52,46 @@ class StepCall:
         with PerExample():
             value = loss_of_step(module, batch)
         return value, batches.leaves(batch)[-1]
+
+
+class Compared(TorchFunctionMode):
+    """A context that notes what the last loss of ``torch.nn.functional`` compared, its options and its value."""
+
+    outputs: Any = None
+    targets: Any = None
+    value: Any = None
+    loss: Any = None
+
+    def __torch_function__(self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        value = function(*args, **(kwargs or {}))
+        if function in MEANS:
+            given = inspect.signature(function).bind(*args, **(kwargs or {})).arguments
+            self.outputs, self.targets = given.pop("input"), given.pop("target", None)
+            self.value, self.loss = value, as_module(partial(function, **given))
+        return value
+
+
+class StepOutputs:
+    """``(module, batch) -> (outputs, targets)``: what the loss that ``module.training_step`` returns compares."""
+
+    def __call__(self, module: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Call ``training_step``."""
+        with Compared() as compared:
+            value = loss_of_step(module, batch)
+        if value is not compared.value:
+            raise UnsupportedError(
+                f"What {type(module).__name__}.training_step returns is the value of one loss for some batches and not "
+                "for others: give task(loss=...), a loss of what the module itself returns for its inputs.",
+                code="model-loss-unknown",
+            )
+        return compared.outputs, compared.targets
+
+
+def module_of_step(module: nn.Module, batch: Any) -> nn.Module | None:
+    """Return the loss module whose value ``training_step`` returns; None if it returns anything else."""
+    with Compared() as compared:
+        value = loss_of_step(module, batch)
+    return compared.loss if value is compared.value and isinstance(compared.loss, nn.Module) else None
 
 
 def loss_of_step(module: Any, batch: Any) -> Any:

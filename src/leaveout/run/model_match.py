@@ -80,8 +80,11 @@ def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) ->
     they are one of the run's states, or closer to its last state than half the distance from its first state to it.
     """
     weights = {name: tensor.detach().cpu() for name, tensor in model.items()}
-    last, first = (run.state(index)[PARAM] for index in (run.on_disk[-1], 0))
-    expected = {name: tensor.cpu() for name, tensor in scored.items()}
+    # Without buffers: a count of batches is far from another one.
+    expected, last, first = (
+        {name: state[name].cpu() for name in weights}
+        for state in (scored, *(run.state(index)[PARAM] for index in (run.on_disk[-1], 0)))
+    )
     if any(_are_near(weights, end) for end in (expected, last, first)):
         return
     share = distance(weights, last) / max(distance(first, last), 1e-300)
@@ -101,8 +104,8 @@ def warn_of_other_weights(run: Run, model: dict[str, Tensor], scored: Params) ->
     if not same and len(run.on_disk) == run.on_disk[-1] + 1:
         raise MismatchError(
             "The task's model holds trained weights that are neither the run's last ones, nor those after an earlier "
-            "step, nor an average that was recorded: put the run's last weights into the model, or record with "
-            "average= what you use in the end.",
+            "step, nor an average that was recorded; was it trained further? The run's own weights are scored: give "
+            "the Task a newly built model, or record what you use in the end: to its last step, or with average=.",
             code="weights-not-of-the-run",
         )
     place = f", but those after step {same[0] - 1}" if same else ""

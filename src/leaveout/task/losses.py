@@ -8,16 +8,31 @@ that batch losses are ``Σ_k (c_k/D) ℓ_k``; D is Σ c_k for a mean, 1 for a su
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from leaveout.errors import InputError
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
 """Maps ``(outputs, targets)`` to one loss per example, or to sums and counts, one of each per example."""
+
+
+_MODULES: dict[Any, type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+}
 
 
 class LossParts(NamedTuple):
@@ -43,6 +58,22 @@ def call_name(loss: nn.Module | Loss) -> str:
     ('MSELoss', 'taken_apart')
     """
     return getattr(loss, "__name__", type(loss).__name__)
+
+
+def as_module(loss: nn.Module | Loss) -> nn.Module | Loss:
+    """Return the module of a function of ``torch.nn.functional`` that reduces, or of a ``partial`` of it.
+
+    >>> as_module(F.mse_loss), as_module(partial(F.cross_entropy, label_smoothing=0.1)).label_smoothing
+    (MSELoss(), 0.1)
+    """
+    function, given = loss, {}
+    if isinstance(loss, partial) and not loss.args:
+        function, given = loss.func, loss.keywords
+    kind = _MODULES.get(function) if callable(getattr(function, "__hash__", None)) else None
+    options = {name: value for name, value in given.items() if value is not None}
+    if kind is None or not options.keys() <= inspect.signature(kind).parameters.keys():
+        return loss
+    return loss if options.get("reduction") == "none" else kind(**options)
 
 
 def taken_apart(loss: nn.Module | Loss) -> LossParts:

@@ -26,7 +26,7 @@ from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
-from leaveout.task.losses import Loss, call_name, taken_apart
+from leaveout.task.losses import Loss, as_module, call_name, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
 from leaveout.task.preparing import trial_batch
 from leaveout.task.rewrites.batch_norm import weighted_batch_norm
@@ -46,9 +46,9 @@ class Task:
 
     Args:
         model: any ``nn.Module``; its frozen parameters are constants.
-        loss: an ``nn`` loss module, or a callable ``(outputs, targets) -> one loss per example``; if the training loss
-            is not their mean (a mean over unmasked tokens, say), ``(sums, counts)``, one of each per example: the
-            training loss is then Σ sums / Σ counts, and the denominator stays when an example is left out.
+        loss: an ``nn`` loss module or its function, such as ``F.cross_entropy``; or a function of outputs and targets
+            that returns one loss per example or, if the training loss is not their mean (but over unmasked tokens,
+            say), ``(sums, counts)``: the training loss is Σ sums / Σ counts, and the denominator stays without one.
         train_set: a map-style data set; its positions are the examples' ids.
         l2: strength of the per-example L2 term over all trained parameters.
         forward: ``(model, batch) -> (outputs, targets)`` for batches that are neither ``(inputs..., targets)`` nor a
@@ -100,8 +100,8 @@ class Task:
         self.check = check
         self._abilities_at: dict[int, Abilities] = {}
         self.tracer = Tracer(any(isinstance(module, nn.Conv2d) for module in model.modules()), never=not trace)
-        self.loss = loss
-        self.parts = taken_apart(loss)
+        self.loss = as_module(loss)
+        self.parts = taken_apart(self.loss)
         self.counted = self.random_data = False
         self.buffers: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None

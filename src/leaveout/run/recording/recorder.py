@@ -37,8 +37,9 @@ from leaveout.run.recording.pending import Pending
 from leaveout.run.recording.processes import NEVER, NoWriter, processes_of
 from leaveout.run.recording.resume import StepsOnDisk, check_restored, check_trained_alike, restore
 from leaveout.run.recording.scaling import scale_of_step
+from leaveout.run.recording.unfinished import end_earlier, until_finished
 from leaveout.run.recording.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
-from leaveout.run.recording.writer import Writer, save_at_exit
+from leaveout.run.recording.writer import Writer
 from leaveout.task import batches
 from leaveout.task.forward import bare
 
@@ -63,14 +64,14 @@ class Recorder:
             loader does not give the same examples twice (augmentation, random masking).
         average: the loop's ``torch.optim.swa_utils.AveragedModel`` (EMA, SWA), which it updates between steps, or the
             decay of an EMA that it updates in its own way after every step. ``score(at="average")`` scores it.
-        overwrite: replace a run in the directory, with its scores, checks and report; a notebook cell may run twice.
+        overwrite: replace a run in the directory, with its scores, checks and report; a notebook cell may run again.
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are restored to
             its last state, ``done`` says how many steps lead there, and ``watch`` skips their batches. Anything else
             in the loop is the loop's own responsibility: seed the loader as before, and step a scheduler that steps
             with every batch ``done`` times. With a number of steps, the loop has restored model and optimizer itself,
             from a checkpoint saved after that many steps; the run continues from there, and later steps are dropped.
-        on_full: when the disk is full, ``"stop"`` raises at the next step; ``"continue"`` warns and lets training go
-            on unrecorded. Either way, the run up to then can be read and resumed.
+        on_full: when the disk is full, ``"stop"`` raises at the next step, ``"continue"`` warns and trains on
+            unrecorded. Either way, the run up to then can be read and resumed.
 
     Every ``optimizer.step()`` is one step of the run; its micro-batches are those that ``watch`` yielded since the
     step before, or the ids passed to ``step``. Modes, random generators and moving buffers are recorded as well.
@@ -92,6 +93,8 @@ class Recorder:
     ) -> None:
         failures.check_on_full(on_full)
         optimizer = unwrapped(optimizer)
+        if overwrite or resume:
+            end_earlier(path)
         if optimizer in _RECORDED:
             raise failures.already_recording()
         called, model = model, bare(model)
@@ -118,13 +121,12 @@ class Recorder:
         self._steps, self._epoch = 0, -1
         self._cut = self._full = self._closure = False
         self._loaders = IndexedLoaders()
-        before = self._writer.before
-        self._on_disk = StepsOnDisk(before if at is None else None)
-        self._moving = MovingBuffers(model, None if before is None else tuple(before.manifest.buffers))
+        self._on_disk = StepsOnDisk(self.before if at is None else None)
+        self._moving = MovingBuffers(model, None if self.before is None else tuple(self.before.manifest.buffers))
         self._continue_run(restored=at is not None)
-        self._pending = Pending(called, self._moving, fresh=before is None)
+        self._pending = Pending(called, self._moving, fresh=self.before is None)
         self._last = LastState(model, optimizer, self._params, self._state)
-        self._do_not_save_at_exit = save_at_exit(self._writer)
+        self._forget = until_finished(self, self._writer)
         _RECORDED.add(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -216,11 +218,11 @@ class Recorder:
         """Write what is left, release the optimizer, and return the run."""
         recording = bool(self._hooks)
         self._release()
-        if self._cut:
-            raise failures.cut_short(self._steps - 1)
-        if self._steps == 0 and not self._full:
+        if self._steps == 0 and (self._cut or not self._full):
             self._writer.abandon()
             raise failures.nothing_recorded()
+        if self._cut:
+            raise failures.cut_short(self._steps - 1)
         if recording:
             self._close(complete=True)
         if self._processes is not None:
@@ -295,7 +297,7 @@ class Recorder:
         self._last.release()
         self._pending.release()
         _RECORDED.discard(self._optimizer)
-        self._do_not_save_at_exit()
+        self._forget()
         self._hooks = []
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -378,10 +380,10 @@ class Recorder:
         if self._writer.settle(self._last.final):
             self._storage.note_in_place_writes()
         update = self._average.updates(first=self._steps == 0)
-        if update is not None and self._steps > 0:
-            amended = self._writer.amend(update, self._average.state())
-            if not amended and update.added:
-                raise failures.average_late(self._steps - 1)
+        if update is None or self._steps == 0:
+            return
+        if not self._writer.amend(update, self._average.state()) and update.added:
+            raise failures.average_late(self._steps - 1)
 
     def _stop_at_nan(self) -> None:
         broken = [name for name, param in self._params.items() if not torch.isfinite(param).all()]
@@ -389,9 +391,8 @@ class Recorder:
             return  # large finite values whose sum overflows
         self._release()
         self._cut = True
-        error = failures.not_finite(self._steps, broken[0], *self._pending.broken())
         self._close(complete=False)
-        raise error
+        raise failures.not_finite(self._steps, broken[0], *self._pending.broken())
 
     def _state(self, copied: Sequence[Piece] = ()) -> State:
         state = state_of(self._optimizer, self._rule, self._params, copied)

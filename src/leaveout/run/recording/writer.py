@@ -6,24 +6,19 @@ last shard that the manifest names; writing continues from there.
 
 from __future__ import annotations
 
-import atexit
-import os
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from leaveout._util.files import asides, is_full
 from leaveout._util.lock import LOCK, Lock
 from leaveout._util.trees import PARAM, State
-from leaveout.errors import LeaveoutWarning, RunError
+from leaveout.errors import RunError
 from leaveout.optim.averaging import Update
 from leaveout.run.gradient_states import StepGradients, size_of
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, read_manifest, write_manifest
@@ -285,22 +280,3 @@ def _tidy(path: Path, manifest: Manifest) -> None:
 
 def _ours(file: Path, names: re.Pattern[str]) -> bool:
     return bool(ASIDE.fullmatch(file.name) or (names.fullmatch(file.name) and file.is_file()))
-
-
-def save_at_exit(writer: Any) -> Callable[[], Any]:
-    """Save what a recorder has if the program ends without ``finish``; return a function that calls this off."""
-    save = atexit.register(partial(_save_unfinished, writer, os.getpid()))
-    return partial(atexit.unregister, save)
-
-
-def _save_unfinished(writer: Any, owner: int) -> None:
-    if os.getpid() != owner or not writer.unfinished:  # a worker's copy, or nothing to save
-        return
-    writer.finish(complete=False)
-    warnings.warn(
-        f"The recording in {writer.path} was never finished and counts as cut short: call recorder.finish() after the "
-        "training loop, or put the loop into `with lo.Recorder(...) as recorder:`. What was recorded is kept, and "
-        "resume=True continues from there.",
-        LeaveoutWarning,
-        stacklevel=2,
-    )
