@@ -202,6 +202,21 @@ def test_changes_are_compared_in_pairs(case):
     assert (row["loss_low"], row["loss_high"]) == pytest.approx((low, high))
 
 
+def test_random_choices_of_one_order_do_not_count_as_independent():
+    """Of simulated trainings, each with noise of its own, 95% of the intervals hold the mean difference, 0."""
+    order, held, curves, orders, draws = np.random.default_rng(0), 0, 400, 3, 5
+    for _ in range(curves):
+        base, drawn = order.normal(size=orders), order.normal(size=(orders, draws))
+        rows = [("nothing", 0, o, 0, base[o]) for o in range(orders)]
+        rows += [("random", 2, o, o * draws + d, drawn[o, d]) for o in range(orders) for d in range(draws)]
+        table = pd.DataFrame(rows, columns=["choice", "removed", "order", "draw", "loss"])
+        table[["loss_se", "error", "error_se", "loss_change_se", "error_change_se"]] = np.nan
+        row = lo.Curve(table, "shuffled", 100, lo.Cost()).changes().iloc[0]
+        assert row["trainings"] == orders * draws
+        held += row["loss_low"] <= 0 <= row["loss_high"]
+    assert stats.binomtest(int(held), curves, 0.95).pvalue > 1e-3
+
+
 def test_labels_that_look_wrong_are_removed(tmp_path):
     digits = lo.data.load("digits", n_train=80, n_val=20)
     noisy = lo.data.flip(digits.train, 0.1, seed=1).examples

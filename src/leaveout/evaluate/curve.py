@@ -58,14 +58,15 @@ class Curve(Comparable):
     def to_frame(self, level: float = 0.95) -> pd.DataFrame:
         """Return a row for each choice and number removed: the mean over trainings, with an interval.
 
-        For two or more trainings it is Student's interval of their mean. For a single one it is over the test
+        For two or more trainings it is Student's interval of their mean: over the orders of the batches if there are
+        several, each with the mean of its random choices. For a single one it is over the test
         examples: normal for the loss, Wilson's for the error. ``trainings`` says how many there are.
         """
         rows = []
         for (choice, removed), part in self.table.groupby(["choice", "removed"], sort=False):
             row: dict[str, Any] = {"choice": choice, "removed": removed, "trainings": len(part)}
             for measure in MEASURES:
-                values = part[measure].to_numpy(dtype=float)
+                values = per_order(part[measure], part["order"])
                 if len(values) > 1:
                     low, high = student(values, level)
                 elif measure == "error":
@@ -82,7 +83,8 @@ class Curve(Comparable):
         """Return a row for each choice and number removed: the paired change of loss and error from removing nothing.
 
         Each training is compared with the one of the same order with every example. For a single pair the interval is
-        over the test examples: normal for the loss, Agresti and Min's for the error; for several it is Student's.
+        over the test examples: normal for the loss, Agresti and Min's for the error; for several it is Student's, over
+        the orders of the batches if there are several.
         ``measurable`` says whether the interval of the curve's ``measure`` excludes zero.
         """
         base = self.table[self.table["choice"] == NOTHING].set_index("order")
@@ -92,7 +94,7 @@ class Curve(Comparable):
         ):
             row: dict[str, Any] = {"choice": choice, "removed": removed, "trainings": len(part)}
             for measure in MEASURES:
-                values = (part[measure] - base.loc[part["order"], measure].to_numpy()).to_numpy(dtype=float)
+                values = per_order(part[measure] - base.loc[part["order"], measure].to_numpy(), part["order"])
                 spread = float(part[f"{measure}_change_se"].iloc[0])
                 if len(values) > 1:
                     low, high = student(values, level)
@@ -241,6 +243,19 @@ def chosen(method: str, removed: int) -> str:
         return "the label that looks most wrong" if removed == 1 else f"the {removed:,} labels that look most wrong"
     what = "most harmful example" if removed == 1 else f"{removed:,} most harmful examples"
     return f"the {what} by {method}"
+
+
+def per_order(values: pd.Series, orders: pd.Series) -> np.ndarray:
+    """Average random choices that were trained in one order of the batches; with a single order, return them all.
+
+    They share that order, and the training with every example that they are compared with, so they are not independent.
+
+    >>> per_order(pd.Series([1.0, 3.0, 5.0]), pd.Series([0, 0, 1])), per_order(pd.Series([1.0, 3.0]), pd.Series([0, 0]))
+    (array([2., 5.]), array([1., 3.]))
+    """
+    if orders.nunique() > 1:
+        values = values.groupby(orders.to_numpy()).mean()
+    return values.to_numpy(dtype=float)
 
 
 def normal(value: float, error: float, level: float = 0.95) -> tuple[float, float]:
