@@ -19,7 +19,7 @@ from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.question import Question
 from leaveout.estimators.request import Request
 from leaveout.run.reader import Run
-from leaveout.scores import Scores
+from leaveout.scores import SELF, Scores
 from leaveout.sweep import budget
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import LeftOut
@@ -112,7 +112,10 @@ def replayed(
     """Replay some rows of scores, for the queries that were scored; ``replay`` says from which start."""
     replay = replay or Replay()
     scores.check_same_run(run)
+    scores.check_same_measure(task.measure)
     names = [scores.train_ids[row] for row in rows]
+    if scores.queries == SELF:
+        return replay.self_influence(run, task, ids=[int(name) for name in names], resources=resources)
     if scores.groups is None:
         ids = [int(name) for name in names]
         truth = replay.score(run, task, query, queries=scores.queries, ids=ids, resources=resources)

@@ -17,7 +17,7 @@ from leaveout.estimators.replay import Replay
 from leaveout.evaluate.metrics.agreement import Interval, kendall, repeatability
 from leaveout.evaluate.smoothness import advice, listed
 from leaveout.run.reader import Run
-from leaveout.scores import Scores
+from leaveout.scores import SELF, Scores
 from leaveout.task.task import Task
 
 MOVE = "move "
@@ -188,7 +188,8 @@ def ceiling_of(
     agreement = {name: kendall(part["score"], part[columns].mean(axis=1)) for name, part in parts.items()}
     groups: dict[int, float] = {}
     cost = Cost()
-    if sizes and scores.groups is None and not all(part.value >= REPRODUCIBLE for part in repeat.values()):
+    queried = scores.groups is None and scores.queries != SELF
+    if sizes and queried and not all(part.value >= REPRODUCIBLE for part in repeat.values()):
         groups, cost = group_sizes(seed, jitter, run, task, query, resources)
     ceiling = Ceiling(
         *(len(columns) - 1, jitter, repeat["extreme"], repeat["random"], agreement),
