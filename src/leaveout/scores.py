@@ -246,7 +246,8 @@ class Scores(Comparable):
         """Refuse scores of another run."""
         if self.run_fingerprint not in (None, run.fingerprint):
             raise InputError(
-                f"These scores by {self.method} are of another run than {run}: give the run they are of.",
+                f"These scores by {self.method} are of another run than {run}: give the run they are of; for "
+                "scores with at=n that is run.head(n).",
                 code="scores-of-another-run",
             )
 

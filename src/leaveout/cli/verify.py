@@ -140,7 +140,7 @@ def _table(checks: list[Check]) -> Table:
         taus = [str(part.kendall) for part in parts.values()]
         table.add_row(Text(check.method), check.verdict.value, *taus, ", ".join(errors) or "-")
     table.caption = (
-        "tau: rank correlation with the truth (95% interval); typical error: as a share of the scores' spread"
+        "tau: rank correlation with the truth (95% interval); typical error: as a share of the truth's spread"
     )
     return table
 

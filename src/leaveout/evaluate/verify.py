@@ -217,7 +217,7 @@ class Check(Comparable):
         where = f"the {agreement.count} most extreme" if sample == "extreme" else f"{agreement.count} drawn at random"
         phrase = f"tau {agreement.kendall}"
         if self.spread[sample] > 0:
-            phrase += f", typical error {agreement.rmse.value / self.spread[sample]:.0%} of the scores' spread"
+            phrase += f", typical error {agreement.rmse.value / self.spread[sample]:.0%} of the truth's spread"
         return f"among {where} {Verdict.of(agreement.kendall).value} ({phrase})"
 
 
