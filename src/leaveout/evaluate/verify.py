@@ -293,6 +293,8 @@ def verify(
     )
     samples = dict(iter(table.groupby("sample")))
     agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
+    if len(rows) < left:
+        agreement = {name: part.of_a_sample() for name, part in agreement.items()}
     # Scores that are not changes of the loss are compared by their order only.
     effect = scores.is_effect
     spread = {str(name): float(part["truth"].std()) if effect else math.nan for name, part in samples.items()}
