@@ -102,6 +102,13 @@ class Scores(Comparable):
                 f"{len(self.query_ids)} query ids: give a row for each training id and a column for each query id.",
                 code="scores-shape",
             )
+        broken = (~torch.isfinite(self.values)).nonzero()
+        if len(broken):
+            raise InputError(
+                f"The score of {self.train_ids[int(broken[0, 0])]!r} is NaN or infinite: score the run again, or leave "
+                "that row out.",
+                code="score-not-finite",
+            )
 
     def __repr__(self) -> str:
         rows, columns = self.values.shape
