@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ NOTHING, RANDOM = "nothing", "random"
 MEASURES = ("loss", "error")
 PAIRED = ("loss_change_se", "error_change_se")
 MEASURED = ("loss", "loss_se", "error", "error_se", *PAIRED)
+USUAL = "within the range of removals at random"
 COLUMNS = ("choice", "removed", "order", "draw", *MEASURED)
 
 
@@ -85,10 +87,13 @@ class Curve(Comparable):
         Each training is compared with the one of the same order with every example. For a single pair the interval is
         over the test examples: normal for the loss, Agresti and Min's for the error; for several it is Student's, over
         the orders of the batches if there are several.
-        ``measurable`` says whether the interval of the curve's ``measure`` excludes zero.
+        ``measurable`` says whether the interval of the curve's ``measure`` excludes zero. The interval of a single
+        training knows nothing of how much any removal changes a training; where as many were removed at random, at
+        least twice, ``usual`` says whether the change is one that another random removal may bring: within Student's
+        prediction interval of those.
         """
         base = self.table[self.table["choice"] == NOTHING].set_index("order")
-        rows = []
+        rows, at_random = [], self._at_random(level)
         for (choice, removed), part in self.table[self.table["choice"] != NOTHING].groupby(
             ["choice", "removed"], sort=False
         ):
@@ -104,8 +109,20 @@ class Curve(Comparable):
                     low, high = normal(float(values[0]), spread, level)
                 row |= {measure: float(values.mean()), f"{measure}_low": low, f"{measure}_high": high}
             row["measurable"] = row[f"{self.measure}_low"] > 0 or row[f"{self.measure}_high"] < 0
+            low, high = at_random.get(int(part["removed"].iloc[0]), (math.inf, -math.inf))
+            row["usual"] = choice != RANDOM and len(part) == 1 and low <= row[self.measure] <= high
             rows.append(row)
         return pd.DataFrame(rows)
+
+    def _at_random(self, level: float) -> dict[int, tuple[float, float]]:
+        """Return where the change by one more random removal is expected, by the number removed."""
+        base = self.table[self.table["choice"] == NOTHING][self.measure].to_numpy(float)
+        if len(base) > 1:
+            return {}  # over several orders of the batches, every interval has the noise of training
+        drawn = self.table[self.table["choice"] == RANDOM]
+        several = [part for _, part in drawn.groupby("removed") if len(part) > 1]
+        changes = [(int(part["removed"].iloc[0]), part[self.measure].to_numpy(float) - base) for part in several]
+        return {number: predicted(values, level) for number, values in changes}
 
     def change(self, choice: str, removed: int) -> str:
         """Say in a phrase what removing this many by one choice changed: "falls by 1.3 points (0.2 to 2.4)"."""
@@ -117,7 +134,8 @@ class Curve(Comparable):
             return f"does not change measurably, {_signed(value, low, high, self.measure)}"
         ends = sorted((abs(low), abs(high)))
         words = " to ".join(size.format(scale * end).removesuffix(" points") for end in ends)
-        return f"{'falls' if value < 0 else 'rises'} by {size.format(scale * abs(value))} ({words})"
+        usual = f", {USUAL}" if row["usual"] else ""
+        return f"{'falls' if value < 0 else 'rises'} by {size.format(scale * abs(value))} ({words}){usual}"
 
     def interval(self, choice: str, removed: int) -> str:
         """Write what removing this many by one choice changed, as a number: "-1.3 points (-2.4 to -0.2)"."""
@@ -270,6 +288,17 @@ def student(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     return float(values.mean() - half), float(values.mean() + half)
 
 
+def predicted(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """Return where one more value is expected after k of them: the mean ± t·s·√(1 + 1/k).
+
+    >>> [round(end, 3) for end in predicted(np.array([0.0, 1.0, 2.0]))]
+    [-3.968, 5.968]
+    """
+    count = len(values)
+    half = scipy.stats.t.ppf((1 + level) / 2, count - 1) * values.std(ddof=1) * np.sqrt(1 + 1 / count)
+    return float(values.mean() - half), float(values.mean() + half)
+
+
 def wilson(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
     """Compute Wilson's interval of a share p of n: (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n), within 0 and 1.
 
@@ -301,7 +330,9 @@ def paired(change: float, error: float, count: int, level: float = 0.95) -> tupl
 
 def _words(row: pd.Series, measure: str) -> str:
     change = _signed(row[measure], row[f"{measure}_low"], row[f"{measure}_high"], measure)
-    return change if row["measurable"] else f"{change}, no measurable change"
+    if not row["measurable"]:
+        return f"{change}, no measurable change"
+    return f"{change}, {USUAL}" if row["usual"] else change
 
 
 def _signed(value: float, low: float, high: float, measure: str) -> str:
