@@ -238,7 +238,7 @@ def test_a_change_that_any_removal_may_bring_is_said_to_be_one():
     half = stats.t.ppf(0.975, 4) * values.std(ddof=1) * np.sqrt(6 / 5)
     for _, row in noise_rows.iterrows():
         assert row["usual"] == (abs(row["error"] - values.mean()) <= half)
-        said = "within the range of removals at random" in curve.change(row["choice"], 10)
+        said = "within the range of random removals" in curve.change(row["choice"], 10)
         assert said == (row["usual"] and row["measurable"])
     assert not changes["usual"].iloc[-1], "random removals are not compared with themselves"
 

@@ -23,7 +23,7 @@ NOTHING, RANDOM = "nothing", "random"
 MEASURES = ("loss", "error")
 PAIRED = ("loss_change_se", "error_change_se")
 MEASURED = ("loss", "loss_se", "error", "error_se", *PAIRED)
-USUAL = "within the range of removals at random"
+USUAL = "within the range of random removals"
 COLUMNS = ("choice", "removed", "order", "draw", *MEASURED)
 
 
@@ -157,8 +157,9 @@ class Curve(Comparable):
             f"{self.base} → {value}."
             for choice, removed, value, _ in self.rows()
         ]
-        how = f"in pairs with nothing removed; {self.batches} batches"
-        return "\n".join([*lines, f"Measured on {self.test_size} test examples, {how}."])
+        how = f"Measured on {self.test_size} test examples, in pairs with nothing removed; {self.batches} batches."
+        more = " Training in several orders tells more: shuffles=5." if any(USUAL in line for line in lines) else ""
+        return "\n".join([*lines, f"{how}{more}"])
 
     @property
     def base(self) -> str:
