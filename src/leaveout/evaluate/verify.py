@@ -44,7 +44,8 @@ class Check(Comparable):
     for scores that are not changes of the loss, which are compared by their order only. ``run_fingerprint`` identifies
     the run that was replayed. ``ceiling`` says how reproducible the truth is from moved starts, if that was measured;
     ``table`` then has the true change from each of them too. ``exact`` says that every score is a replay itself, so
-    that only this was asked; ``replaced`` how many scores are replays already, which are not compared with themselves.
+    that only this was asked; ``replaced`` how many scores are replays already, which are not compared with themselves;
+    ``queries`` over how many queries the mean was compared.
     """
 
     extreme: Agreement
@@ -57,6 +58,7 @@ class Check(Comparable):
     ceiling: Ceiling | None = None
     exact: bool = False
     replaced: int = 0
+    queries: int = 1
 
     @property
     def verdict(self) -> Verdict:
@@ -68,7 +70,8 @@ class Check(Comparable):
         """The verdict in one sentence and, if the ceiling was measured, the cause of disagreement and what to do."""
         if self.exact:
             return f"{self.method}: {EXACT} {self.diagnosis}".rstrip()
-        besides = f" besides the {self.replaced} scores that are replays" if self.replaced else ""
+        besides = f" of the mean over {self.queries} queries" if self.queries > 1 else ""
+        besides += f" besides the {self.replaced} scores that are replays" if self.replaced else ""
         first = (
             f"{self.method}, compared with {len(self.table)} exact replays{besides}: "
             f"{self._part('extreme', self.extreme)}, and "
@@ -146,6 +149,7 @@ class Check(Comparable):
             "run_fingerprint": self.run_fingerprint,
             **({"exact": True} if self.exact else {}),
             **({"replaced": self.replaced} if self.replaced else {}),
+            **({"queries": self.queries} if self.queries > 1 else {}),
             **({} if self.ceiling is None else {"ceiling": self.ceiling.to_json()}),
             "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
         }
@@ -205,6 +209,7 @@ class Check(Comparable):
                 Ceiling.from_json(content["ceiling"]) if "ceiling" in content else None,
                 bool(content.get("exact", False)),
                 int(content.get("replaced", 0)),
+                int(content.get("queries", 1)),
             )
             str(check)  # fails if anything that the sentence needs is missing
             return check
@@ -298,8 +303,8 @@ def verify(
     # Scores that are not changes of the loss are compared by their order only.
     effect = scores.is_effect
     spread = {str(name): float(part["truth"].std()) if effect else math.nan for name, part in samples.items()}
-    parts = (agreement["extreme"], agreement["random"])
-    check = Check(*parts, spread, table, scores.method, spent, run.fingerprint, exact=exact, replaced=replaced)
+    parts, counts = (agreement["extreme"], agreement["random"]), (replaced, len(scores.query_ids))
+    check = Check(*parts, spread, table, scores.method, spent, run.fingerprint, None, exact, *counts)
     if moves is None:
         moves = MOVES if exact or check.verdict in (Verdict.HINT, Verdict.NONE) else 0
     if not moves:
