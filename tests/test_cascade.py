@@ -1,5 +1,7 @@
 """Several methods at once, and exact replays for the few that matter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -92,3 +94,50 @@ def test_refinements_that_cannot_be_are_refused(tmp_path):
         lo.refine(lo.SGDIE().score(*args), *args, top=0)
     with refused(lo.InputError, "queries-differ"):
         lo.refine(lo.SGDIE().score(*args, queries="each"), problem.run, problem.task, problem.train)
+
+
+@pytest.mark.parametrize("top", [10, 30])
+def test_verify_is_of_the_estimates_that_are_left(tmp_path, top):
+    problem = shared("mlp", "sgd", n=40, batches=None)
+    args = (problem.run, problem.task, problem.query)
+    order = torch.Generator().manual_seed(0)
+    rough = lo.SGDIE().score(*args)
+    noise = torch.randn(rough.values.shape, generator=order, dtype=rough.values.dtype)
+    noisy = replace(rough, values=float(rough.values.std()) * noise)  # says nothing
+    refined = lo.refine(noisy, *args, top=top)
+    check = lo.verify(refined, *args, replays=10, moves=0)
+    exact = {i for i, is_exact in zip(refined.train_ids, refined.exact.tolist(), strict=True) if is_exact}
+    assert len(exact) == top
+    assert not exact & set(check.table.index)
+    assert (check.table["score"] - check.table["truth"]).abs().min() > 1e-9, "a replay was compared with itself"
+    assert f"besides the {top} scores that are replays" in check.sentence
+    left = [row for row in refined.mean().argsort().tolist() if row not in exact]
+    extreme = check.table[check.table["sample"] == "extreme"].index.tolist()
+    assert extreme == left[:2] + left[-3:]
+    assert lo.Check.load(check.save(tmp_path / "check.json")) == check
+    check.check_same_scores(refined)
+
+
+def test_too_few_estimates_are_not_ranked(tmp_path):
+    problem = shared("mlp", "sgd", n=12, batches=None)
+    args = (problem.run, problem.task, problem.query)
+    refined = lo.refine(lo.SGDIE().score(*args), *args, top=6)
+    with refused(lo.InputError, "too-few-estimates", "Only 6 of the 12", "top=12"):
+        lo.verify(refined, *args)
+    assert lo.verify(lo.refine(refined, *args, top=12), *args).exact
+
+
+def test_influence_on_oneself_is_compared_with_replays(tmp_path):
+    problem = shared("mlp", "sgd", n=12, batches=None)
+    args = (problem.run, problem.task, problem.query)
+    own = lo.SGDIE().self_influence(problem.run, problem.task)
+    truth = lo.Replay().score(problem.run, problem.task, problem.train, queries="each").values.diagonal()
+    exact = lo.Replay().self_influence(problem.run, problem.task)
+    close(exact.values[:, 0], truth)
+    assert exact.all_exact
+    check = lo.verify(own, *args, replays=12, moves=0)
+    assert check.table["truth"].tolist() == pytest.approx(truth[check.table.index.tolist()].tolist(), abs=1e-10)
+    close(lo.refine(own, *args, top=12).values[:, 0], truth)
+    assert lo.metrics.tsloo(own, *args).count == 12
+    with refused(lo.InputError, "queries-self"):
+        lo.metrics.lds(own, *args)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import tempfile
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -200,6 +201,46 @@ def test_changes_are_compared_in_pairs(case):
     low, high = stats.t.interval(0.95, 2, pairs.mean(), stats.sem(pairs))
     row = several.changes().set_index("choice").loc[scores.method]
     assert (row["loss_low"], row["loss_high"]) == pytest.approx((low, high))
+
+
+def test_random_choices_of_one_order_do_not_count_as_independent():
+    """Of simulated trainings, each with noise of its own, 95% of the intervals hold the mean difference, 0."""
+    order, held, curves, orders, draws = np.random.default_rng(0), 0, 400, 3, 5
+    for _ in range(curves):
+        base, drawn = order.normal(size=orders), order.normal(size=(orders, draws))
+        rows = [("nothing", 0, o, 0, base[o]) for o in range(orders)]
+        rows += [("random", 2, o, o * draws + d, drawn[o, d]) for o in range(orders) for d in range(draws)]
+        table = pd.DataFrame(rows, columns=["choice", "removed", "order", "draw", "loss"])
+        table[["loss_se", "error", "error_se", "loss_change_se", "error_change_se"]] = np.nan
+        row = lo.Curve(table, "shuffled", 100, lo.Cost()).changes().iloc[0]
+        assert row["trainings"] == orders * draws
+        held += row["loss_low"] <= 0 <= row["loss_high"]
+    assert stats.binomtest(int(held), curves, 0.95).pvalue > 1e-3
+
+
+def test_a_change_that_any_removal_may_bring_is_said_to_be_one():
+    """Scores of noise change the error of this training by more than its interval; random removals do so as well."""
+    digits = lo.data.load("digits", n_train=200, n_val=20)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    task = lo.Task(model, nn.CrossEntropyLoss(), digits.train)
+    with tempfile.TemporaryDirectory() as out:
+        run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.5), 6, 50, 0, f"{out}/run")
+        order = torch.Generator().manual_seed(0)
+        ids = tuple(range(200))
+        noise = [lo.Scores(torch.randn(200, 1, generator=order), ids, ("mean",), f"noise {i}") for i in range(12)]
+        curve = lo.cleanse(noise, run, task, digits.test, [10])
+    changes = curve.changes()
+    noise_rows, drawn = changes[changes["choice"] != "random"], curve.table[curve.table["choice"] == "random"]
+    assert noise_rows["measurable"].mean() > 0.5, "a training that no removal changes tests nothing"
+    assert (noise_rows["measurable"] & ~noise_rows["usual"]).mean() <= 0.1
+    values = (drawn["error"] - curve.table["error"].iloc[0]).to_numpy()
+    half = stats.t.ppf(0.975, 4) * values.std(ddof=1) * np.sqrt(6 / 5)
+    for _, row in noise_rows.iterrows():
+        assert row["usual"] == (abs(row["error"] - values.mean()) <= half)
+        said = "within the range of random removals" in curve.change(row["choice"], 10)
+        assert said == (row["usual"] and row["measurable"])
+    assert not changes["usual"].iloc[-1], "random removals are not compared with themselves"
 
 
 def test_labels_that_look_wrong_are_removed(tmp_path):

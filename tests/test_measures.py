@@ -8,6 +8,7 @@ from torch import nn
 
 import leaveout as lo
 from leaveout.task.measures import correct, log_prob, margin
+from refusal import refused
 
 MEASURES = {"margin": margin, "log_prob": log_prob, "correct": correct}
 
@@ -130,3 +131,79 @@ def test_tokens_that_do_not_count_are_not_measured() -> None:
                 asked = {"margin": one[target] - rest, "log_prob": one.log_softmax(0)[target]}
                 values.append(float(asked.get(name, (one[target] > rest).double())))
             assert float(function(logits, targets)[row]) == pytest.approx(sum(values) / len(values))
+
+
+def recorded(model, loss, data, out):
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    recorder = lo.Recorder(out, model, optimizer)
+    for x, y in recorder.watch(torch.utils.data.DataLoader(data, 6)):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return recorder.finish(), lo.Task(model, loss, data)
+
+
+def test_probabilities_are_not_read_as_logits(tmp_path) -> None:
+    order = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 4, dtype=torch.float64, generator=order)
+    y = (x[:, :1] + torch.randn(30, 1, dtype=torch.float64, generator=order) > 0).double()
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 1).double()
+    data = torch.utils.data.TensorDataset(x, y)
+    run, task = recorded(nn.Sequential(linear, nn.Sigmoid()), nn.BCELoss(), data, tmp_path / "run")
+    scores = lo.Replay().score(run, task.measuring("log_prob"), data, ids=[0, 1]).values
+    assert torch.allclose(scores, lo.Replay().score(run, task, data, ids=[0, 1]).values, atol=1e-12)
+    params = dict(task.model.named_parameters())
+    with torch.no_grad():
+        signed = linear(x)[:, 0] * (2 * y[:, 0] - 1)
+        assert torch.allclose(-task.measuring("margin").measures(params, [x, y]), signed)
+        assert torch.equal(-task.measuring("correct").measures(params, [x, y]), (signed > 0).double())
+
+
+def test_targets_that_the_loss_ignores_are_not_measured_and_classes_may_come_last() -> None:
+    order = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 7, (5, 4), generator=order)
+    tokens[:, 3] = 0
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7))
+    task = lo.Task(model, nn.CrossEntropyLoss(ignore_index=0), torch.utils.data.TensorDataset(tokens, tokens))
+    params = dict(model.named_parameters())
+    with torch.no_grad():
+        logits = model(tokens)
+        for name in MEASURES:
+            expected = []
+            for row in range(5):
+                values = []
+                for token in range(3):  # the last one is ignored
+                    one, target = logits[row, token], int(tokens[row, token])
+                    rest = torch.cat([one[:target], one[target + 1 :]]).max()
+                    asked = {"margin": one[target] - rest, "log_prob": one.log_softmax(0)[target]}
+                    values.append(float(asked.get(name, (one[target] > rest).double())))
+                expected.append(sum(values) / 3)
+            measured = -task.measuring(name).measures(params, [tokens, tokens])
+            assert measured.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [(nn.MSELoss(), lambda z: z), (nn.CrossEntropyLoss(), lambda z: z.softmax(1))],
+    ids=["regression", "soft labels"],
+)
+def test_what_has_no_classes_has_no_margin(loss, target, tmp_path) -> None:
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, target(x[:, :3]))
+    run, task = recorded(nn.Linear(4, 3), loss, data, tmp_path / "run")
+    for name in MEASURES:
+        with refused(lo.UnsupportedError, "measure-needs-classes", name):
+            lo.Replay().score(run, task.measuring(name), data, ids=[0])
+
+
+def test_scores_of_one_measure_are_not_compared_with_replays_of_another(problem) -> None:
+    run, task, query = problem
+    scores = lo.SGDIE().score(run, task.measuring("margin"), query)
+    assert scores.sign == "positive: the query margin would fall without this example; it helped"
+    for ask in (lo.verify, lo.refine, lo.metrics.tsloo, lo.metrics.lds):
+        with refused(lo.InputError, "measures-differ", "fall of the query margin"):
+            ask(scores, run, task, query)
+    check = lo.verify(scores, run, task.measuring("margin"), query, replays=8)
+    truth = lo.Replay().score(run, task.measuring("margin"), query).values[:, 0]
+    assert check.table["truth"].tolist() == pytest.approx(truth[check.table.index.tolist()].tolist(), abs=1e-12)

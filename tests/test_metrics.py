@@ -229,6 +229,19 @@ def test_coverage_of_kendall_for_normal_scores():
     assert 0.84 <= held / trials <= 0.95
 
 
+@pytest.mark.parametrize("n", [5, 8])
+def test_a_perfect_sample_of_few_is_not_certain(n):
+    """How often a sample without a discordant pair comes from scores whose τ lies below the interval: 2.5%."""
+    least = m.compare(range(n), range(n)).of_a_sample().kendall.low
+    order, rho = np.random.default_rng(0), np.sin(np.pi / 2 * least)  # τ of normal scores
+    x, noise = order.normal(size=(2, 40_000, n))
+    y = rho * x + np.sqrt(1 - rho**2) * noise
+    perfect = (x.argsort(1) == y.argsort(1)).all(1).mean()
+    assert 0.01 < perfect < 0.04
+    nearly = m.compare(range(n), [*range(n - 2), n - 1, n - 2])
+    assert nearly.of_a_sample() == nearly
+
+
 def test_seed_decides():
     x, y = noisy(30)
     assert m.bootstrap(m.kendall, x, y, seed=1) == m.bootstrap(m.kendall, x, y, seed=1)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
 from leaveout.task.forms import Form
+from refusal import refused
 
 WORDS, WIDTH, COUNT = 7, 5, 12
 LEFT_OUT = [0, 5]
@@ -107,3 +108,27 @@ def test_a_row_that_moves_otherwise_is_named() -> None:
     run, model = train("tied", False, torch.ones(COUNT, dtype=torch.float64), f"{tempfile.mkdtemp()}/run")
     with pytest.raises(lo.LeaveoutError, match="padding_idx"):
         lo.ACC("free").score(run, lo.Task(model, nn.CrossEntropyLoss(), TRAIN), QUERY)
+
+
+def test_the_outputs_readout_needs_as_many_outputs_of_each_query(tmp_path) -> None:
+    """Sequences of several lengths, padded to the longest of a batch, have outputs that are not in step."""
+
+    def padded(rows):
+        x, y = zip(*rows, strict=True)
+        pad = nn.utils.rnn.pad_sequence
+        return pad(x, batch_first=True), pad(y, batch_first=True, padding_value=-100)
+
+    order = torch.Generator().manual_seed(0)
+    words = [torch.randint(0, WORDS, (length,), generator=order) for length in (2, 5, 3, 4, 2, 5)]
+    data = [(row, row) for row in words]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, 3), nn.Linear(3, WORDS)).double()
+    task = lo.Task(model, nn.CrossEntropyLoss(), data, collate=padded)
+    run = lo.train(task, torch.optim.SGD(model.parameters(), 0.1), 2, 3, 0, tmp_path / "run")
+    for queries in ("mean", "each"):
+        with refused(lo.UnsupportedError, "outputs-differ"):
+            lo.SGDIE("outputs").score(run, task, data, queries=queries)
+    alike = [data[1], data[5]]
+    each = lo.SGDIE("outputs").score(run, task, alike, queries="each").values
+    alone = [lo.SGDIE("outputs").score(run, task, [one]).values for one in alike]
+    assert torch.allclose(each, torch.cat(alone, 1), atol=1e-14)

@@ -152,6 +152,10 @@ def test_brittleness_is_where_retraining_flips_the_prediction():
     with pytest.raises(lo.InputError) as error:
         lo.metrics.brittleness(mean, problem.run, problem.task, problem.query)
     assert error.value.code == "queries-not-single"
+    for other in (torch.utils.data.Subset(problem.query, [1, 0, 2, 3]), torch.utils.data.Subset(problem.query, [0])):
+        with pytest.raises(lo.InputError) as error:
+            lo.metrics.brittleness(scores, problem.run, problem.task, other)
+        assert error.value.code == "queries-differ"
 
 
 def test_a_replay_from_a_moved_start_is_retraining_from_there():

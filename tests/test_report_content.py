@@ -443,9 +443,6 @@ def refuse(rowed, tmp_path, code, named, **given):
 def test_refusals(rowed, tmp_path):
     said = partial(refuse, rowed, tmp_path)
     said("query-without-task", "task=", task=None, query=rowed.query)
-    holed = rowed.scores.values.clone()
-    holed[3] = float("nan")
-    said("score-not-finite", "score of 3", scores=replace(rowed.scores, values=holed))
     said("feature-without-name", "4 feature names for rows of 5 values", show=lo.Show(features=FEATURES[:4]))
     said("id-out-of-range", "Example 77 in group 'a'", show=lo.Show(groups={"a": [77]}))
     said("queries-differ", "give the query set", query=TensorDataset(*rowed.task.train_set[:5]))

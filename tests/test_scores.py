@@ -254,3 +254,9 @@ def test_what_holds_no_scores_is_named(tmp_path: Path) -> None:
 def test_a_shape_that_does_not_match_the_ids_is_refused(rows: int, columns: int) -> None:
     with refused(lo.InputError, "scores-shape", f"[{rows}, {columns}]", "2 training ids", "1 query ids"):
         Scores(torch.zeros(rows, columns), (0, 1), ("mean",), "ACC")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_a_number_has_no_place_in_a_ranking(value: float) -> None:
+    with refused(InputError, "score-not-finite", "score of 7"):
+        Scores(torch.tensor([[1.0, 0.0], [value, 0.0]]), (3, 7), (0, 1), "X")

@@ -92,6 +92,17 @@ def test_it_remembers(problem, study):
     assert "SGD-IE" in repr(study)
 
 
+def test_long_arrays_are_told_apart(problem):
+    """Their reprs are the same: that of a long array leaves out its middle."""
+    study, asked = lo.Study(*problem[:3]), []
+    for middle in (5, 6, 5):
+        ids = torch.arange(2000)
+        ids[1000] = middle
+        for options in ({"ids": ids}, {"ids": ids.numpy(), "groups": [ids]}):
+            study._once(("timeline", options), lambda: asked.append(1))
+    assert len(asked) == 4
+
+
 def test_it_replays_everything_where_that_is_affordable(study):
     assert study.score(budget=600).all_exact
     assert study.choice is not None

@@ -126,3 +126,14 @@ def test_scores_are_held_against_their_own_run_only(tmp_path):
         with refused(lo.InputError, "scores-of-another-run"):
             lo.report(tmp_path / "page.html", run, scores)
     assert not (tmp_path / "page.html").exists()
+
+
+def test_scores_of_each_query_are_said_to_be_compared_by_their_mean(tmp_path):
+    problem = recorded(tmp_path / "run", "logistic", n=12)
+    args = (problem.run, problem.task, problem.query)
+    check = lo.verify(lo.SGDIE().score(*args, queries="each"), *args, replays=10)
+    count = len(problem.query)
+    truth = lo.Replay().score(*args, queries="each", ids=check.table.index.tolist()).values.mean(1)
+    assert check.table["truth"].tolist() == pytest.approx(truth.tolist(), abs=1e-12)
+    assert f"exact replays of the mean over {count} queries: " in check.sentence
+    assert lo.Check.load(check.save(tmp_path / "check.json")).sentence == check.sentence

@@ -20,9 +20,10 @@ from leaveout._util.files import free, read_sealed, save_csv, save_sealed
 from leaveout.compute.cost import Cost
 from leaveout.errors import InputError, LeaveoutWarning, RunError
 from leaveout.run.reader import Run
-from leaveout.task.measures import OWN, UNITS
+from leaveout.task.measures import OWN, UNITS, Measure, unit_of
 
 SIGN = "positive: the query loss would rise without this example; it helped"
+OWN_SIGN = "positive: its own loss would rise without this example"
 UNIT = "change of the query loss"
 EFFECTS = (UNIT, OWN, *UNITS.values())
 """Units that replays have too: changes of the loss, or of another measure."""
@@ -33,6 +34,19 @@ FEW = 5
 
 LABELS = "labels"
 """The name for removing the labels that look wrong, in a cleansing curve."""
+
+
+def sign_of(measure: Measure) -> str:
+    """Say what the sign of scores of a measure means.
+
+    >>> sign_of("margin")
+    'positive: the query margin would fall without this example; it helped'
+    """
+    unit = unit_of(measure)
+    if unit is None:
+        return SIGN
+    what = "query measure would rise" if unit == OWN else f"{unit.removeprefix('fall of the ')} would fall"
+    return f"positive: the {what} without this example; it helped"
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +104,13 @@ class Scores(Comparable):
                 f"Scores of shape {list(self.values.shape)} do not match {len(self.train_ids)} training ids and "
                 f"{len(self.query_ids)} query ids: give a row for each training id and a column for each query id.",
                 code="scores-shape",
+            )
+        broken = (~torch.isfinite(self.values)).nonzero()
+        if len(broken):
+            raise InputError(
+                f"The score of {self.train_ids[int(broken[0, 0])]!r} is NaN or infinite: score the run again, or leave "
+                "that row out.",
+                code="score-not-finite",
             )
 
     def __repr__(self) -> str:
@@ -220,18 +241,31 @@ class Scores(Comparable):
 
     def check_same_queries(self, other: Scores) -> None:
         """Refuse to compare scores of different queries."""
-        prints = {self.query_fingerprint, other.query_fingerprint} - {None}
-        if self.query_ids != other.query_ids or len(prints) > 1:
+        self.check_queries(other.query_ids, other.query_fingerprint)
+
+    def check_queries(self, ids: tuple[int | str, ...], fingerprint: int | None) -> None:
+        """Refuse queries other than those that were scored."""
+        if self.query_ids != ids or len({self.query_fingerprint, fingerprint} - {None}) > 1:
             raise InputError(
-                f"{self.method} was scored for other queries than {other.method}: give the query set that was scored.",
+                f"{self.method} was scored for other queries than these: give the query set that was scored.",
                 code="queries-differ",
+            )
+
+    def check_same_measure(self, measure: Measure) -> None:
+        """Refuse a task that measures something else of its queries than these scores do."""
+        if self.is_effect and self.unit != (unit_of(measure) or UNIT):
+            raise InputError(
+                f"These scores by {self.method} are the {self.unit}, and the task measures the "
+                f"{unit_of(measure) or UNIT}: give the task that was scored, such as task.measuring(...).",
+                code="measures-differ",
             )
 
     def check_same_run(self, run: Run) -> None:
         """Refuse scores of another run."""
         if self.run_fingerprint not in (None, run.fingerprint):
             raise InputError(
-                f"These scores by {self.method} are of another run than {run}: give the run they are of.",
+                f"These scores by {self.method} are of another run than {run}: give the run they are of; for "
+                "scores with at=n that is run.head(n).",
                 code="scores-of-another-run",
             )
 

@@ -127,11 +127,11 @@ class Study:
         count = REPLAYS if replays is None else replays
 
         def compared() -> Check:
-            check = verify(scores, self.run, self.task, self.query, replays=count, seed=seed, resources=self.resources)
-            self.checks[scores.method] = check
-            return check
+            asked = (self.run, self.task, self.query)
+            return verify(scores, *asked, replays=count, seed=seed, resources=self.resources)
 
-        return self._once(("verify", scores, count, seed), compared)
+        self.checks[scores.method] = self._once(("verify", scores, count, seed), compared)
+        return self.checks[scores.method]
 
     def refine(self, scores: Scores | None = None, *, top: int = 32) -> Scores:
         """Replace the most extreme scores by exact replays."""
@@ -146,7 +146,7 @@ class Study:
     def labels(self, *, folds: int | str | None = AUTO, **options: Any) -> Labels:
         """Say which labels look wrong; verified scores are included as far as they can be trusted."""
         verified = [one for one in self.scores.values() if one.method in self.checks and _of_all(one, self.task)]
-        scores = options.pop("scores", next(iter(verified), None))
+        scores = options.pop("scores", most_trusted(verified, self.checks))
         check = options.pop("check", self.checks.get(scores.method) if isinstance(scores, Scores) else None)
 
         def answered() -> Labels:
@@ -306,10 +306,21 @@ class Study:
 
     def _once(self, question: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """Compute the answer, or return the stored one; scores and data sets are compared by identity."""
-        key = repr([id(part) if isinstance(part, _BY_IDENTITY) else part for part in question])
+        key = repr([_plain(part) for part in question])
         if key not in self._answers:
             self._answers[key] = (compute(), question)  # keeps the question alive, so that no other object gets its id
         return self._answers[key][0]
+
+
+def _plain(part: Any) -> Any:
+    """Return what a question asks in a form whose repr is complete: that of a long array is not."""
+    if isinstance(part, _BY_IDENTITY):
+        return id(part)
+    if isinstance(part, dict):
+        return {key: _plain(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return [_plain(value) for value in part]
+    return part.tolist() if hasattr(part, "tolist") else part
 
 
 def _opened(run: Any) -> Run:

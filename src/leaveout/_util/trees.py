@@ -162,7 +162,7 @@ def distance(left: Params, right: Params) -> float:
     >>> distance({"a": torch.tensor([3.0])}, {"a": torch.tensor([1.0])})
     2.0
     """
-    return math.hypot(*(float((one - other).double().norm()) for one, other in _pieces(left, right)))
+    return math.hypot(*(float((one - other).detach().double().norm()) for one, other in _pieces(left, right)))
 
 
 def _pieces(*trees: Params) -> Iterator[tuple[Float[Tensor, " width"], ...]]:

@@ -31,7 +31,7 @@ from leaveout.cli.wording import in_commands
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.estimators.replay import JITTER
 from leaveout.evaluate.verdict import Verdict
-from leaveout.evaluate.verify import EXACT, MINIMUM, Check
+from leaveout.evaluate.verify import EXACT, MINIMUM, Check, comparable
 from leaveout.evaluate.verify import chosen as sample
 from leaveout.evaluate.verify import verify as lo_verify
 from leaveout.run.paths import RunPaths, slug
@@ -84,13 +84,13 @@ def verify(
     with working(recorded, question, targets, memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), paths.check(file)
-            short = len(scores.train_ids) < 2 * MINIMUM
+            short = len(comparable(scores)) < 2 * MINIMUM
             if scores.all_exact:
                 exact.append(scores.method)
                 if method is None and (short or moves == 0):
                     continue
             if method is None and short:
-                few.append({"file": str(file), "method": scores.method, "rows": len(scores.train_ids)})
+                few.append({"file": str(file), "method": scores.method, "rows": len(comparable(scores))})
                 continue  # if requested by name, they are refused
             if out.exists() and not again:
                 check = _answering(out, scores, replays, seed, moves)
@@ -140,7 +140,7 @@ def _table(checks: list[Check]) -> Table:
         taus = [str(part.kendall) for part in parts.values()]
         table.add_row(Text(check.method), check.verdict.value, *taus, ", ".join(errors) or "-")
     table.caption = (
-        "tau: rank correlation with the truth (95% interval); typical error: as a share of the scores' spread"
+        "tau: rank correlation with the truth (95% interval); typical error: as a share of the truth's spread"
     )
     return table
 
@@ -184,7 +184,7 @@ def _answering(file: Path, scores: Scores, replays: int, seed: int, moves: int |
     check = Check.load(file)
     if is_of_the_choice(check, scores) and not moves:
         return check
-    rows = [row for part in sample(scores, min(replays, len(scores.train_ids)), seed) for row in part]
+    rows = [row for part in sample(scores, replays, seed) for row in part]
     expected = [(scores.train_ids[row], value) for row, value in zip(rows, scores.mean()[rows].tolist(), strict=True)]
     moved = 0 if check.ceiling is None else check.ceiling.moves
     if expected != list(zip(check.table.index, check.table["score"], strict=True)) or moves not in (None, moved):

@@ -19,11 +19,12 @@ from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.estimators.query import Query
 from leaveout.estimators.question import Question
-from leaveout.estimators.request import Request
+from leaveout.estimators.request import Request, check_finite
 from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
-from leaveout.scores import UNIT, Scores
+from leaveout.scores import OWN_SIGN, SELF, UNIT, Scores
 from leaveout.sweep import budget
+from leaveout.task.measures import unit_of
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, LeftOut, leave_out
 from leaveout.trajectory.trajectory import Trajectory
@@ -127,13 +128,17 @@ class Estimator(ABC):
             with request.cost.metered(), kept_memory():
                 values.append(chosen._diagonal(request))
             cost = cost + request.cost
+        whole = torch.cat(values)[:, None]
+        check_finite(whole, everyone)
         return Scores(
-            torch.cat(values)[:, None],
+            whole,
             everyone.names,
-            ("self",),
+            (SELF,),
             chosen.name,
             cost,
-            unit=self.unit,
+            exact=chosen._exact(whole),
+            sign=OWN_SIGN,
+            unit=unit_of(task.measure) or UNIT if self.unit == UNIT else self.unit,
             precision=run.precision,
             run_fingerprint=run.fingerprint,
         )

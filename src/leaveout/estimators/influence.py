@@ -20,6 +20,7 @@ from leaveout.estimators.solvers import Apply, conjugate_gradients, direct, liss
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import check_symmetric
 from leaveout.sweep.free_transport import Layout
+from leaveout.task.counted import per_count
 from leaveout.task.derivatives import batch_products, example_gradients, weight_products
 from leaveout.trajectory.left_out import LeftOut
 
@@ -36,8 +37,9 @@ class InfluenceFunction(Estimator):
 
     Koh and Liang (2017). It describes the minimum of the training loss, from which the example is removed without
     reweighting the others; exact to first order there, whatever the optimizer. It does not take into account that a
-    run may have stopped earlier, or found one of many minima. Weight decay that is added to the gradient (SGD, Adam)
-    is part of H; decoupled decay (AdamW) is not part of the minimised loss.
+    run may have stopped earlier, or found one of many minima. Where examples count differently in the training loss
+    (class weights, unmasked tokens), g and H have these counts, relative to their mean. Weight decay that is added to
+    the gradient (SGD, Adam) is part of H; decoupled decay (AdamW) is not part of the minimised loss.
 
     Cost: ``"cg"``: as many products with H, of n examples each, as it needs per query vector; ``"direct"``: as many as
     there are parameters (again for every shard of rows, if displacements are requested); ``"lissa"``: ``steps``
@@ -113,9 +115,9 @@ class _Minimum:
         self.request, self.method = request, method
         trajectory = request.trajectory
         check_symmetric(trajectory.task)
-        self.task, self.params = trajectory.task, trajectory.final_whole()[PARAM]
+        self.params, self.batch_size = trajectory.final_whole()[PARAM], len(trajectory.run.record(0).ids)
+        self.task = per_count(trajectory.task, self.params, self.batch_size)
         self.layout = Layout(trajectory.rule, trajectory.final()[PARAM])
-        self.batch_size = len(trajectory.run.record(0).ids)
         self.chunk = 2 * budget.product_bytes(trajectory)
         hypers = trajectory.run.record(len(trajectory) - 1).hypers
         rule = trajectory.rule

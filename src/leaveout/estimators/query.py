@@ -20,6 +20,7 @@ from leaveout.scores import MEAN
 from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.footprint import activation_bytes
+from leaveout.task.measures import check_classes
 from leaveout.task.rewrites.elementary import Quicker
 from leaveout.task.rewrites.folding import Folded
 from leaveout.task.rewrites.products import fast_products
@@ -195,7 +196,11 @@ def _check_fit(task: Task, params: Params, dataset: Dataset) -> None:
         if kinds(train) != kinds(query):
             raise ValueError("other types or dimensions")
         with torch.no_grad():
-            task.measures(params, task.read([0], dataset))
+            outputs, targets = task.outputs(params, task.read([0], dataset))
+            if task.measure != "loss":
+                losses = task.output_losses(outputs, targets)
+                check_classes(task.measure, task.loss, outputs, targets, losses)
+            task.output_measures(outputs, targets)
     except LeaveoutError:
         raise
     except Exception as error:  # noqa: BLE001 - the user's model may raise anything on data of another shape

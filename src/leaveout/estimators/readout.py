@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad, jacrev
 
 from leaveout._util.trees import PARAM, Params, each, height, inner, nbytes, pullback
-from leaveout.errors import InputError
+from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators.query import Query, block_loss
 from leaveout.task import batches
 from leaveout.task.batches import Batch
@@ -207,7 +207,14 @@ def _gradient(query: Query, variables: Params, one: Batch) -> Params:
 
 def _outputs(query: Query, variables: Params, one: Batch) -> Tensor:
     with query.task.unstopped():
-        return query.task.outputs({**query.params, **variables}, one)[0][0].flatten()
+        outputs = query.task.outputs({**query.params, **variables}, one)[0][0].flatten()
+    if len(outputs) != query.output_width:
+        raise UnsupportedError(
+            "The queries have different numbers of outputs, as sequences of several lengths do, and readout='outputs' "
+            "needs as many of each: pad all of them to one length, or use another readout.",
+            code="outputs-differ",
+        )
+    return outputs
 
 
 def _some_outputs(query: Query, example: int, first: int, last: int) -> Params:

@@ -16,7 +16,7 @@ from leaveout.errors import InputError, check_seed
 from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.question import Question
 from leaveout.estimators.request import Request
-from leaveout.scores import Scores
+from leaveout.scores import SELF, Scores
 from leaveout.sweep import budget
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.replay import counterfactuals, moved_start
@@ -101,13 +101,18 @@ def replayed(scores: Scores, rows: Sequence[int], question: Question, replay: Re
 
     ``question`` has the run, the task, the query set and the resources; the queries are those that were scored.
     """
+    replay = replay or Replay()
     scores.check_same_run(question.run)
+    scores.check_same_measure(question.task.measure)
     names = [scores.train_ids[row] for row in rows]
+    if scores.queries == SELF:
+        ids = [int(name) for name in names]
+        return replay.self_influence(question.run, question.task, ids=ids, resources=question.resources)
     if scores.groups is None:
         question = replace(question, queries=scores.queries, ids=[int(name) for name in names])
     else:
         groups = {str(name): scores.groups[str(name)] for name in names}
         question = replace(question, queries=scores.queries, groups=groups)
-    truth = (replay or Replay()).answer(question)
+    truth = replay.answer(question)
     scores.check_same_queries(truth)
     return truth

@@ -21,7 +21,7 @@ from leaveout.compute.resources import VECTORS, Resources
 from leaveout.errors import MismatchError
 from leaveout.estimators.query import Query
 from leaveout.estimators.readout import Collected, Projected
-from leaveout.scores import UNIT, Scores
+from leaveout.scores import UNIT, Scores, sign_of
 from leaveout.sweep import budget
 from leaveout.task.measures import unit_of
 from leaveout.trajectory.identity import identity
@@ -137,13 +137,7 @@ class Request:
 
     def scores(self, method: str, values: Float[Tensor, "rows queries"], moved: Params | None = None) -> Scores:
         """Return the values with everything that is needed to interpret them."""
-        if not bool(torch.isfinite(values).all()):
-            row = int((~torch.isfinite(values)).nonzero()[0, 0])
-            raise MismatchError(
-                f"The score of {self.left_out.names[row]!r} is not finite: the recurrence overflowed; train with a "
-                "smaller learning rate, or score an earlier part of the run.",
-                code="score-not-finite",
-            )
+        check_finite(values, self.left_out)
         fingerprint = self.query.fingerprint()
         return Scores(
             values,
@@ -153,10 +147,22 @@ class Request:
             self.cost,
             moved,
             query_fingerprint=fingerprint,
+            sign=sign_of(self.query.task.measure),
             unit=unit_of(self.query.task.measure) or UNIT,
             groups=self.left_out.named(),
             run_fingerprint=self.trajectory.run.fingerprint,
             precision=self.trajectory.run.precision,
+        )
+
+
+def check_finite(values: Float[Tensor, "rows queries"], left_out: LeftOut) -> None:
+    """Refuse scores that overflowed."""
+    if not bool(torch.isfinite(values).all()):
+        row = int((~torch.isfinite(values)).nonzero()[0, 0])
+        raise MismatchError(
+            f"The score of {left_out.names[row]!r} is not finite: the recurrence overflowed; train with a smaller "
+            "learning rate, or score an earlier part of the run.",
+            code="score-not-finite",
         )
 
 

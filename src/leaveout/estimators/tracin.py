@@ -18,7 +18,9 @@ from leaveout.estimators.request import Request
 from leaveout.scores import UNIT
 from leaveout.sweep import budget
 from leaveout.sweep.curvature import Flat
+from leaveout.task.counted import per_count
 from leaveout.task.derivatives import example_gradients, weight_products
+from leaveout.task.task import Task
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class TracIn(Estimator):
     the query gradient is taken at the final parameters, as in every estimator here.
 
     ``checkpoints="epochs"`` is TracInCP (Pruthi et al. 2020), ``Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩`` over the
-    states at the ends of epochs, with both gradients at the checkpoint and the epoch's mean ``η_c = α/|Z|``.
+    states at the ends of epochs, with both gradients at the checkpoint and the epoch's mean ``η_c = α/|Z|``; g is that
+    of the loss times what the example counts in training (class weight, unmasked tokens), relative to the mean count.
 
     Cost: one gradient per step, whatever the number of examples; with checkpoints, one gradient per example and
     checkpoint.
@@ -93,7 +96,7 @@ class TracIn(Estimator):
 
     def _of_checkpoints(self, request: Request) -> Float[Tensor, "rows queries"]:
         """Compute Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩."""
-        task, count = request.trajectory.task, len(request.query.ids)
+        task, count = _counted(request), len(request.query.ids)
         like = next(iter(request.trajectory.final()[PARAM].values()))
         total = like.new_zeros((len(request.left_out), count))
         chunk = budget.chunk(request.resources, request.trajectory, count)
@@ -112,7 +115,7 @@ class TracIn(Estimator):
         """Read each example's own query only: n inner products of two gradients, where all pairs would be n²."""
         if self.checkpoints != "epochs":
             return super()._diagonal(request)
-        task, examples = request.trajectory.task, request.left_out.examples
+        task, examples = _counted(request), request.left_out.examples
         chunk = budget.examples(request.resources, request.trajectory)
         total = next(iter(request.trajectory.final()[PARAM].values())).new_zeros(len(examples))
         for checkpoint in checkpoints(request):
@@ -135,6 +138,12 @@ class TracIn(Estimator):
     def _of_steps(self, request: Request) -> Float[Tensor, "rows queries"]:
         """Compute Σ_{i: k∈Z_i} ⟨∇L(query, θ_N), g(z_k, θ_i)⟩."""
         return request.columns(_inner_products, Linear())["products"]
+
+
+def _counted(request: Request) -> Task:
+    """Return the task whose losses are times what they count in training."""
+    trajectory = request.trajectory
+    return per_count(trajectory.task, request.query.params, len(trajectory.run.record(0).ids))
 
 
 def _inner_products(request: Request, vectors: Params) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from leaveout.estimators.question import Question
 from leaveout.estimators.replay import Replay
 from leaveout.evaluate.metrics.agreement import Interval, kendall, repeatability
 from leaveout.evaluate.smoothness import advice, listed
-from leaveout.scores import Scores
+from leaveout.scores import SELF, Scores
 
 MOVE = "move "
 """The prefix of the columns with true changes from moved starts."""
@@ -177,7 +177,8 @@ def ceiling_of(
     agreement = {name: kendall(part["score"], part[columns].mean(axis=1)) for name, part in parts.items()}
     groups: dict[int, float] = {}
     cost = Cost()
-    if sizes and scores.groups is None and not all(part.value >= REPRODUCIBLE for part in repeat.values()):
+    queried = scores.groups is None and scores.queries != SELF
+    if sizes and queried and not all(part.value >= REPRODUCIBLE for part in repeat.values()):
         groups, cost = group_sizes(question, seed, jitter)
     ceiling = Ceiling(
         *(len(columns) - 1, jitter, repeat["extreme"], repeat["random"], agreement),

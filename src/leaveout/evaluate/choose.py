@@ -279,7 +279,7 @@ def _trust(
     agreement = {name: compare(part["score"], part["truth"]).lowered(too_high) for name, part in parts.items()}
     spread = {name: float(part["truth"].std()) for name, part in parts.items()}
     by_sample = (agreement["extreme"], agreement["random"], spread)
-    return Check(*by_sample, table, scores.method, scores.cost, run.fingerprint)
+    return Check(*by_sample, table, scores.method, scores.cost, run.fingerprint, queries=len(scores.query_ids))
 
 
 def _table(

@@ -61,7 +61,8 @@ def cleanse(
         test_set: examples that neither training nor the scores have seen.
         remove: how many to remove: a number, or several.
         random: the number of random choices for each of these numbers; 0 for no control.
-        shuffles: 0 trains with the recorded batches; k trains k times, each in a fresh order of the examples.
+        shuffles: 0 trains once, with the recorded batches; k trains k times, each in a fresh order of the examples, so
+            that the intervals have the noise of training too.
         seed: for the random choices and the fresh orders.
         resources: memory budget, progress, engine, and where finished trainings are stored.
     """

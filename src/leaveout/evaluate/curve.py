@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ NOTHING, RANDOM = "nothing", "random"
 MEASURES = ("loss", "error")
 PAIRED = ("loss_change_se", "error_change_se")
 MEASURED = ("loss", "loss_se", "error", "error_se", *PAIRED)
+USUAL = "within the range of random removals"
 COLUMNS = ("choice", "removed", "order", "draw", *MEASURED)
 
 
@@ -58,14 +60,15 @@ class Curve(Comparable):
     def to_frame(self, level: float = 0.95) -> pd.DataFrame:
         """Return a row for each choice and number removed: the mean over trainings, with an interval.
 
-        For two or more trainings it is Student's interval of their mean. For a single one it is over the test
+        For two or more trainings it is Student's interval of their mean: over the orders of the batches if there are
+        several, each with the mean of its random choices. For a single one it is over the test
         examples: normal for the loss, Wilson's for the error. ``trainings`` says how many there are.
         """
         rows = []
         for (choice, removed), part in self.table.groupby(["choice", "removed"], sort=False):
             row: dict[str, Any] = {"choice": choice, "removed": removed, "trainings": len(part)}
             for measure in MEASURES:
-                values = part[measure].to_numpy(dtype=float)
+                values = per_order(part[measure], part["order"])
                 if len(values) > 1:
                     low, high = student(values, level)
                 elif measure == "error":
@@ -82,17 +85,21 @@ class Curve(Comparable):
         """Return a row for each choice and number removed: the paired change of loss and error from removing nothing.
 
         Each training is compared with the one of the same order with every example. For a single pair the interval is
-        over the test examples: normal for the loss, Agresti and Min's for the error; for several it is Student's.
-        ``measurable`` says whether the interval of the curve's ``measure`` excludes zero.
+        over the test examples: normal for the loss, Agresti and Min's for the error; for several it is Student's, over
+        the orders of the batches if there are several.
+        ``measurable`` says whether the interval of the curve's ``measure`` excludes zero. The interval of a single
+        training knows nothing of how much any removal changes a training; where as many were removed at random, at
+        least twice, ``usual`` says whether the change is one that another random removal may bring: within Student's
+        prediction interval of those.
         """
         base = self.table[self.table["choice"] == NOTHING].set_index("order")
-        rows = []
+        rows, at_random = [], self._at_random(level)
         for (choice, removed), part in self.table[self.table["choice"] != NOTHING].groupby(
             ["choice", "removed"], sort=False
         ):
             row: dict[str, Any] = {"choice": choice, "removed": removed, "trainings": len(part)}
             for measure in MEASURES:
-                values = (part[measure] - base.loc[part["order"], measure].to_numpy()).to_numpy(dtype=float)
+                values = per_order(part[measure] - base.loc[part["order"], measure].to_numpy(), part["order"])
                 spread = float(part[f"{measure}_change_se"].iloc[0])
                 if len(values) > 1:
                     low, high = student(values, level)
@@ -102,8 +109,20 @@ class Curve(Comparable):
                     low, high = normal(float(values[0]), spread, level)
                 row |= {measure: float(values.mean()), f"{measure}_low": low, f"{measure}_high": high}
             row["measurable"] = row[f"{self.measure}_low"] > 0 or row[f"{self.measure}_high"] < 0
+            low, high = at_random.get(int(part["removed"].iloc[0]), (math.inf, -math.inf))
+            row["usual"] = choice != RANDOM and len(part) == 1 and low <= row[self.measure] <= high
             rows.append(row)
         return pd.DataFrame(rows)
+
+    def _at_random(self, level: float) -> dict[int, tuple[float, float]]:
+        """Return where the change by one more random removal is expected, by the number removed."""
+        base = self.table[self.table["choice"] == NOTHING][self.measure].to_numpy(float)
+        if len(base) > 1:
+            return {}  # over several orders of the batches, every interval has the noise of training
+        drawn = self.table[self.table["choice"] == RANDOM]
+        several = [part for _, part in drawn.groupby("removed") if len(part) > 1]
+        changes = [(int(part["removed"].iloc[0]), part[self.measure].to_numpy(float) - base) for part in several]
+        return {number: predicted(values, level) for number, values in changes}
 
     def change(self, choice: str, removed: int) -> str:
         """Say in a phrase what removing this many by one choice changed: "falls by 1.3 points (0.2 to 2.4)"."""
@@ -115,7 +134,8 @@ class Curve(Comparable):
             return f"does not change measurably, {_signed(value, low, high, self.measure)}"
         ends = sorted((abs(low), abs(high)))
         words = " to ".join(size.format(scale * end).removesuffix(" points") for end in ends)
-        return f"{'falls' if value < 0 else 'rises'} by {size.format(scale * abs(value))} ({words})"
+        usual = f", {USUAL}" if row["usual"] else ""
+        return f"{'falls' if value < 0 else 'rises'} by {size.format(scale * abs(value))} ({words}){usual}"
 
     def interval(self, choice: str, removed: int) -> str:
         """Write what removing this many by one choice changed, as a number: "-1.3 points (-2.4 to -0.2)"."""
@@ -137,8 +157,9 @@ class Curve(Comparable):
             f"{self.base} → {value}."
             for choice, removed, value, _ in self.rows()
         ]
-        how = f"in pairs with nothing removed; {self.batches} batches"
-        return "\n".join([*lines, f"Measured on {self.test_size} test examples, {how}."])
+        how = f"Measured on {self.test_size} test examples, in pairs with nothing removed; {self.batches} batches."
+        more = " Training in several orders tells more: shuffles=5." if any(USUAL in line for line in lines) else ""
+        return "\n".join([*lines, f"{how}{more}"])
 
     @property
     def base(self) -> str:
@@ -243,6 +264,19 @@ def chosen(method: str, removed: int) -> str:
     return f"the {what} by {method}"
 
 
+def per_order(values: pd.Series, orders: pd.Series) -> np.ndarray:
+    """Average random choices that were trained in one order of the batches; with a single order, return them all.
+
+    They share that order, and the training with every example that they are compared with, so they are not independent.
+
+    >>> per_order(pd.Series([1.0, 3.0, 5.0]), pd.Series([0, 0, 1])), per_order(pd.Series([1.0, 3.0]), pd.Series([0, 0]))
+    (array([2., 5.]), array([1., 3.]))
+    """
+    if orders.nunique() > 1:
+        values = values.groupby(orders.to_numpy()).mean()
+    return values.to_numpy(dtype=float)
+
+
 def normal(value: float, error: float, level: float = 0.95) -> tuple[float, float]:
     """Return value ± z·(standard error)."""
     half = float(scipy.stats.norm.ppf((1 + level) / 2)) * error
@@ -252,6 +286,17 @@ def normal(value: float, error: float, level: float = 0.95) -> tuple[float, floa
 def student(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     """Return the mean ± t·s/√k over k values."""
     half = scipy.stats.t.ppf((1 + level) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def predicted(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """Return where one more value is expected after k of them: the mean ± t·s·√(1 + 1/k).
+
+    >>> [round(end, 3) for end in predicted(np.array([0.0, 1.0, 2.0]))]
+    [-3.968, 5.968]
+    """
+    count = len(values)
+    half = scipy.stats.t.ppf((1 + level) / 2, count - 1) * values.std(ddof=1) * np.sqrt(1 + 1 / count)
     return float(values.mean() - half), float(values.mean() + half)
 
 
@@ -286,7 +331,9 @@ def paired(change: float, error: float, count: int, level: float = 0.95) -> tupl
 
 def _words(row: pd.Series, measure: str) -> str:
     change = _signed(row[measure], row[f"{measure}_low"], row[f"{measure}_high"], measure)
-    return change if row["measurable"] else f"{change}, no measurable change"
+    if not row["measurable"]:
+        return f"{change}, no measurable change"
+    return f"{change}, {USUAL}" if row["usual"] else change
 
 
 def _signed(value: float, low: float, high: float, measure: str) -> str:

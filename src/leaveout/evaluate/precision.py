@@ -92,7 +92,7 @@ def rounding(
         raise InputError(f"sample={sample} leaves nothing to compare: give at least 1.", code="sample-empty")
     scores.check_same_run(run)
     extreme = scores.extreme((sample + 1) // 2)
-    rows = extreme + others(extreme, len(scores.train_ids), sample - len(extreme), seed)
+    rows = extreme + others(extreme, range(len(scores.train_ids)), sample - len(extreme), seed)
     ids = [int(scores.train_ids[row]) for row in rows]
     double = task.doubled()
     if isinstance(estimator, Replay):

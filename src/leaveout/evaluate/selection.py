@@ -23,16 +23,16 @@ def sample(scores: Float[Tensor, "methods rows"], count: int, seed: int) -> tupl
     half = count // 2
     low = half // 2
     extreme = order[:low] + order[len(order) - (half - low) :]
-    return sorted(extreme), sorted(others(extreme, len(order), count - half, seed))
+    return sorted(extreme), sorted(others(extreme, order, count - half, seed))
 
 
-def others(extreme: Sequence[int], rows: int, count: int, seed: int) -> list[int]:
+def others(extreme: Sequence[int], rows: Sequence[int], count: int, seed: int) -> list[int]:
     """Draw at random ``count`` of the rows that are not among the extreme ones.
 
-    >>> sorted(others([0, 4], 5, 3, seed=0))
+    >>> sorted(others([0, 4], range(5), 3, seed=0))
     [1, 2, 3]
     """
-    rest = sorted(set(range(rows)) - set(extreme))
+    rest = sorted(set(rows) - set(extreme))
     drawn = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed)))[:count]
     return [rest[place] for place in drawn.tolist()]
 

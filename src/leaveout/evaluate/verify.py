@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from torch.utils.data import Dataset
 
 from leaveout._util import notebook
@@ -45,7 +46,8 @@ class Check(Comparable):
     for scores that are not changes of the loss, which are compared by their order only. ``run_fingerprint`` identifies
     the run that was replayed. ``ceiling`` says how reproducible the truth is from moved starts, if that was measured;
     ``table`` then has the true change from each of them too. ``exact`` says that every score is a replay itself, so
-    that only this was asked.
+    that only this was asked; ``replaced`` how many scores are replays already, which are not compared with themselves;
+    ``queries`` over how many queries the mean was compared.
     """
 
     extreme: Agreement
@@ -57,6 +59,8 @@ class Check(Comparable):
     run_fingerprint: int | None = None
     ceiling: Ceiling | None = None
     exact: bool = False
+    replaced: int = 0
+    queries: int = 1
 
     @property
     def verdict(self) -> Verdict:
@@ -68,8 +72,11 @@ class Check(Comparable):
         """The verdict in one sentence and, if the ceiling was measured, the cause of disagreement and what to do."""
         if self.exact:
             return f"{self.method}: {EXACT} {self.diagnosis}".rstrip()
+        besides = f" of the mean over {self.queries} queries" if self.queries > 1 else ""
+        besides += f" besides the {self.replaced} scores that are replays" if self.replaced else ""
         first = (
-            f"{self.method}, compared with {len(self.table)} exact replays: {self._part('extreme', self.extreme)}, and "
+            f"{self.method}, compared with {len(self.table)} exact replays{besides}: "
+            f"{self._part('extreme', self.extreme)}, and "
             f"{self._part('random', self.random)}."
         )
         return first if self.ceiling is None else f"{first} {self.diagnosis}"
@@ -143,6 +150,8 @@ class Check(Comparable):
             "cost": asdict(self.cost),
             "run_fingerprint": self.run_fingerprint,
             **({"exact": True} if self.exact else {}),
+            **({"replaced": self.replaced} if self.replaced else {}),
+            **({"queries": self.queries} if self.queries > 1 else {}),
             **({} if self.ceiling is None else {"ceiling": self.ceiling.to_json()}),
             "table": {"train": self.table.index.tolist(), **self.table.to_dict("list")},
         }
@@ -201,6 +210,8 @@ class Check(Comparable):
                 content.get("run_fingerprint"),
                 Ceiling.from_json(content["ceiling"]) if "ceiling" in content else None,
                 bool(content.get("exact", False)),
+                int(content.get("replaced", 0)),
+                int(content.get("queries", 1)),
             )
             str(check)  # fails if anything that the sentence needs is missing
             return check
@@ -213,7 +224,7 @@ class Check(Comparable):
         where = f"the {agreement.count} most extreme" if sample == "extreme" else f"{agreement.count} drawn at random"
         phrase = f"tau {agreement.kendall}"
         if self.spread[sample] > 0:
-            phrase += f", typical error {agreement.rmse.value / self.spread[sample]:.0%} of the scores' spread"
+            phrase += f", typical error {agreement.rmse.value / self.spread[sample]:.0%} of the truth's spread"
         return f"among {where} {Verdict.of(agreement.kendall).value} ({phrase})"
 
 
@@ -240,6 +251,7 @@ def verify(
     move costs as much as the replays themselves; if single examples have no reproducible effect, a few random groups
     of growing size are replayed twice, to find the size from which on there is one.
 
+    Rows that are exact already (``refine``, ``choose``) would be compared with themselves: the check is of the others.
     Scores that are all exact replays have nothing to be compared with. For them this is the only question: are the
     effects a property of the training, or of its last digits?
 
@@ -270,10 +282,17 @@ def verify(
         )
     if moves is not None and not is_whole(moves, 0):
         raise InputError(f"moves={moves!r} must be a whole number, 0 or more, or None.", code="moves-not-a-count")
-    extreme, random = chosen(scores, min(replays, len(scores.train_ids)), seed)
+    exact = scores.all_exact and scores.run_fingerprint == run.fingerprint and moves != 0
+    if (left := len(comparable(scores))) < 2 * MINIMUM:
+        raise InputError(
+            f"Only {left} of the {len(scores.train_ids)} scores are estimates, too few to compare rankings: "
+            f"refine(..., top={len(scores.train_ids)}) makes them exact too.",
+            code="too-few-estimates",
+        )
+    replaced = len(scores.train_ids) - left
+    extreme, random = chosen(scores, replays, seed)
     rows, question = extreme + random, Question(run, task, query, resources=resources or Resources())
     estimates = scores.mean()[rows].double().cpu().numpy()
-    exact = scores.all_exact and scores.run_fingerprint == run.fingerprint and moves != 0
     truth, spent = (estimates, Cost()) if exact else _true(scores, rows, question)
     table = pd.DataFrame(
         {"score": estimates, "truth": truth, "sample": ["extreme"] * len(extreme) + ["random"] * len(random)},
@@ -281,11 +300,13 @@ def verify(
     )
     samples = dict(iter(table.groupby("sample")))
     agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
+    if len(rows) < left:
+        agreement = {name: part.of_a_sample() for name, part in agreement.items()}
     # Scores that are not changes of the loss are compared by their order only.
-    comparable = scores.is_effect
-    spread = {str(name): float(part["truth"].std()) if comparable else math.nan for name, part in samples.items()}
-    parts = (agreement["extreme"], agreement["random"])
-    check = Check(*parts, spread, table, scores.method, spent, run.fingerprint, exact=exact)
+    effect = scores.is_effect
+    spread = {str(name): float(part["truth"].std()) if effect else math.nan for name, part in samples.items()}
+    parts, counts = (agreement["extreme"], agreement["random"]), (replaced, len(scores.query_ids))
+    check = Check(*parts, spread, table, scores.method, spent, run.fingerprint, None, exact, *counts)
     if moves is None:
         moves = MOVES if exact or check.verdict in (Verdict.HINT, Verdict.NONE) else 0
     if not moves:
@@ -306,11 +327,26 @@ def _true(
     return truth.mean().double().cpu().numpy(), truth.cost
 
 
+def comparable(scores: Scores) -> list[int]:
+    """Return the rows to compare with replays, by ascending score: the estimates, or all rows if there are none."""
+    order = torch.argsort(scores.mean(), stable=True).tolist()
+    if scores.exact is None or scores.all_exact:
+        return order
+    exact = scores.exact.tolist()
+    return [row for row in order if not exact[row]]
+
+
 def chosen(scores: Scores, replays: int, seed: int) -> tuple[list[int], list[int]]:
-    """Choose the rows to replay: half the most extreme, half from each tail, and a random sample of the rest."""
+    """Choose the rows to replay: half the most extreme, half from each tail, and a random sample of the rest.
+
+    Rows that are exact replays are passed over, unless all are.
+    """
+    order = comparable(scores)
+    replays = min(replays, len(order))
     half = max(MINIMUM, replays // 2)
-    extreme = scores.extreme(half)
-    return extreme, others(extreme, len(scores.train_ids), replays - half, seed)
+    low = half // 2
+    extreme = order[:low] + order[len(order) - (half - low) :]
+    return extreme, others(extreme, order, replays - half, seed)
 
 
 def _float(value: float | None) -> float:

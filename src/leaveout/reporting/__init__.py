@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
 from leaveout._util.files import check_writable, free, save_text
@@ -84,7 +83,6 @@ def _check_given(run: Run, methods: list[Scores], checks: list[Check]) -> None:
         raise InputError("No scores were given: give those of at least one method.", code="report-without-scores")
     for scores in methods:
         scores.check_same_run(run)
-        _check_finite(scores)
     names = [scores.method for scores in methods]
     if len(set(names)) < len(names):
         raise InputError(
@@ -104,13 +102,3 @@ def _labels(run: Run, task: Task | None, scores: Scores, show: Show, resources: 
         return find_labels(run, task, classes=show.classes, resources=resources)
     except UnsupportedError:
         return None
-
-
-def _check_finite(scores: Scores) -> None:
-    broken = (~torch.isfinite(scores.values)).nonzero()
-    if len(broken):
-        raise InputError(
-            f"The score of {scores.train_ids[int(broken[0, 0])]!r} is NaN or infinite: score the run again, or leave "
-            "that row out.",
-            code="score-not-finite",
-        )

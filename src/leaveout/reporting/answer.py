@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from leaveout.evaluate.curve import RANDOM, Curve, chosen
+from leaveout.evaluate.curve import RANDOM, USUAL, Curve, chosen
 from leaveout.evaluate.label_issues import Labels
 from leaveout.reporting.content import Answer, Trust
 from leaveout.scores import LABELS
@@ -84,6 +84,8 @@ def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted:
         by = f"{abs(change) * 100:.1f} points" if curve.measure == "error" else f"{abs(change):.3g}"
         headline = f"{start}: test {curve.measure} {'falls' if change < 0 else 'rises'} by {by}"
         level = "good" if change < 0 else "none"
+        if row["usual"]:
+            headline, level = f"{headline}, {USUAL}", "unchecked"
     size = f"{curve.test_size:,} test examples"
     sentences = [
         f"Retrained without {chosen(name, number)}: {curve.interval(name, number)} on {size}."

@@ -114,7 +114,7 @@ def _class_loss(loss: Any) -> LossParts:
         return weight.reshape(len(weight), -1).sum(1)
 
     def losses(outputs: Any, targets: Any) -> Tensor:
-        outputs, targets = _classes_second(outputs, targets)
+        outputs, targets = classes_second(outputs, targets)
         values = single(outputs, targets)
         sums = values.reshape(len(values), -1).sum(1)
         if values.ndim == 1 and loss.weight is None:  # one element, whose loss is 0 if it is masked
@@ -125,7 +125,7 @@ def _class_loss(loss: Any) -> LossParts:
     return LossParts(losses, counts, loss.reduction == "sum", by_targets=True)
 
 
-def _classes_second(outputs: Any, targets: Any) -> tuple[Any, Any]:
+def classes_second(outputs: Any, targets: Any) -> tuple[Any, Any]:
     """Move classes to dimension 1, as PyTorch wants, in (examples, tokens, classes) outputs of language models."""
     tokens = isinstance(outputs, Tensor) and outputs.ndim == 3 and targets.ndim == 2
     if tokens and outputs.shape[1] == targets.shape[1] and outputs.shape[2] != targets.shape[1]:

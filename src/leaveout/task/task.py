@@ -90,7 +90,7 @@ class Task:
     ) -> None:
         check_options(model, loss, train_set, l2, statistics, accumulation)
         self.clip = clip_of(clip_norm, clip_value)
-        self.measure, self._measured = measure, measure_of(measure)
+        self.measure, self._measured = measure, measure_of(measure, loss)
         self.statistics, self.accumulation = statistics, accumulation
         self.model = model = uncast(bare(model))
         self.train_set, self.l2, self.collate = train_set, l2, collate
@@ -293,7 +293,7 @@ class Task:
     def measuring(self, measure: Measure) -> Task:
         """Return the same task with another measure for its queries."""
         task = copy.copy(self)
-        task.measure, task._measured = measure, measure_of(measure)
+        task.measure, task._measured = measure, measure_of(measure, self.loss)
         task._views, task._recorded_views = {}, {}
         return task
 

@@ -15,9 +15,11 @@ from leaveout._util.trees import Params, height
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError, is_whole
+from leaveout.estimators.query import query_fingerprint
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.sweep import budget
+from leaveout.task import batches
 from leaveout.task.classes import Reading, class_logits, readings
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import leave_out
@@ -78,6 +80,7 @@ def brittleness(
             'queries="each".',
             code="queries-not-single",
         )
+    scores.check_queries(tuple(range(batches.size(query))), query_fingerprint(task, query))
     most = max(1, len(scores.train_ids) // 2) if most is None else most
     if not is_whole(most, 1):
         raise InputError(f"most={most!r} must be a whole number of at least 1.", code="most-not-a-count")

@@ -16,7 +16,7 @@ from leaveout.errors import InputError, check_seed, is_whole
 from leaveout.estimators.replay import Replay
 from leaveout.evaluate.metrics.per_query import PerQuery, spearman_columns
 from leaveout.run.reader import Run
-from leaveout.scores import Scores
+from leaveout.scores import SELF, Scores
 from leaveout.task.task import Task
 
 
@@ -65,6 +65,13 @@ def lds(
         resources: memory budget and progress.
     """
     scores.check_same_run(run)
+    scores.check_same_measure(task.measure)
+    if scores.queries == SELF:
+        raise InputError(
+            "Each of these scores is of an example's own loss, so they have no sum for a subset: give scores of "
+            "queries.",
+            code="queries-self",
+        )
     if scores.groups is not None:
         groups, predicted = scores.groups, scores.values
     else:

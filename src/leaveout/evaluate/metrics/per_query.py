@@ -44,7 +44,7 @@ class PerQuery(Comparable):
             return words
         if math.isnan(self.ceiling):
             return f"{words}; one training per subset does not show its noise: train each with two seeds or more"
-        return f"{words}; the noise of the retrainings allows at most {self.ceiling:.2f}"
+        return f"{words}; the noise of the retrainings allows about {self.ceiling:.2f} at most"
 
 
 def spearman_columns(estimate: np.ndarray, truth: np.ndarray) -> np.ndarray:

@@ -194,9 +194,11 @@ def _gauss_newton(task: Task, point: Point, batch: Any) -> Params | None:
     if float((up + down - 2 * outputs.detach()).norm()) > 2e-3 * step * float(change.norm()):
         return None
 
+    scale = batch.scale if isinstance(getattr(batch, "scale", None), Tensor) else 1.0
+
     def steepness(at: Tensor) -> Tensor:
         leaf = at.detach().requires_grad_()
-        return torch.autograd.grad(task.output_losses(leaf, targets).mean(), leaf)[0]
+        return torch.autograd.grad((task.output_losses(leaf, targets) * scale).mean(), leaf)[0]
 
     bent = (steepness(outputs + step * change) - steepness(outputs - step * change)) / (2 * step)
     back = torch.autograd.grad(outputs, list(tracked.values()), bent, allow_unused=True)
