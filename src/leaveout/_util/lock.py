@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _locked(file: Path) -> int:
-    """Lock a file that holds the number of its process, created if there is none; return its descriptor."""
+    """Lock a file that holds the number of its process, and create it if it is missing; return its descriptor."""
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:

@@ -114,8 +114,8 @@ class Tracer:
     def staged(self, name: str, function: Callable, shared: tuple, others: tuple) -> Callable | None:
         """Return ``others ↦ function(*shared, *others)``, with everything that does not depend on them computed now.
 
-        The trace is made at once, for all calls with these shapes; None if there is none. Several threads may call the
-        returned function.
+        The trace is made at once, for all calls with these shapes; None if it cannot be made. Several threads may call
+        the returned function.
         """
         key = (name, "staged", _signature((shared, others)))
         if key not in self._traces:
@@ -125,7 +125,7 @@ class Tracer:
         return None if begin is None else begin(*shared)
 
     def trace(self, counted: tuple[int, int], name: str, function: Callable, *args: Any) -> Callable | None:
-        """Return the function's trace for these shapes; None before it pays off, or if there is none.
+        """Return the function's trace for these shapes; None before it pays off, or if it cannot be made.
 
         ``counted`` has the number of calls that are about to be made, and the number of calls after which a trace pays.
         The trace keeps every bit, except on images: for these it is made at once, and their layout depends on the
