@@ -19,6 +19,9 @@ from leaveout.trajectory.trajectory import Trajectory
 LARGEST = 0.4
 """The size from which kinks are left without curvature."""
 
+LARGEST_DIVIDED = 0.07
+"""The same for steps that divide by a root, as Adam's do: these add up over a run where the gradient's shrink."""
+
 STEPS = 8
 """The number of steps that are examined."""
 
@@ -44,7 +47,7 @@ def are_mild(trajectory: Trajectory) -> bool:
     if run not in sizes:
         sizes[run] = kink_size(trajectory)
     size = sizes[run]
-    return size is not None and size < LARGEST
+    return size is not None and size < (LARGEST_DIVIDED if trajectory.rule.divides else LARGEST)
 
 
 def kink_size(trajectory: Trajectory) -> float | None:
