@@ -65,13 +65,13 @@ def _gained(frame: pd.DataFrame) -> pd.DataFrame:
     return gained(frame, (MAIN, OTHER), LARGEST_DIVIDED)
 
 
-SETTING = """ReLU networks, Adam or AdamW at the rate named, float64; tau is Kendall's, with exact replays of every example
-(of 100 for the convolutional network), mean loss of the queries. 200 examples, batch 50, 15 epochs (512, 64 and 6 for
-the convolutional network, which pools by averages); 8-8 networks have one logit. RMSE is divided by the standard
-deviation of the truth. The jump is read with the vector that Hessian products carry; with kinks, a leap of the gradient
-counts as far as it can move Adam's step. The size of kinks is how much of a vector they can change in one step, which
-three quarters of eight steps reach; with Adam `kinks="auto"` leaves them without curvature from 0.07 on. That rule was
-chosen on seeds 0 and 1; other seeds test it. Mean (standard deviation) over seeds."""
+SETTING = """ReLU networks, Adam or AdamW at the rate named, float64; tau is Kendall's, with exact replays of every
+example (of 100 for the convolutional network), mean loss of the queries. 200 examples, batch 50, 15 epochs (512, 64
+and 6 for the convolutional network, which pools by averages); 8-8 networks have one logit. RMSE is divided by the
+standard deviation of the truth. The jump is read with the vector that Hessian products carry; with kinks, a leap of
+the gradient counts as far as it can move Adam's step. The size of kinks is how much of a vector they can change in one
+step, which three quarters of eight steps reach; with Adam `kinks="auto"` leaves them without curvature from 0.07 on.
+That rule was chosen on seeds 0 and 1; other seeds test it. Mean (standard deviation) over seeds."""
 
 ADAM_KINKS = Spec(
     "adam-kinks",
