@@ -215,6 +215,7 @@ def test_scores_of_one_measure_are_not_compared_with_replays_of_another(problem)
     run, task, query = problem
     scores = lo.SGDIE().score(run, task.measuring("margin"), query)
     assert scores.sign == "positive: the query margin would fall without this example; it helped"
+    assert lo.average([scores, scores]).sign == scores.sign
     for ask in (lo.verify, lo.refine, lo.metrics.tsloo, lo.metrics.lds):
         with refused(lo.InputError, "measures-differ", "fall of the query margin"):
             ask(scores, run, task, query)
