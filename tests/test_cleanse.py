@@ -115,6 +115,16 @@ def test_random_choices_are_what_they_say(case):
         )
 
 
+def test_where_few_were_scored_the_control_is_of_these(case):
+    problem, loss, l2, batches = case
+    some = [1, 4, 6, 9, 10]
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query, ids=some)
+    curve = lo.cleanse(scores, problem.run, problem.task, problem.query, [1], random=8)
+    expected = {plainly(problem, loss, {k}, batches, problem.query, l2)[0] for k in some}
+    for value in curve.table[curve.table["choice"] == "random"]["loss"]:
+        assert min(abs(value - one) for one in expected) < 1e-10
+
+
 def test_fresh_orders_train_on_permuted_examples(case):
     problem, loss, l2, batches = case
     scores = lo.SGDIE().score(problem.run, problem.task, problem.query)

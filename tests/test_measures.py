@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import leaveout as lo
-from leaveout.task.measures import correct, log_prob, margin
+from leaveout.integrations.model_loss import ClassLoss
+from leaveout.task.measures import correct, log_prob, margin, measure_of
 from refusal import refused
 
 MEASURES = {"margin": margin, "log_prob": log_prob, "correct": correct}
@@ -183,6 +184,19 @@ def test_targets_that_the_loss_ignores_are_not_measured_and_classes_may_come_las
             assert measured.tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("shift", [True, False])
+def test_tokens_of_language_models_are_measured_where_their_loss_is(shift) -> None:
+    """As many tokens as words: the shape does not say which dimension is which."""
+    tokens = torch.randint(0, 6, (4, 6 + shift), generator=torch.Generator().manual_seed(0))
+    tokens[0, 4:] = -100
+    loss = ClassLoss(shift=shift)
+    logits = torch.randn(4, 6 + shift, 6, generator=torch.Generator().manual_seed(1))
+    sums, counts = loss(logits, tokens)
+    assert torch.allclose(measure_of("log_prob", loss)(logits, tokens), sums / counts, atol=1e-6)
+    right = (logits.argmax(2)[:, :6] == tokens[:, shift:]).double().sum(1) / counts
+    assert torch.allclose(-measure_of("correct", loss)(logits, tokens).double(), right, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("loss", "target"),
     [(nn.MSELoss(), lambda z: z), (nn.CrossEntropyLoss(), lambda z: z.softmax(1))],
@@ -201,6 +215,7 @@ def test_scores_of_one_measure_are_not_compared_with_replays_of_another(problem)
     run, task, query = problem
     scores = lo.SGDIE().score(run, task.measuring("margin"), query)
     assert scores.sign == "positive: the query margin would fall without this example; it helped"
+    assert lo.average([scores, scores]).sign == scores.sign
     for ask in (lo.verify, lo.refine, lo.metrics.tsloo, lo.metrics.lds):
         with refused(lo.InputError, "measures-differ", "fall of the query margin"):
             ask(scores, run, task, query)

@@ -52,6 +52,7 @@ def average(scores: Sequence[Scores]) -> Scores:
         cost,
         exact=exact,
         query_fingerprint=first.query_fingerprint,
+        sign=first.sign,
         unit=first.unit,
         groups=first.groups,
         precision=first.precision,

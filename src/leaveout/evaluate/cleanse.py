@@ -51,7 +51,7 @@ def cleanse(
 
     Removed examples have weight zero in the recorded batches, as when they are left out one at a time. Only harmful
     examples are removed: if a method finds fewer harmful ones than are to be removed, all of those are, with a warning.
-    As a control, the same number is removed at random.
+    As a control, the same number of the scored examples is removed at random.
 
     Args:
         scores: of single examples, by one method or several; or the result of ``labels``, to remove those that look
@@ -70,7 +70,7 @@ def cleanse(
     methods = [one.to_scores() if isinstance(one, Labels) else one for one in rankings]
     amounts = _checked(methods, run, task, [remove] if isinstance(remove, int) else remove, random, shuffles)
     check_seed(seed, 0, 2**32 - 1)
-    ranked = _ranked(methods, amounts[-1])
+    ranked, scored = _ranked(methods, amounts[-1]), sorted({int(i) for one in methods for i in one.train_ids})
     resources, cost = resources or Resources(), Cost()
     trajectory = Trajectory(run, task)
     query = Query(task, trajectory.scored(trajectory.final()), test_set, single=True, resources=resources.inside())
@@ -79,7 +79,7 @@ def cleanse(
     with cost.metered():
         for order in range(max(1, shuffles)):
             again = Again(trajectory, query, resources.inside(), _mixed(seed, order) if shuffles else None)
-            chosen = _chosen(ranked, task.size, amounts, range(order * random, (order + 1) * random), seed)
+            chosen = _chosen(ranked, scored, amounts, range(order * random, (order + 1) * random), seed)
             rows += [{**row, "order": order} for row in _trained(again, chosen, resources, cost)]
     table = pd.DataFrame(rows)[list(COLUMNS)]
     harmful = {scores.method: scores.harmful_count for scores in methods}
@@ -145,7 +145,9 @@ def _ranked(methods: list[Scores], most: int) -> dict[str, list[int]]:
     }
 
 
-def _chosen(ranked: dict[str, list[int]], size: int, amounts: list[int], draws: range, seed: int) -> list[Choice]:
+def _chosen(
+    ranked: dict[str, list[int]], scored: list[int], amounts: list[int], draws: range, seed: int
+) -> list[Choice]:
     """Choose what to remove, with a description of each choice."""
     chosen, removed = [], set()
     for method, worst in ranked.items():
@@ -153,7 +155,8 @@ def _chosen(ranked: dict[str, list[int]], size: int, amounts: list[int], draws: 
         chosen += [({"choice": method, "removed": m, "draw": 0}, tuple(sorted(worst[:m]))) for m in own]
         removed |= set(own)
     for draw in draws:
-        order = torch.randperm(size, generator=torch.Generator().manual_seed(_mixed(seed, draw))).tolist()
+        order = torch.randperm(len(scored), generator=torch.Generator().manual_seed(_mixed(seed, draw))).tolist()
+        order = [scored[place] for place in order]
         chosen += [({"choice": RANDOM, "removed": m, "draw": draw}, tuple(sorted(order[:m]))) for m in sorted(removed)]
     return chosen
 

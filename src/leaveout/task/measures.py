@@ -67,8 +67,10 @@ def as_logits(loss: Any, outputs: Any, targets: Any) -> tuple[Any, Any, int]:
     >>> as_logits(nn.BCELoss(), torch.tensor([[0.5]]), torch.tensor([[1.0]]))[0]
     tensor([[0.]])
     """
-    if getattr(loss, "shift", False) is True:  # a causal language model's loss
-        outputs, targets = outputs[:, :-1], targets[:, 1:]
+    shift = getattr(loss, "shift", None)
+    if shift is not None and outputs.ndim == 3:  # the loss of a Hugging Face model
+        outputs, targets = (outputs[:, :-1], targets[:, 1:]) if shift else (outputs, targets)
+        return outputs.transpose(1, 2), targets, IGNORED
     if isinstance(loss, nn.BCELoss):
         outputs = outputs.logit(torch.finfo(outputs.dtype).eps)
     return (*classes_second(outputs, targets), getattr(loss, "ignore_index", IGNORED))

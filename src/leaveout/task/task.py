@@ -41,8 +41,8 @@ class Task:
     """What was trained: a model, a per-example loss and the training set.
 
     The batch loss is ``(1/|Z|) Σ_{z∈Z} w_z ℓ(z, θ)`` with ``ℓ(z, θ) = loss(model(x), y) + (l2/2)‖θ‖²``: the L2 term
-    belongs to each example and is left out with it. (The loss of a query has no L2 term.) Queries are evaluated in
-    evaluation mode; training batches in the modes, and with the random draws, that the run recorded.
+    belongs to each example and is left out with it. Query losses have no L2 term, and their mean no class weights or
+    counts. Queries are evaluated in evaluation mode; training batches in the run's modes, with its random draws.
 
     Args:
         model: any ``nn.Module``; its frozen parameters are constants.
