@@ -92,7 +92,7 @@ def test_a_wide_interval_is_not_called_wrong_scores():
     assert "the scores are wrong" in far.diagnosis(False)
 
 
-def test_a_run_without_a_truth_is_not_blamed_on_the_scores(rough):
+def test_a_run_without_a_truth_is_not_blamed_on_the_scores(rough, monkeypatch):
     scores = lo.SGDIE().score(*rough)
     check = lo.verify(scores, *rough, replays=24, jitter=1e-2)
     assert check.reproducible is False
@@ -109,6 +109,10 @@ def test_a_run_without_a_truth_is_not_blamed_on_the_scores(rough):
     quick = lo.verify(scores, *rough, replays=24, jitter=1e-2, groups=False)
     assert quick.ceiling == replace(check.ceiling, groups={})
     assert "Look at groups or labels" in str(quick)
+    monkeypatch.setattr("leaveout.evaluate.verify.AFFORDABLE", 0.0)
+    slow = lo.verify(scores, *rough, replays=24, jitter=1e-2)
+    assert slow.ceiling == quick.ceiling, "groups whose replays take long are looked for only if asked"
+    assert lo.verify(scores, *rough, replays=24, jitter=1e-2, groups=True).ceiling == check.ceiling
     assert lo.verify(scores, *rough, replays=24, moves=0).ceiling is None
 
 

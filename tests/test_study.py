@@ -76,6 +76,17 @@ def test_scores_that_were_chosen_keep_the_check_of_the_choice(problem):
     assert study.verify(scores, replays=16) is not bad, "it looks for the cause"
 
 
+def test_by_default_no_more_is_removed_than_is_harmful(problem):
+    study = lo.Study(*problem[:3])
+    few = replace(study.score(lo.SGDIE()), values=torch.cat([-torch.ones(5, 1), torch.ones(75, 1)]))
+    curve = study.cleanse(few, problem[3], random=0)  # a warning, as if 8 had been asked for, would be an error here
+    assert sorted(curve.table["removed"]) == [0, 2, 4, 5]
+    with refused(lo.InputError, "remove-out-of-range", "remove=[0]"):
+        study.cleanse(few, problem[3], remove=0)
+    both = [study.cleanse(few, problem[3], remove=2, random=0), study.cleanse(problem[3], remove=2, random=0)]
+    assert both[0].table.equals(both[1].table), "the newest scores are the ones to rank by"
+
+
 def test_it_remembers(problem, study):
     scores = study.score(lo.SGDIE())
     assert study.score(lo.SGDIE()) is scores

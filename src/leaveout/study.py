@@ -158,22 +158,25 @@ class Study:
 
     def cleanse(
         self,
-        scores: Scores | Labels | Sequence[Scores | Labels] | None = None,
+        scores: Scores | Labels | Sequence[Scores | Labels] | Dataset | None = None,
         test_set: Dataset | None = None,
         remove: int | Sequence[int] | None = None,
         **options: Any,
     ) -> Curve:
         """Remove the most harmful examples, train again, and measure on the test set; by default 2, 5 and 10 %.
 
-        ``scores`` are the scores or labels to rank by, or several of them; by default the most trustworthy scores.
+        ``scores`` are the scores or labels to rank by, or several of them; by default the most trustworthy scores, for
+        which ``study.cleanse(test_set)`` is short.
         """
+        if test_set is None and isinstance(scores, Dataset):
+            scores, test_set = None, scores
         if test_set is None:
             raise InputError(
                 "cleanse measures on examples that neither training nor the scores have seen: give test_set=, as in "
                 "study.cleanse(scores, test_set).",
                 code="test-set-missing",
             )
-        given = [scores] if scores is None or isinstance(scores, Scores | Labels) else list(scores)
+        given: list[Any] = list(scores) if isinstance(scores, list | tuple) else [scores]
         methods = [one if isinstance(one, Labels) else self._known(one) for one in given]
         amounts = self._removed(methods) if remove is None else remove
 

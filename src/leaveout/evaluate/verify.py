@@ -21,7 +21,7 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, RunError, is_whole, kind_of
 from leaveout.estimators.question import Question
 from leaveout.estimators.replay import JITTER, Replay, replayed
-from leaveout.evaluate.ceiling import MOVE, Ceiling, ceiling_of
+from leaveout.evaluate.ceiling import GROUPS, MOVE, Ceiling, ceiling_of
 from leaveout.evaluate.metrics import Agreement, Interval, compare
 from leaveout.evaluate.selection import others
 from leaveout.evaluate.verdict import Verdict
@@ -33,6 +33,8 @@ MINIMUM = 4
 COLUMNS = ("score", "truth", "sample")
 MOVES = 2
 """The number of moved starts that are replayed if scores and truth disagree, or if the scores are the truth."""
+AFFORDABLE = 120.0
+"""Groups are looked for by default if the replays of one size are predicted to take no more seconds than this."""
 
 EXACT = "every score is an exact replay, nothing is estimated."
 
@@ -238,7 +240,7 @@ def verify(
     seed: int = 0,
     moves: int | None = None,
     jitter: float = JITTER,
-    groups: bool = True,
+    groups: bool | None = None,
     resources: Resources | None = None,
 ) -> Check:
     """Replay the run exactly without the most extreme examples, and without a random sample of the rest.
@@ -266,7 +268,7 @@ def verify(
             or if they are exact, and otherwise from none.
         jitter: the size of a move, relative to the initial parameters.
         groups: whether to look for the group size from which on effects are reproducible, if those of single examples
-            are not: 48 more replays for every size that is tried, which for a long run takes most of the time.
+            are not: 48 more replays for every size that is tried; by default if these take no more than two minutes.
         resources: memory budget and progress.
     """
     if not isinstance(scores, Scores):
@@ -315,6 +317,8 @@ def verify(
         moved = Replay(move=seed + number, jitter=jitter)
         table[f"{MOVE}{number}"], cost = _true(scores, rows, question, moved)
         spent = spent + cost
+    if groups is None:
+        groups = spent.seconds / (len(rows) * (moves + (not exact))) * 2 * GROUPS <= AFFORDABLE
     ceiling, cost = ceiling_of(table, scores, question, seed, jitter, sizes=groups)
     return replace(check, cost=spent + cost, ceiling=ceiling)
 
