@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import Params
 from leaveout.errors import UnsupportedError
+from leaveout.task.rewrites.batch_norm import COUNT
 
 
 class MovingBuffers:
@@ -36,7 +37,10 @@ class MovingBuffers:
         """Return which buffers the first step's forward passes have changed, with their shapes."""
         if self._names is None:
             now = self._copied(self._buffers)
-            self._names = tuple(name for name in now if not torch.equal(now[name], self._before[name]))
+            moved = {name for name in now if not torch.equal(now[name], self._before[name])}
+            # With momentum=0, BatchNorm moves the count of its batches alone; its statistics belong to it.
+            counting = {_module(name) for name in moved if name.endswith(COUNT)}
+            self._names = tuple(name for name in now if name in moved or _module(name) in counting)
         self._versions = {name: b._version for name, b in self._buffers.items() if name not in self._names}
         return {name: list(self._buffers[name].shape) for name in self._names}
 
@@ -72,3 +76,12 @@ class MovingBuffers:
 
     def _copied(self, buffers: dict[str, Tensor]) -> Params:
         return {name: buffer.detach().to("cpu", self._dtype, copy=True) for name, buffer in buffers.items()}
+
+
+def _module(buffer: str) -> str:
+    """Return the name of the module that holds a buffer.
+
+    >>> _module("body.norm.running_mean"), _module("running_mean")
+    ('body.norm', '')
+    """
+    return buffer.rpartition(".")[0]

@@ -69,7 +69,10 @@ def coupled_abilities(
             continue
         if problem is None:
             return None, _quickest(wide, at, given, abilities)
-    return "its step in training mode cannot be differentiated rightly by torch.func", abilities
+    return (
+        "its step in training mode cannot be differentiated rightly by torch.func; Replay() needs no such derivative",
+        abilities,
+    )
 
 
 def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities) -> Abilities:

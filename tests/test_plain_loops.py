@@ -1,0 +1,238 @@
+"""Loops in which features meet, each written once: recorded as a user has it, and plainly with the examples' weights.
+
+The plain loop multiplies the losses by the weights; nothing else in it differs, and nothing of leaveout is in it.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import leaveout as lo
+
+LEFT_OUT = [0, 3, 7]
+STAY = {"statistics": "stay"}
+
+
+def data(count: int, seed: int) -> TensorDataset:
+    order = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 5, dtype=torch.float64, generator=order)
+    return TensorDataset(x, torch.randint(3, (count,), generator=order), torch.arange(count))
+
+
+TRAIN, QUERY = data(20, 0), data(6, 9)
+
+
+class Loop:
+    """One way of training. ``weights`` is None in the loop that is recorded."""
+
+    task: dict = {}  # noqa: RUF012 - never written to
+    epochs = 3
+
+    def model(self) -> nn.Module:
+        return self.net(nn.Tanh())
+
+    def net(self, *middle: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(5, 6), *middle, nn.Linear(6, 3)).double()
+
+    def optimizer(self, params) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, 0.1, momentum=0.9)
+
+    def losses(self, out, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, reduction="none")
+
+    def forward(self, model: nn.Module, batch) -> tuple:
+        return model(batch[0]), batch[1]
+
+    def loss(self, model: nn.Module, batch, weights: Tensor | None) -> Tensor:
+        losses = self.losses(*self.forward(model, batch))
+        return losses.mean() if weights is None else (losses * weights[batch[2]]).sum() / len(losses)
+
+    def epoch(self, model, optimizer, loader, weights) -> None:
+        for batch in loader:
+            optimizer.zero_grad()
+            self.loss(model, batch, weights).backward()
+            optimizer.step()
+
+    def train(self, weights: Tensor | None = None, path=None):
+        """Return the trained model, and the run if a path was given."""
+        model = self.model().train()
+        optimizer = self.optimizer(model.parameters())
+        loader = DataLoader(TRAIN, 4, shuffle=True, generator=torch.Generator().manual_seed(0))
+        recorder = None
+        if path is not None:
+            recorder = lo.Recorder(path, model, optimizer)
+            loader = recorder.watch(loader)
+        torch.manual_seed(7)
+        for _ in range(self.epochs):
+            self.epoch(model, optimizer, loader, weights)
+        return model, recorder and recorder.finish()
+
+    def query_loss(self, model: nn.Module) -> float:
+        with torch.no_grad():
+            return float(self.losses(*self.forward(model.eval(), QUERY.tensors)).mean())
+
+
+class AmsgradOff(Loop):
+    """AMSGrad is on in the first and the last steps only."""
+
+    def optimizer(self, params):
+        return torch.optim.Adam(params, 0.02, eps=1e-3, amsgrad=True)
+
+    def epoch(self, model, optimizer, loader, weights):
+        for number, batch in enumerate(loader):
+            optimizer.param_groups[0]["amsgrad"] = number != 2
+            super().epoch(model, optimizer, [batch], weights)
+
+
+class StillStatistics(Loop):
+    """BatchNorm normalises by the batch and leaves its running statistics alone."""
+
+    task = STAY
+
+    def model(self):
+        return self.net(nn.BatchNorm1d(6, momentum=0.0), nn.Tanh())
+
+
+class Synchronised(Loop):
+    """SyncBatchNorm in one process is BatchNorm."""
+
+    task = STAY
+
+    def model(self):
+        return self.net(nn.SyncBatchNorm(6), nn.Tanh())
+
+
+class TwoOutputs(Loop):
+    """Two passes of the same examples with different dropout, whose outputs are compared; BatchNorm sees both."""
+
+    task = STAY
+
+    def model(self):
+        return self.net(nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3))
+
+    def forward(self, model, batch):
+        return (model(batch[0]), model(batch[0])), batch[1]
+
+    def losses(self, out, y):
+        one, other = out
+        apart = (one - other).square().sum(1)
+        return F.cross_entropy(one, y, reduction="none") + F.cross_entropy(other, y, reduction="none") + apart
+
+
+class Checkpointed(Loop):
+    """A checkpointed layer with dropout, whose forward pass is repeated in the backward pass."""
+
+    def model(self):
+        class Net(nn.Module):
+            def __init__(self, body: nn.Module) -> None:
+                super().__init__()
+                self.first, self.last = body[:3], body[3]
+
+            def forward(self, x):
+                return self.last(checkpoint(self.first, x, use_reentrant=False))
+
+        return Net(self.net(nn.Tanh(), nn.Dropout(0.3)))
+
+
+class SpectralNorm(Loop):
+    """A weight divided by its largest singular value, which is followed by buffers that every pass writes to."""
+
+    def model(self):
+        model = self.net(nn.Tanh())
+        parametrizations.spectral_norm(model[0])
+        return model
+
+
+LOOPS = {one.__name__: one for one in Loop.__subclasses__()}
+NOT_DIFFERENTIATED = ("SpectralNorm",)
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def loop(request, tmp_path_factory):
+    """A loop, its run, its task."""
+    one = LOOPS[request.param]()
+    model, run = one.train(path=tmp_path_factory.mktemp("loop") / "run")
+    return one, run, lo.Task(model, one.losses, TRAIN, forward=one.forward, **one.task)
+
+
+def plain(loop: Loop, example: int, weight: float) -> float:
+    """The query loss after a plain training in which one example has this weight."""
+    weights = torch.ones(len(TRAIN), dtype=torch.float64)
+    weights[example] = weight
+    return loop.query_loss(loop.train(weights)[0])
+
+
+def test_neither_recording_nor_the_task_changes_a_bit(loop) -> None:
+    one, _, task = loop
+    expected = one.train()[0].state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in task.model.state_dict().items())
+
+
+def test_replay_is_the_plain_loop_with_weight_zero(loop) -> None:
+    one, run, task = loop
+    scores = lo.Replay().score(run, task, QUERY, ids=LEFT_OUT).values.flatten()
+    truth = [plain(one, k, 0.0) - plain(one, k, 1.0) for k in LEFT_OUT]
+    assert scores.tolist() == pytest.approx(truth, rel=1e-9, abs=1e-12)
+
+
+def test_sgdie_is_the_derivative_in_the_weight(loop, request) -> None:
+    one, run, task = loop
+    if type(one).__name__ in NOT_DIFFERENTIATED:
+        pytest.skip("refused: the power iteration stops gradients and writes to what it has read")
+    scores = lo.SGDIE().score(run, task, QUERY, ids=LEFT_OUT).values.flatten()
+    h = 1e-4
+    truth = [(plain(one, k, 1 - h) - plain(one, k, 1 + h)) / (2 * h) for k in LEFT_OUT]
+    assert scores.tolist() == pytest.approx(truth, rel=1e-5, abs=1e-5 * max(map(abs, truth)))
+
+
+def test_exact_acc_of_one_step_is_the_real_effect(loop) -> None:
+    """Over one step there is nothing to linearise."""
+    one, run, task = loop
+    if type(one).__name__ in NOT_DIFFERENTIATED:
+        pytest.skip("refused, as above")
+    scores = lo.ACC("exact", readout="exact").score(run.head(1), task, QUERY, ids=run.record(0).ids.tolist()[:2])
+    replays = lo.Replay().score(run.head(1), task, QUERY, ids=run.record(0).ids.tolist()[:2])
+    assert torch.allclose(scores.values, replays.values, rtol=1e-9, atol=1e-12)
+
+
+def test_replays_of_a_model_in_bfloat16_are_not_rounded_to_nothing(tmp_path) -> None:
+    """A loss of 1.1 in bfloat16 is a multiple of 1/128, more than most effects; in float32 it shows them."""
+    narrow = TensorDataset(TRAIN.tensors[0].bfloat16(), TRAIN.tensors[1])
+    query = TensorDataset(QUERY.tensors[0].bfloat16(), QUERY.tensors[1])
+
+    def trained(out: int | None = None, path=None):
+        model = Loop().net(nn.Tanh()).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), 0.02)
+        recorder = None if path is None else lo.Recorder(path, model, optimizer)
+        for start in range(0, 20, 4):
+            ids = torch.arange(start, start + 4)
+            x, y = (tensor[ids] for tensor in narrow.tensors)
+            if recorder is not None:
+                recorder.step(ids, [x, y])
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y, reduction="none") * (ids != out)).mean().backward()
+            optimizer.step()
+        return model, recorder and recorder.finish()
+
+    def loss(model: nn.Module) -> float:
+        wide = copy.deepcopy(model).float()
+        with torch.no_grad():
+            return float(F.cross_entropy(wide(query.tensors[0].float()), query.tensors[1]))
+
+    model, run = trained(path=tmp_path / "run")
+    task = lo.Task(model, nn.CrossEntropyLoss(), narrow)
+    truth = torch.tensor([loss(trained(k)[0]) - loss(model) for k in range(20)])
+    assert truth.abs().median() < 1 / 128
+    for method, rounding in ((lo.Replay(), 0.1), (lo.ACC("exact", readout="exact"), 0.25)):  # of training itself
+        scores = method.score(run, task, query)
+        assert scores.values.dtype == torch.float32
+        assert (scores.values.flatten() - truth).norm() < rounding * truth.norm()
