@@ -27,9 +27,12 @@ class MovingBuffers:
         self._before = self._copied(self._buffers)
         self._names = names
         self._versions: dict[str, int] = {}
+        self._at_pass: list[int] = []
+        self._settled: Params | None = None
 
     def begin(self) -> None:
-        """Note the buffers before a forward pass; until the first step, their values now are the initial ones."""
+        """Note the buffers before the first pass since a step; until the first step, their values are the initial."""
+        self._at_pass = self._counted()
         if self._names is None:
             self._before = self._copied(self._buffers)
 
@@ -48,8 +51,19 @@ class MovingBuffers:
         """Return the moving buffers before the first step."""
         return {name: self._before[name] for name in self._names or ()}
 
+    @property
+    def passed(self) -> bool:
+        """Say whether forward passes since the last step wrote to buffers."""
+        return self._at_pass != self._counted()
+
+    def settle(self) -> None:
+        """Note that a step was taken: what later passes do to the buffers belongs to the next one."""
+        self._settled = self._copied({name: self._buffers[name] for name in self._names or ()})
+
     def now(self) -> Params:
-        """Return copies of the moving buffers as they are now."""
+        """Return copies of the moving buffers as the last step left them, or as they are if there was none."""
+        if self._settled is not None:
+            return dict(self._settled)
         return self._copied({name: self._buffers[name] for name in self._names or ()})
 
     def check(self, where: str) -> None:
@@ -73,6 +87,9 @@ class MovingBuffers:
                 "is called (leave it out of the data), or record what follows as another run.",
                 code="skipped-batch-moves-buffers",
             )
+
+    def _counted(self) -> list[int]:
+        return [buffer._version for buffer in self._buffers.values()]
 
     def _copied(self, buffers: dict[str, Tensor]) -> Params:
         return {name: buffer.detach().to("cpu", self._dtype, copy=True) for name, buffer in buffers.items()}
