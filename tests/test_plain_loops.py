@@ -113,6 +113,17 @@ class Synchronised(Loop):
         return self.net(nn.SyncBatchNorm(6), nn.Tanh())
 
 
+class Watched(Loop):
+    """Hooks that look at gradients, as those that log them do."""
+
+    def model(self):
+        model = self.net(nn.Tanh())
+        model[1].register_full_backward_hook(lambda *_: None)
+        model[2].register_full_backward_pre_hook(lambda *_: None)
+        model[0].weight.register_hook(lambda _: None)
+        return model
+
+
 class TwoOutputs(Loop):
     """Two passes of the same examples with different dropout, whose outputs are compared; BatchNorm sees both."""
 
@@ -244,6 +255,38 @@ def test_exact_acc_of_one_step_is_the_real_effect(loop) -> None:
     scores = lo.ACC("exact", readout="exact").score(run.head(1), task, QUERY, ids=run.record(0).ids.tolist()[:2])
     replays = lo.Replay().score(run.head(1), task, QUERY, ids=run.record(0).ids.tolist()[:2])
     assert torch.allclose(scores.values, replays.values, rtol=1e-9, atol=1e-12)
+
+
+class Halving(Loop):
+    """A hook that changes a gradient."""
+
+    def model(self):
+        model = self.net(nn.Tanh())
+        model[0].weight.register_hook(lambda gradient: gradient / 2)
+        return model
+
+
+class CalledOnceMore(StillStatistics):
+    """Accuracy on the training batch, taken in training mode, moves BatchNorm's statistics a second time."""
+
+    def model(self):
+        return self.net(nn.BatchNorm1d(6), nn.Tanh())
+
+    def epoch(self, model, optimizer, loader, weights):
+        for batch in loader:
+            super().epoch(model, optimizer, [batch], weights)
+            with torch.no_grad():
+                model(batch[0])
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Halving, "Hooks on gradients"), (CalledOnceMore, r"model.eval\(\)")])
+def test_what_changed_a_step_is_named(kind, words, tmp_path) -> None:
+    one = kind()
+    model, run = one.train(path=tmp_path / "run", keep="all")
+    task = lo.Task(model, one.losses, TRAIN, forward=one.forward, **one.task)
+    with pytest.raises(lo.MismatchError, match=words) as error:
+        lo.Replay().score(run, task, QUERY, ids=[0])
+    assert error.value.code == "step-does-not-follow"
 
 
 @pytest.mark.parametrize("kind", [LeftOver, PassedOver])

@@ -116,6 +116,7 @@ class Called(nn.Module):
             transformable(),
             batched if self.recurrent else nullcontext(),
             self.modes(training),
+            self._without_backward_hooks(),
             within or nullcontext(),
         ):
             both = functional_call(self, swapped, (batch,))
@@ -133,6 +134,19 @@ class Called(nn.Module):
         finally:
             for module in other:
                 module.training = not module.training
+
+    @contextmanager
+    def _without_backward_hooks(self) -> Iterator[None]:
+        """Take the modules' backward hooks away in this context: they log gradients, and ``torch.func`` cannot."""
+        kinds = ("_backward_hooks", "_backward_pre_hooks")
+        held = [(one, kind, getattr(one, kind)) for _, one in self.named for kind in kinds if getattr(one, kind)]
+        for module, kind, _ in held:
+            setattr(module, kind, {})
+        try:
+            yield
+        finally:
+            for module, kind, hooks in held:
+                setattr(module, kind, hooks)
 
     def converted(self, model: nn.Module, dtype: torch.dtype) -> Called:
         """Return the same rule with a model of another dtype, to which batches are converted."""

@@ -66,9 +66,9 @@ class Pending:
         return bool(self._batches)
 
     @property
-    def passes(self) -> int:
-        """How many forward passes there were since the last step."""
-        return len(self._forwards.passes)
+    def untouched(self) -> bool:
+        """Say whether the forward passes of the next step are all still to come, in a closure that has one batch."""
+        return not self._forwards.passes and len(self._batches) == 1
 
     @property
     def autocast(self) -> str | None:

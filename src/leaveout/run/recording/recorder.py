@@ -319,7 +319,7 @@ class Recorder:
         if not closure:
             self._settings = uneven.with_places(self._settings, self._rule, self._params)
         if self._steps == 0 and closure:
-            if not self._pending.passes:  # the forward passes are all still to come
+            if self._pending.untouched:
                 self._moving.begin()
             self._start = self._state()
         elif self._steps == 0:
