@@ -257,6 +257,40 @@ def test_exact_acc_of_one_step_is_the_real_effect(loop) -> None:
     assert torch.allclose(scores.values, replays.values, rtol=1e-9, atol=1e-12)
 
 
+def test_batches_that_the_loop_mixes_are_kept_with_the_run(tmp_path) -> None:
+    """Mixup: the recorder is given what the model is given; leaving an example out drops the losses of its row."""
+
+    def losses(out, labels):
+        one, other = (F.cross_entropy(out, y, reduction="none") for y in labels)
+        return 0.7 * one + 0.3 * other
+
+    def train(out: int | None = None, path=None):
+        model = Loop().net(nn.Tanh())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        recorder = None if path is None else lo.Recorder(path, model, optimizer, keep_batches=True)
+        order = torch.Generator().manual_seed(0)
+        for ids in torch.randperm(20, generator=order).split(4):
+            x, y = (tensor[ids] for tensor in TRAIN.tensors[:2])
+            mixed = torch.randperm(4, generator=order)
+            batch = 0.7 * x + 0.3 * x[mixed], y, y[mixed]
+            if recorder is not None:
+                recorder.step(ids, batch)
+            optimizer.zero_grad()
+            (losses(model(batch[0]), batch[1:]) * (ids != out)).mean().backward()
+            optimizer.step()
+        return model, recorder and recorder.finish()
+
+    def query_loss(out: int | None) -> float:
+        return float(F.cross_entropy(train(out)[0](QUERY.tensors[0]), QUERY.tensors[1]).detach())
+
+    train_set, query = (TensorDataset(*data.tensors[:2], data.tensors[1]) for data in (TRAIN, QUERY))
+    model, run = train(path=tmp_path / "run")
+    task = lo.Task(model, losses, train_set, forward=lambda model, batch: (model(batch[0]), tuple(batch[1:])))
+    scores = lo.Replay().score(run, task, query, ids=LEFT_OUT).values.flatten()
+    truth = [query_loss(k) - query_loss(None) for k in LEFT_OUT]
+    assert scores.tolist() == pytest.approx(truth, rel=1e-9)
+
+
 class Halving(Loop):
     """A hook that changes a gradient."""
 
