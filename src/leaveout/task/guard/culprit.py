@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
 from torch.overrides import TorchFunctionMode
 
-from leaveout._util.trees import Params
+from leaveout._util.trees import Params, each
 from leaveout.task import batches
 from leaveout.task.guard.differences import Difference, difference, padding_rows
 from leaveout.task.rewrites.missing_rules import WrittenOut, is_hidden, padding_of, stops
@@ -163,7 +163,7 @@ def _product(function: Callable[[], Params]) -> Params | str:
     """Compute the product, or return PyTorch's error message if there is none."""
     try:
         with WrittenOut():
-            return function()
+            return each(Tensor.detach, function())  # of tied weights, which belong to another module too
     except (RuntimeError, NotImplementedError) as error:
         return str(error).splitlines()[0].rstrip(".")
 
