@@ -9,7 +9,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 from torch.func import functional_call, functionalize, grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util.trees import each
@@ -287,6 +286,3 @@ def test_what_cannot_be_weighted_is_refused():
     assert (out - subject.plain(subject.x)[0]).abs().max() < 1e-12
     with refused(lo.InputError, "batch-norm-buffers-missing"), weighted_batch_norm(None, {}):
         subject.model(subject.x)
-    synchronised = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))
-    with refused(lo.UnsupportedError, "task-not-supported", "SyncBatchNorm"):
-        lo.Task(synchronised, nn.CrossEntropyLoss(), TensorDataset(torch.randn(4, 3), torch.tensor([0, 1, 0, 1])))

@@ -54,6 +54,8 @@ def test_what_the_other_processes_know_alone_is_refused_in_each_of_them(trained)
         code, words = one["refused"]["BatchNorm"]
         assert (code, "'1.running_mean'" in words) == ("distributed-buffers", True)
         assert one["refused"]["resume"][0] == "distributed-not-resumed"
+        code, words = one["refused"]["SyncBatchNorm"]
+        assert (code, "SyncBatchNorm" in words) == ("model-not-supported", True)
 
 
 def test_the_batches_of_both_processes_are_one_step(trained) -> None:

@@ -259,10 +259,11 @@ def test_a_training_that_goes_on_from_a_checkpoint(tmp_path) -> None:
     lo.SGDIE().score(again.run, again.task(), data(6, 9))
 
 
-def test_buffers_that_move_in_the_first_window(tmp_path) -> None:
+@pytest.mark.parametrize("module", [Net, Inside])
+def test_buffers_that_move_in_the_first_window(tmp_path, module) -> None:
     """The last micro-batch runs inside the optimizer's closure, after others have moved the statistics."""
     recorder = RecorderCallback(tmp_path / "run", keep="all")
-    fit(Net, {"accumulate_grad_batches": 2}, callbacks=[recorder], norm=True)
+    fit(module, {"accumulate_grad_batches": 2}, callbacks=[recorder], norm=True)
     assert "body.1.running_mean" in recorder.run.manifest.buffers
     assert not recorder.run.state(0)["param"]["body.1.running_mean"].any()
     lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss()), data(6, 9))

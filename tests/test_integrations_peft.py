@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -21,9 +23,9 @@ PROMPTS = {
 }
 
 
-def train(path=None, left_out: int | None = None, config=LORA):
+def train(path=None, left_out: int | None = None, config=LORA, dtype=torch.float32):
     transformers.set_seed(1)
-    model = peft.get_peft_model(gpt2(), config)
+    model = peft.get_peft_model(gpt2().to(dtype), config)
     data = rows("causal")
     gone = None if left_out is None else torch.tensor(data[left_out]["input_ids"])
 
@@ -55,7 +57,7 @@ def train(path=None, left_out: int | None = None, config=LORA):
 
 
 def query_loss(model) -> float:
-    model.eval()
+    model = copy.deepcopy(model).float().eval()
     with torch.no_grad():
         losses = [model(**padded([example])).loss for example in rows("causal", 4, seed=9)]
     return float(torch.stack(losses).double().mean())
@@ -79,6 +81,18 @@ def test_adapters_alone_are_recorded_and_scored(tmp_path) -> None:
     truth = torch.tensor([query_loss(train(left_out=left_out)[0]) - base for left_out in (0, 5)])
     assert truth.abs().max() > 1e-3
     assert torch.allclose(replays.float(), truth, rtol=0, atol=1e-3 * float(truth.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_in_float32_of_weights_in_bfloat16(tmp_path) -> None:
+    """What peft makes of weights that were loaded in bfloat16: steps are those of its rounding, queries in float32."""
+    model, recorder = train(tmp_path / "run", dtype=torch.bfloat16)
+    assert set(recorder.run.manifest.dtypes.values()) == {"float32"}
+    query = rows("causal", 4, seed=9)
+    scores = lo.Replay().score(recorder.run, recorder.task(), query, ids=[0, 5]).values.flatten()
+    base = query_loss(model)
+    truth = torch.tensor([query_loss(train(left_out=k, dtype=torch.bfloat16)[0]) - base for k in (0, 5)])
+    assert (scores - truth).norm() < 0.3 * truth.norm()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -17,6 +17,7 @@ from problems import mostly_full
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
+from leaveout.integrations.model_loss import ClassLoss, found_loss  # noqa: E402
 from leaveout.integrations.transformers import RecorderCallback  # noqa: E402
 from leaveout.run.kept_states import whole  # noqa: E402
 
@@ -418,6 +419,42 @@ def test_an_unknown_loss_is_refused(tmp_path) -> None:
     assert error.value.code == "model-loss-unknown"
     task = recorder.task(loss=lambda logits, y: 2 * nn.functional.cross_entropy(logits, y, reduction="none"))
     lo.SGDIE().score(recorder.run, task, rows("class", 4))
+
+
+def test_the_losses_of_models_in_bfloat16_are_recognised() -> None:
+    """Some compute their loss in float32, others in bfloat16, in which other losses are not far."""
+    cases = ((llama, "causal", True), (lambda: bert("BertForTokenClassification", num_labels=3), "tokens", False))
+    for build, kind, shift in cases:
+        transformers.set_seed(1)
+        model = build().bfloat16()
+        assert found_loss(model, padded(rows(kind, 16).to_list())) == ClassLoss(shift=shift)
+
+
+def test_a_model_without_logits_is_refused_and_scored_with_a_loss_of_its_own(tmp_path) -> None:
+    """Answers to questions: a first and a last word, so two outputs and two targets."""
+    model = bert("BertForQuestionAnswering")
+    ends = {"start_positions": [0, 1, 2, 3] * 3, "end_positions": [2, 3] * 6}
+    words = torch.randint(4, VOCABULARY, (12, 4), generator=torch.Generator().manual_seed(0)).tolist()
+    data = datasets.Dataset.from_dict({"input_ids": words, **ends})
+    recorder = RecorderCallback(tmp_path / "run")
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_steps": 3}
+    args = transformers.TrainingArguments(str(tmp_path), **quiet)
+    transformers.Trainer(model, args, train_dataset=data, callbacks=[recorder]).train()
+    with pytest.raises(lo.LeaveoutError, match="forward=") as error:
+        recorder.task()
+    assert error.value.code == "model-loss-unknown"
+
+    def forward(model, batch):
+        outputs = model(input_ids=batch["input_ids"])
+        return (outputs.start_logits, outputs.end_logits), (batch["start_positions"], batch["end_positions"])
+
+    def loss(outputs, targets):
+        both = (nn.functional.cross_entropy(*pair, reduction="none") for pair in zip(outputs, targets, strict=True))
+        return sum(both) / 2
+
+    task = recorder.task(forward=forward, loss=loss)
+    scores = lo.Replay().score(recorder.run, task, data, ids=[0, 5])  # every step is computed again and compared
+    assert scores.values.abs().max() > 0
 
 
 def test_the_example(tmp_path) -> None:

@@ -77,8 +77,11 @@ def test_batches_that_the_loop_passes_over_are_left_out(tmp_path) -> None:
     follows(run, model)
 
 
-def test_a_step_that_a_scaler_skips_is_no_micro_batch(tmp_path) -> None:
+@pytest.mark.parametrize("normalised", [True, False])
+def test_of_a_step_that_a_scaler_skips_only_the_statistics_remain(tmp_path, normalised) -> None:
     model = net()
+    if not normalised:
+        model = nn.Sequential(*(part for part in model if not isinstance(part, nn.BatchNorm1d)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with lo.Recorder(tmp_path / "run", model, optimizer) as recorder:
         torch.manual_seed(5)
@@ -88,7 +91,12 @@ def test_a_step_that_a_scaler_skips_is_no_micro_batch(tmp_path) -> None:
                 optimizer.step()
             optimizer.zero_grad()
         run = recorder.finish()
-    assert parts(run) == [[4], [4], [4]]
+    if normalised:
+        assert parts(run) == [[4, 4], [4, 4, 4], [4]]
+        assert [part.denominator for part in run.record(1).parts] == [float("inf"), float("inf"), None]
+    else:
+        assert parts(run) == [[4], [4], [4]]
+    follows(run, model)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

@@ -55,12 +55,14 @@ def refusals(folder: str) -> dict[str, tuple[str, str]]:
     """What is refused in several processes: BatchNorm in training mode, and going on with a run."""
     import leaveout as lo
 
-    torch.manual_seed(1)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x, y, _ = data()[:3]
 
-    def refused(resume: bool) -> tuple[str, str]:
+    def refused(norm: nn.Module, resume: bool = False) -> tuple[str, str]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 6), norm, nn.Linear(6, 3)).double()
+        if not isinstance(norm, nn.SyncBatchNorm):  # which DistributedDataParallel takes on GPUs only
+            model = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         try:
             with lo.Recorder(f"{folder}/refused", model, optimizer, resume=resume) as recorder:
                 recorder.step([0, 1, 2])
@@ -70,7 +72,11 @@ def refusals(folder: str) -> dict[str, tuple[str, str]]:
             return error.code, str(error)
         return "nothing", ""
 
-    return {"resume": refused(True), "BatchNorm": refused(False)}
+    return {
+        "resume": refused(nn.BatchNorm1d(6), resume=True),
+        "BatchNorm": refused(nn.BatchNorm1d(6)),
+        "SyncBatchNorm": refused(nn.SyncBatchNorm(6)),
+    }
 
 
 def main(rank: int, folder: str) -> None:

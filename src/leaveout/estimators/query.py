@@ -113,11 +113,23 @@ class Query:
         return values if self.single else values.mean(1, keepdim=True)
 
     def losses(self, stack: Params) -> Float[Tensor, "rows examples"]:
-        """Compute the loss of every query example under every parameter vector of a stack."""
+        """Compute the loss of every query example under every parameter vector of a stack.
+
+        Differences between these are the scores, so a model of 16 bits is evaluated in 32.
+        """
+        stack = self.widened(stack)
         # As many queries as there are, not as fit, so that rounding does not depend on the budget.
         alone = self._footprint * min(BLOCK, self.size) > LARGE
         losses = self._losses_alone if alone else self._losses_together
         return torch.cat([losses(stack, block) for block in self.blocks()], dim=1)
+
+    def widened(self, params: Params) -> Params:
+        """Return parameters in the dtype in which losses are computed."""
+        return params if self._precise is self.task else batches.converted(params, torch.float32)
+
+    @cached_property
+    def _precise(self) -> Task:
+        return self.task.at_least_single()
 
     @property
     def gradient(self) -> Params:
@@ -163,7 +175,7 @@ class Query:
         """Compute the losses under many small models at a time."""
         footprint = activation_bytes(self.task, self.params, block)
         chunk = min(max(1, BLOCK_BYTES // max(1, footprint)), self.fits(8 * footprint, height(stack)))
-        losses = self.task.over_models(self.task.measures, (0, None))
+        losses = self._precise.over_models(self._precise.measures, (0, None))
         with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken
             return torch.cat([losses(part, block) for part in split(stack, chunk)])
 
@@ -175,7 +187,7 @@ class Query:
             with torch.no_grad(), Quicker(), fast_products(params, block):
                 return task.measures(params, block)
 
-        return torch.stack(on_threads(twins(self.task), losses, range(height(stack))))
+        return torch.stack(on_threads(twins(self._precise), losses, range(height(stack))))
 
 
 def block_loss(variables: Params, query: Query, block: Batch, size: int) -> tuple[Tensor, Tensor]:

@@ -165,6 +165,7 @@ class Outputs(Projected):
         for block in query.blocks(range(first, first + products.shape[1] // self.width(query))):
             with torch.no_grad():
                 outputs, targets = query.task.outputs(query.params, block)
+                outputs = query.widened({"": outputs})[""]
                 losses = query.task.over_models(query.task.output_measures, (0, None))
                 here = query.task.output_measures(outputs, targets)
                 stop = start + outputs.numel()
@@ -185,7 +186,8 @@ class Exact(Readout):
         """Compute the loss at the moved parameters, minus the loss at the recorded ones."""
         here = query.losses(each(lambda tensor: tensor.unsqueeze(0), query.params))
         whole = {name: tensor.expand(height(moved), *tensor.shape) for name, tensor in query.params.items()}
-        there = query.losses({**whole, **each(torch.add, moved, query.task.variables(query.params))})
+        recorded = query.widened(query.task.variables(query.params))
+        there = query.losses({**whole, **each(torch.add, query.widened(moved), recorded)})
         return query.reduce(there - here)
 
 

@@ -6,6 +6,7 @@ losses that gives the same value as the model.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from leaveout.errors import UnsupportedError
+from leaveout.task import batches
 
 LABELS = "labels"
 ITEMS = "num_items_in_batch"
@@ -159,11 +161,24 @@ def divides_by_items(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 
 def found_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Return the usual loss that agrees with the model's own on this batch."""
+    """Return the usual loss that agrees with the model's own on this batch.
+
+    If the model computes it in 16 bits, in which losses are hard to tell apart, a copy in float32 is asked.
+    """
+    name = type(model).__name__
     with undisturbed(model):
         outputs = model(**batch)
     own = loss_of(outputs)
-    logits = logits_of(outputs, with_labels=True)
+    if LABELS not in batch or (isinstance(outputs, Mapping) and "logits" not in outputs):
+        raise UnsupportedError(
+            f"{name} is not trained on logits and labels: give task(forward=..., loss=...), a function of (model, "
+            "batch) that returns its outputs and their targets, and one of these two that returns one loss per "
+            "example, or (sums, counts).",
+            code="model-loss-unknown",
+        )
+    if own is not None and own.dtype in (torch.float16, torch.bfloat16):
+        return found_loss(copy.deepcopy(model).float(), batches.converted(batch, torch.float32))
+    logits = logits_of(outputs, with_labels=True).to(torch.float32 if own is None else own.dtype)
     labels = behind_prompt(logits, batch[LABELS])
     for loss in _usual(logits, labels):
         values = loss(logits, labels)
@@ -171,7 +186,7 @@ def found_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         if own is not None and torch.allclose(mean.float(), own.float(), rtol=1e-4, atol=1e-7):
             return loss
     raise UnsupportedError(
-        f"The loss that {type(model).__name__} computes is not one of those that leaveout recognises: give "
+        f"The loss that {name} computes is not one of those that leaveout recognises: give "
         "task(loss=...), a function of (logits, labels) that returns one loss per example, or (sums, counts).",
         code="model-loss-unknown",
     )

@@ -150,8 +150,8 @@ def pulled(slots: Slots, gradient: Tensor, vector: Slots, hyper: Values) -> tupl
     bent = mean.mul_(share).div_(denominator).div_(root).masked_fill_(root == 0, 0.0)
     bent = torch.add(vector["exp_avg_sq"], bent, alpha=size / 2)
     into = torch.addcmul(along * (1 - hyper["beta1"]), gradient, bent, value=2 * (1 - hyper["beta2"]))
-    old = {PARAM: vector[PARAM], "exp_avg": along.mul_(hyper["beta1"]), "exp_avg_sq": bent.mul_(hyper["beta2"])}
-    return old, into
+    # AMSGrad's largest moment, if the run has one, stays as it is in a step without AMSGrad.
+    return {**vector, "exp_avg": along.mul_(hyper["beta1"]), "exp_avg_sq": bent.mul_(hyper["beta2"])}, into
 
 
 def jumped(slots: Slots, after: Slots, used: Tensor, leaving: Tensor, hyper: Values) -> Slots:
@@ -175,7 +175,9 @@ def jumped(slots: Slots, after: Slots, used: Tensor, leaving: Tensor, hyper: Val
     root = torch.pow(square, -0.5, out=rest).reciprocal_().add_(eps)
     stepped.div_(after["exp_avg_sq"].pow(-0.5).reciprocal_().add_(eps))
     moved = torch.addcdiv(stepped.neg_(), moved, root, out=moved)
+    unchanged = {slot: torch.zeros_like(leaving) for slot in slots if slot == "max_exp_avg_sq"}
     return {
+        **unchanged,
         PARAM: moved,
         "exp_avg": torch.mul(leaving, -mean_share, out=root),
         "exp_avg_sq": square.sub_(after["exp_avg_sq"]),

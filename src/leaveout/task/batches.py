@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -170,11 +170,16 @@ def to(batch: Batch, device: torch.device) -> Batch:
 
 def to_float64(batch: Any) -> Any:
     """Convert the floating-point tensors of a batch, or of parameters, to float64."""
-    return map_leaves(_leaf_to_float64, batch)
+    return converted(batch, torch.float64)
 
 
-def _leaf_to_float64(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def converted(batch: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating-point tensors of a batch, or of parameters, to a dtype."""
+    return map_leaves(partial(_leaf_converted, dtype), batch)
+
+
+def _leaf_converted(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def fingerprint(batch: Batch) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from leaveout._util.trees import Params
@@ -65,7 +66,7 @@ def _type_problems(model: nn.Module) -> list[str]:
 
 def _module_problem(module: nn.Module) -> str | None:
     kind = type(module).__name__
-    if isinstance(module, nn.SyncBatchNorm):
+    if isinstance(module, nn.SyncBatchNorm) and _in_several_processes():
         return (
             "SyncBatchNorm, which takes statistics over several processes, of which only one is recorded; train with "
             "BatchNorm, or in one process"
@@ -87,6 +88,10 @@ def _module_problem(module: nn.Module) -> str | None:
                 "out, and normalise the looked-up vectors if they must be short"
             )
     return None
+
+
+def _in_several_processes() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities]:

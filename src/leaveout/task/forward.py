@@ -115,7 +115,8 @@ class Called(nn.Module):
             plain_attention(),
             transformable(),
             batched if self.recurrent else nullcontext(),
-            self._modes(training),
+            self.modes(training),
+            self._without_backward_hooks(),
             within or nullcontext(),
         ):
             both = functional_call(self, swapped, (batch,))
@@ -123,7 +124,7 @@ class Called(nn.Module):
         return both, {name: swapped[f"model.{name}"] for name in params}
 
     @contextmanager
-    def _modes(self, training: frozenset[str]) -> Iterator[None]:
+    def modes(self, training: frozenset[str]) -> Iterator[None]:
         """Put these modules into training mode and the others into evaluation mode, inside this context."""
         other = [module for name, module in self.named if module.training != (name in training)]
         for module in other:
@@ -134,17 +135,30 @@ class Called(nn.Module):
             for module in other:
                 module.training = not module.training
 
-    def widened(self, model: nn.Module) -> Called:
-        """Return the same rule with a model in float64, to which batches are converted."""
-        return Called(model, partial(_widely, self.rule))
+    @contextmanager
+    def _without_backward_hooks(self) -> Iterator[None]:
+        """Take the modules' backward hooks away in this context: they log gradients, and ``torch.func`` cannot."""
+        kinds = ("_backward_hooks", "_backward_pre_hooks")
+        held = [(one, kind, getattr(one, kind)) for _, one in self.named for kind in kinds if getattr(one, kind)]
+        for module, kind, _ in held:
+            setattr(module, kind, {})
+        try:
+            yield
+        finally:
+            for module, kind, hooks in held:
+                setattr(module, kind, hooks)
+
+    def converted(self, model: nn.Module, dtype: torch.dtype) -> Called:
+        """Return the same rule with a model of another dtype, to which batches are converted."""
+        return Called(model, partial(_converted, self.rule, dtype))
 
 
 def _casting(params: Params) -> bool:
     return any(torch.is_autocast_enabled(kind) for kind in {tensor.device.type for tensor in params.values()})
 
 
-def _widely(rule: Forward, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
-    return rule(model, batches.to_float64(batch))
+def _converted(rule: Forward, dtype: torch.dtype, model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+    return rule(model, batches.converted(batch, dtype))
 
 
 def default_targets(batch: Batch) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +34,8 @@ class MicroBatch(NamedTuple):
     Attributes:
         batch: what the loader yielded.
         random: the states of the random generators before its forward pass; None if it drew no random numbers.
-        denominator: what its loss was divided by, if it is known and need not be computed.
+        denominator: what its loss was divided by, if it is known and need not be computed; infinite for a batch that
+            was passed over after its forward pass had moved the model's buffers.
     """
 
     batch: Batch
@@ -49,11 +51,13 @@ def prepared(task: Task, parts: Sequence[MicroBatch], params: Params) -> Trainin
         (1.0 if task.parts.summed else float(size if counts is None else counts.sum()))
         for size, (_, counts) in zip(sizes, noted, strict=True)
     ]
-    factor = _factors(task.accumulation, own)
+    used = [value for value, part in zip(own, parts, strict=True) if part.denominator != math.inf]
+    times = iter(_factors(task.accumulation, used))
     total = sum(sizes)
     ready = []
-    for part, (draws, counts), value, times in zip(parts, noted, own, factor, strict=True):
-        denominator = value * times if part.denominator is None else part.denominator
+    for part, (draws, counts), value in zip(parts, noted, own, strict=True):
+        factor = 1.0 if part.denominator == math.inf else next(times)
+        denominator = value * factor if part.denominator is None else part.denominator
         batch = _with_draws(task, part.batch, draws, params)
         ready.append(batch._replace(scale=_scale(part.batch, counts, total / denominator, params)))
     return ready[0] if len(ready) == 1 else Window(tuple(ready))

@@ -21,6 +21,7 @@ from leaveout.task.batches import Batch, Collate, Each
 from leaveout.task.batching import looped, side_by_side
 from leaveout.task.checks import check_options, is_coupled, matching, module_problems, refuse, trial_problems
 from leaveout.task.draws import replay
+from leaveout.task.dtypes import converted
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
@@ -169,7 +170,7 @@ class Task:
 
     def widened(self) -> Task:
         """Return the same task in float64, as ``doubled``, but without tracing; not converted if it is in float64."""
-        return self.quiet() if self.is_wide else self._double(self.quiet())
+        return self.quiet() if self.is_wide else converted(self.quiet(), torch.float64)
 
     @property
     def is_wide(self) -> bool:
@@ -190,15 +191,13 @@ class Task:
 
     def doubled(self) -> Task:
         """Return the same task computed in float64; the data set stays as it is, and batches are converted."""
-        return self._double(self.untraced())
+        return converted(self.untraced(), torch.float64)
 
-    def _double(self, task: Task) -> Task:
-        task.model = copy.deepcopy(self.model).double()
-        task._first = next(task.model.parameters(), None)
-        task.loss = copy.deepcopy(self.loss).double() if isinstance(self.loss, nn.Module) else self.loss
-        task.parts = taken_apart(task.loss)
-        task.called = self.called.widened(task.model)
-        return task
+    def at_least_single(self) -> Task:
+        """Return the same task computed in float32 if parameters have 16 bits, too few for differences of losses."""
+        if not {torch.float16, torch.bfloat16} & {param.dtype for param in self.model.parameters()}:
+            return self
+        return converted(self.untraced(), torch.float32)
 
     def as_recorded(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.optim import IDLE, STILL, Hyper, Rule
@@ -49,7 +49,7 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
 
 def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
     """Describe the difference, with likely causes in order, and what to do."""
-    hypers = recorded.record.hypers
+    hypers, buffers = recorded.record.hypers, rule.assigned
     clipped = rule.clipped(rule.received(recomputed, hypers))
     moving = [n for n, g in rule.groups.items() if not hypers[g].get(STILL) and not hypers[g].get(IDLE)]
     rule = rule.extended(None, ()).restricted(moving)  # the optimizer alone: the gradient it received is compared
@@ -66,7 +66,20 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
             "one. The state was changed by something other than optimizer.step(): were weights or buffers loaded, "
             "clamped, averaged or decayed between steps?"
         )
-    return _compared(used, clipped, len(recorded.record.ids), _divisor(recorded))
+    if buffers and distance(used, clipped) <= 1e-3 * norm(clipped):
+        return (
+            f"The gradient that was used is the recomputed one, but buffers that training moves ({buffers[0]!r}) are "
+            "elsewhere: was the model called in training mode for something other than a step? Call model.eval() "
+            "before it is evaluated, or record up to there as a run of its own."
+        )
+    return _compared(used, clipped, len(recorded.record.ids), _divisor(recorded)) + _hooks(recorded.trained.model)
+
+
+def _hooks(model: nn.Module) -> str:
+    """Name what has hooks on its gradients, in a sentence; an empty string if nothing has."""
+    named = [name for name, param in model.named_parameters() if param._backward_hooks]
+    named += [name or "model" for name, module in model.named_modules() if module._backward_hooks]
+    return f" Hooks on gradients are not followed: {named[0]!r} has one." if named else ""
 
 
 def _divisor(recorded: RecordedStep) -> int:

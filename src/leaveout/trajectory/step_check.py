@@ -122,7 +122,7 @@ class StepCheck:
         observed = float(sum(torch.dot(vector[name].flatten(), used[name].flatten()) for name in used))
         dtype = next(iter(used.values())).dtype
         held = sum(_length(params) for slot, params in recorded.after.items() if slot != PARAM)
-        allowed = TOLERANCE.get(dtype, 1e-2) * length + 1024 * torch.finfo(dtype).eps * held
+        allowed = _tolerance(recorded, dtype) * length + 1024 * torch.finfo(dtype).eps * held
         self._along(recorded, abs(observed - slope) / max(size, 1e-300), length, allowed)
 
     def _along(self, recorded: RecordedStep, missed: float, length: float, allowed: float) -> None:
@@ -200,11 +200,22 @@ def _sizes(recorded: RecordedStep, travelled: float) -> Lengths:
 def _allowed(recorded: RecordedStep, slot: str, length: float) -> float:
     """Return the tolerance for that length, plus what rounding of the slot may add."""
     dtype = next(iter(recorded.after[slot].values())).dtype
-    cast = recorded.trained.autocast
-    tolerance = (
-        TOLERANCE.get(dtype, 1e-2) if cast is None else max(TOLERANCE[torch.float32], CAST * torch.finfo(cast).eps)
-    )
+    tolerance = _tolerance(recorded, dtype)
     return tolerance * length + 64 * torch.finfo(dtype).eps * norm(recorded.after[slot])
+
+
+def _tolerance(recorded: RecordedStep, dtype: torch.dtype) -> float:
+    """Return the tolerance for states of a dtype: that of 16 bits if the forward pass computes in these.
+
+    It does under ``torch.autocast``, and where frozen weights are narrower than the trained ones (adapters).
+    """
+    narrow = recorded.trained.autocast
+    if narrow is None and dtype in TOLERANCE:
+        kinds = {param.dtype for param in recorded.trained.model.parameters()} & {torch.bfloat16, torch.float16}
+        narrow = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=None)
+    if narrow is None:
+        return TOLERANCE.get(dtype, 1e-2)
+    return max(TOLERANCE[torch.float32], CAST * torch.finfo(narrow).eps)
 
 
 def _flat(state: State) -> Float[Tensor, " width"]:

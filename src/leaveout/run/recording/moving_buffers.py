@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import Params
 from leaveout.errors import UnsupportedError
+from leaveout.task.rewrites.batch_norm import COUNT
 
 
 class MovingBuffers:
@@ -26,9 +27,12 @@ class MovingBuffers:
         self._before = self._copied(self._buffers)
         self._names = names
         self._versions: dict[str, int] = {}
+        self._at_pass: list[int] = []
+        self._settled: Params | None = None
 
     def begin(self) -> None:
-        """Note the buffers before a forward pass; until the first step, their values now are the initial ones."""
+        """Note the buffers before the first pass since a step; until the first step, their values are the initial."""
+        self._at_pass = self._counted()
         if self._names is None:
             self._before = self._copied(self._buffers)
 
@@ -36,7 +40,10 @@ class MovingBuffers:
         """Return which buffers the first step's forward passes have changed, with their shapes."""
         if self._names is None:
             now = self._copied(self._buffers)
-            self._names = tuple(name for name in now if not torch.equal(now[name], self._before[name]))
+            moved = {name for name in now if not torch.equal(now[name], self._before[name])}
+            # With momentum=0, BatchNorm moves the count of its batches alone; its statistics belong to it.
+            counting = {_module(name) for name in moved if name.endswith(COUNT)}
+            self._names = tuple(name for name in now if name in moved or _module(name) in counting)
         self._versions = {name: b._version for name, b in self._buffers.items() if name not in self._names}
         return {name: list(self._buffers[name].shape) for name in self._names}
 
@@ -44,8 +51,19 @@ class MovingBuffers:
         """Return the moving buffers before the first step."""
         return {name: self._before[name] for name in self._names or ()}
 
+    @property
+    def passed(self) -> bool:
+        """Say whether forward passes since the last step wrote to buffers."""
+        return self._at_pass != self._counted()
+
+    def settle(self) -> None:
+        """Note that a step was taken: what later passes do to the buffers belongs to the next one."""
+        self._settled = self._copied({name: self._buffers[name] for name in self._names or ()})
+
     def now(self) -> Params:
-        """Return copies of the moving buffers as they are now."""
+        """Return copies of the moving buffers as the last step left them, or as they are if there was none."""
+        if self._settled is not None:
+            return dict(self._settled)
         return self._copied({name: self._buffers[name] for name in self._names or ()})
 
     def check(self, where: str) -> None:
@@ -70,5 +88,17 @@ class MovingBuffers:
                 code="skipped-batch-moves-buffers",
             )
 
+    def _counted(self) -> list[int]:
+        return [buffer._version for buffer in self._buffers.values()]
+
     def _copied(self, buffers: dict[str, Tensor]) -> Params:
         return {name: buffer.detach().to("cpu", self._dtype, copy=True) for name, buffer in buffers.items()}
+
+
+def _module(buffer: str) -> str:
+    """Return the name of the module that holds a buffer.
+
+    >>> _module("body.norm.running_mean"), _module("running_mean")
+    ('body.norm', '')
+    """
+    return buffer.rpartition(".")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,9 +66,9 @@ class Pending:
         return bool(self._batches)
 
     @property
-    def passes(self) -> int:
-        """How many forward passes there were since the last step."""
-        return len(self._forwards.passes)
+    def untouched(self) -> bool:
+        """Say whether the forward passes of the next step are all still to come, in a closure that has one batch."""
+        return not self._forwards.passes and len(self._batches) == 1
 
     @property
     def autocast(self) -> str | None:
@@ -82,16 +83,23 @@ class Pending:
         """
         newest_is_unused = len(self._batches) > 1 and self._forwards.passes[-1].place < len(self._batches)
         if newest_is_unused and self._without_gradients():
-            newest = self._batches[-1]
-            self.clear()
-            self._batches = [newest]
+            newest = self._batches.pop()
+            self._drop()
+            self._batches.append(newest)
 
     def watch(self, ids: Tensor, batch: Any) -> None:
         """Add a batch that a loader is about to yield."""
         used = self._batches and any(self._forwards.of_batches(len(self._batches)))
         if used and self._without_gradients():
-            self.clear()
+            self._drop()
         self._batches.append(DrawnBatch(ids, batch, self._noting(batch), self._forwards.state()))
+
+    def _drop(self) -> None:
+        """Forget the batches, or what their losses gave if their passes moved buffers, which stay moved."""
+        if self._moving.passed:
+            self._batches = [batch._replace(denominator=math.inf) for batch in self._batches]
+        else:
+            self.clear()
 
     def add(
         self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None

@@ -158,7 +158,7 @@ class Recorder:
         self._epoch += 1
         try:
             for number, (ids, batch) in enumerate(indexed, 1):
-                if self._on_disk.left_early(self._epoch):
+                if self._on_disk.left_early(self._epoch, ids):
                     break
                 if self._on_disk.covers(ids, batch):
                     if self._on_disk.left_early(self._epoch) and number < indexed.length:
@@ -321,7 +321,7 @@ class Recorder:
         if not closure:
             self._settings = uneven.with_places(self._settings, self._rule, self._params)
         if self._steps == 0 and closure:
-            if not self._pending.passes:  # the forward passes are all still to come
+            if self._pending.untouched:
                 self._moving.begin()
             self._start = self._state()
         elif self._steps == 0:
@@ -353,6 +353,7 @@ class Recorder:
         if self._closure:  # its gradients exist only now
             check_gradients(f"At step {self._steps}", self._params)
             self._settings = uneven.with_places(self._settings, self._rule, self._params)
+        self._moving.settle()
         inputs = self._pending.take(keep_batches=bool(self._keep_batches))
         if self._processes is not None:
             inputs = self._processes.gathered(inputs)

@@ -102,24 +102,28 @@ class StepsOnDisk:
         self._generators_restored = run is None
         self.finished = run is not None and run.manifest.finished
 
-    def left_early(self, epoch: int) -> bool:
-        """Say whether the recorded loop moved on to the next epoch at this point."""
+    def left_early(self, epoch: int, ids: Tensor | None = None) -> bool:
+        """Say whether the recorded loop moved on to the next epoch at this point, or before a batch of these ids.
+
+        A step of the next epoch may begin with batches that this one left over.
+        """
         self._epoch = epoch
         record = self._next()
-        return record is not None and record.epoch > epoch
+        if record is None or record.epoch <= epoch:
+            return False
+        may_begin_here = len(record.parts) > 1 and (ids is None or torch.equal(ids, self._part_of(record)))
+        return not may_begin_here
 
     def covers(self, ids: Tensor, batch: Any) -> bool:
         """Say whether the batch's step is on disk; refuse a batch that differs from that step's."""
         record = self._next()
         if record is None:
             return False
-        starts = [0, *accumulate(part.length for part in record.parts)]
         leaves = len(record.fingerprint) // len(record.parts)
         fingerprint = record.fingerprint[self._part * leaves : (self._part + 1) * leaves]
-        recorded_ids = record.ids[starts[self._part] : starts[self._part + 1]]
         drawn_anew = self._run is not None and self._run.manifest.structure is not None
         same_data = not fingerprint or drawn_anew or batches.fingerprint(batch) == fingerprint
-        if not (same_data and torch.equal(ids, recorded_ids)):
+        if not (same_data and torch.equal(ids, self._part_of(record))):
             if self._was_skipped(record):
                 return True
             raise MismatchError(
@@ -133,6 +137,11 @@ class StepsOnDisk:
             self._part = 0
             self._index += 1
         return True
+
+    def _part_of(self, record: Record) -> Tensor:
+        """Return the ids of the step's micro-batch that comes next."""
+        starts = [0, *accumulate(part.length for part in record.parts)]
+        return record.ids[starts[self._part] : starts[self._part + 1]]
 
     def _was_skipped(self, record: Record) -> bool:
         """Say whether a batch that is not the next step's may be one whose step a gradient scaler skipped."""

@@ -66,7 +66,10 @@ def coupled_abilities(
             continue
         if problem is None:
             return None, _quickest(wide, at, given, abilities)
-    return "its step in training mode cannot be differentiated rightly by torch.func", abilities
+    return (
+        "its step in training mode cannot be differentiated rightly by torch.func; Replay() needs no such derivative",
+        abilities,
+    )
 
 
 def _fallbacks(abilities: Abilities) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
 from torch.overrides import TorchFunctionMode
 
-from leaveout._util.trees import Params
+from leaveout._util.trees import Params, each
 from leaveout.task import batches
 from leaveout.task.guard.differences import Difference, difference, padding_rows
 from leaveout.task.rewrites.missing_rules import WrittenOut, is_hidden, padding_of, stops
@@ -30,15 +30,17 @@ def culprit(task: Task, params: Params, batch: Any) -> str:
             prefix = f"{name}." if name else ""
             own = {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
             padding = {f"own.{weight}": row for weight, row in padding_rows(module).items()}
-            problem = _problem(partial(_module_value, module, own, *calls[name]), padding)
+            with task.called.modes(frozenset()):
+                problem = _problem(partial(_module_value, module, own, *calls[name]), padding)
             if problem:
                 wrong[name] = f"'{name or 'model'}' ({type(module).__name__}) {problem}"
     inner = [name for name in wrong if not any(other != name and _within(other, name) for other in wrong)]
     if inner:
         return wrong[inner[0]]
-    at = {"outputs": outputs.detach()}
-    problem = _problem(lambda: (at, lambda at: task.output_losses(at["outputs"], targets).sum()))
-    return f"the loss {problem}" if problem else "PyTorch's second derivative of the model with its loss is wrong"
+    problem = _problem(partial(_loss_value, task, outputs, targets))
+    if problem or isinstance(outputs, Tensor):
+        return f"the loss {problem}" if problem else "PyTorch's second derivative of the model with its loss is wrong"
+    return "the model has several outputs, and Gauss-Newton products are those of a single one"
 
 
 def _forward(task: Task, params: Params, batch: Any) -> tuple[dict[str, tuple[tuple, dict]], Tensor, Any]:
@@ -78,6 +80,19 @@ def _module_value(module: nn.Module, own: Params, args: tuple, kwargs: dict) -> 
         generator = torch.Generator().manual_seed(0)
         mixed = [torch.randn(r.shape[-1:], generator=generator, dtype=r.dtype).to(r.device) * r for r in results]
         return sum((one.sum() + one.square().sum() for one in mixed), torch.zeros((), dtype=torch.float64))
+
+    return at, value
+
+
+def _loss_value(task: Task, outputs: Any, targets: Any) -> tuple[Params, Callable]:
+    """Return a point and the sum of the losses, as a function of the model's outputs."""
+    at = {f"out.{i}": leaf.detach() for i, leaf in enumerate(filter(_is_real, batches.leaves(outputs)))}
+
+    def value(point: Params) -> Tensor:
+        moving = iter(point[f"out.{i}"] for i in range(len(at)))
+        return task.output_losses(
+            batches.map_leaves(lambda leaf: next(moving) if _is_real(leaf) else leaf, outputs), targets
+        ).sum()
 
     return at, value
 
@@ -151,7 +166,7 @@ def _product(function: Callable[[], Params]) -> Params | str:
     """Compute the product, or return PyTorch's error message if there is none."""
     try:
         with WrittenOut():
-            return function()
+            return each(Tensor.detach, function())  # of tied weights, which belong to another module too
     except (RuntimeError, NotImplementedError) as error:
         return str(error).splitlines()[0].rstrip(".")
 

@@ -61,11 +61,23 @@ def _multi_margin_loss(
     return missing if weight is None else missing * weight[targets]
 
 
+def _returned(function: Callable) -> Callable:
+    """Wrap a function so that ``out=`` is written to afterwards: ``vmap`` has no rule for it (``spectral_norm``)."""
+
+    def call(*args: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+        result = function(*args, **options)
+        return result if out is None else out.copy_(result)
+
+    return call
+
+
 PARTS: dict[Callable, Callable] = {
     torch._weight_norm: _weight_norm,
     F.hardsigmoid: _hardsigmoid,
     F.embedding_bag: _embedding_bag,
     F.multi_margin_loss: _multi_margin_loss,
+    F.normalize: _returned(F.normalize),
+    torch.div: _returned(torch.div),
 }
 
 

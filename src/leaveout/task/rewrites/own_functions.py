@@ -140,12 +140,9 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     return outputs[0] if note.single else tuple(outputs)
 
 
-def _once(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Wrap a checkpointed layer; under a transform nothing is recomputed."""
-    if torch._C._are_functorch_transforms_active():
-        yield
-    else:
-        yield from RECOMPUTED(*args, **kwargs)
+def _once(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    """Wrap a checkpointed layer without recomputing it: in the backward pass, the weights given are no longer there."""
+    yield
 
 
 def _is_old(function: type[Function]) -> bool:
