@@ -372,8 +372,7 @@ class Recorder:
         """Return what is stored of the current state, and its bytes; ``copied`` may hold copies of the parameters."""
         given = partial(step_gradients, self._params, self._moving.now, alike=self._settings.places is None)
         state = self._storage.stored(self._steps, given, self._settings.hypers, partial(self._state, copied))
-        size = self._storage.size(state)
-        self._keep.note(self._steps, size)
+        self._keep.note(self._steps, size := self._storage.size(state))
         return state, size
 
     def _settle(self) -> None:
