@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.func import jvp
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -128,3 +129,32 @@ def test_a_smooth_model_has_the_same_scores_with_and_without_kinks(tmp_path):
             estimator(kinks=kinks).score(run, task, task.train_set).values for kinks in (True, False)
         )
         assert torch.equal(with_kinks, without)
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_with_batch_norm_and_clipping_both_directions_are_one(tmp_path, clip):
+    """There examples leave the batch's statistics too, which is read without kinks."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)]
+    model = nn.Sequential(*layers).double()
+    train_set, query = (
+        TensorDataset(torch.randn(size, 5, dtype=torch.float64), torch.randint(3, (size,))) for size in (24, 6)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
+    for _ in range(3):
+        for x, y in recorder.watch(torch.utils.data.DataLoader(train_set, batch_size=6, shuffle=True)):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    run, task = recorder.finish(), lo.Task(model, nn.CrossEntropyLoss(), train_set, clip_norm=clip)
+    forward, backward = (
+        lo.SGDIE(direction=direction, kinks=True).score(run, task, query).values
+        for direction in ("forward", "backward")
+    )
+    each = lo.SGDIE(kinks=True).score(run, task, query, queries="each").values.mean(1, keepdim=True)
+    assert torch.allclose(forward, backward, rtol=1e-6, atol=1e-9 * float(backward.abs().max()))
+    assert torch.allclose(each, backward, rtol=1e-6, atol=1e-9 * float(backward.abs().max()))
+    assert not torch.allclose(lo.SGDIE().score(run, task, query).values, backward, rtol=1e-3)

@@ -99,6 +99,10 @@ class Curvature:
         self.gradient, changes = weighted_changes(*self._of_batch, stacks, self.chunk, self.kind)
         return changes
 
+    def shifts(self, like: Params, added: Float[Tensor, "vectors batch"]) -> Params:
+        """Compute (1/|Z|) Σ ẇ_z g(z) for every row of changes ẇ; ``like`` is a stack of as many vectors."""
+        return self.changes(each(torch.zeros_like, like), torch.ones_like(added), added)
+
     def example_products(self, examples: Batch, vectors: Params) -> tuple[Params, Params]:
         """Compute g(z) and C(z)·v for every example, each with a vector of its own, or all with one."""
         return example_products(*self._of_examples(examples), vectors, self.chunk, self.kind)
@@ -191,6 +195,18 @@ class KinkedHessian(Hessian):
     """
 
     leaps = True
+
+    def reads(self, vectors: Params) -> Float[Tensor, "vectors batch"]:
+        """Compute ⟨a, g_z⟩/|Z| for every vector a, without kinks."""
+        return self._plain.reads(vectors)
+
+    def shifts(self, like: Params, added: Float[Tensor, "vectors batch"]) -> Params:
+        """Compute (1/|Z|) Σ ẇ_z g(z) for every row of changes, without kinks."""
+        return self._plain.shifts(like, added)
+
+    @cached_property
+    def _plain(self) -> Hessian:
+        return Hessian(self.task, self.params, self.batch, self.chunk, self._examples, self.threads)
 
     @property
     def _of_batch(self) -> tuple[Task, Params, Batch]:

@@ -225,8 +225,7 @@ class LinearStep:
         curved = self._damped(self.curvature.changes(vectors, weights, torch.zeros_like(added)))
         if not added.any():
             return self._path(curved)
-        still = each(torch.zeros_like, vectors)
-        return self._path(each(torch.add, curved, self.curvature.changes(still, weights, added)))
+        return self._path(each(torch.add, curved, self.curvature.shifts(vectors, added)))
 
     def _damped(self, change: Params) -> Params:
         """Return how much of a change of the batch gradient counts, if the gradient changes in leaps."""
