@@ -1,6 +1,7 @@
 """The field's protocols against brute force: plain loops over retrained models, and scikit-learn."""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -123,6 +124,14 @@ def test_detection_is_that_of_scikit_learn(ties):
         with pytest.raises(lo.InputError) as error:
             lo.metrics.auc([0.1, 0.2], wanted)
         assert error.value.code == "wanted-not-two-kinds"
+
+
+def test_without_helpful_examples_no_prediction_flips():
+    problem, scores = scored()
+    harmful = replace(scores, values=-scores.values.abs())
+    measured = lo.metrics.brittleness(harmful, problem.run, problem.task, problem.query)
+    assert measured.table["removed"].isna().all()
+    assert str(measured).startswith(f"0 of {len(scores.query_ids)} predictions flip")
 
 
 def test_brittleness_is_where_retraining_flips_the_prediction():

@@ -109,7 +109,7 @@ class _Flip(NamedTuple):
 
 def _flips(predict: _Predictions, before: list[int], helpful: dict[int, list[int]]) -> dict[int, _Flip]:
     """Find by bisection how few of its helpful examples flip each prediction; queries that do not flip have none."""
-    after = predict.without(helpful)
+    after = predict.without(helpful) if helpful else []
     flips = {query: _Flip(len(helpful[query]), now) for query, now in after if now != before[query]}
     too_few = dict.fromkeys(flips, 0)
     while left_out := {
