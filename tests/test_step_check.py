@@ -82,6 +82,15 @@ def test_a_clipped_first_step_of_adam_is_refused(method: lo.Estimator, keep: str
         method.score(run, task, task.train_set)
 
 
+def test_clipping_that_the_loop_did_not_do_is_named(tmp_path: Path) -> None:
+    run, task, _ = trained(tmp_path / "run", "adam")
+    clipping = lo.Task(task.model, task.loss, task.train_set, clip_norm=0.05)
+    with pytest.raises(
+        lo.MismatchError, match=r"before clipping: the loop did not clip it\. Give the Task no clip_norm"
+    ):
+        lo.SGDIE().score(run, clipping, task.train_set)
+
+
 def test_a_check_does_not_call_it_rounding(tmp_path: Path) -> None:
     run, task, _ = trained(tmp_path / "run", "adamw", change=clipped, dtype=torch.float32)
     honest, same, _ = trained(tmp_path / "honest", "adamw", dtype=torch.float32)

@@ -49,11 +49,12 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
 
 def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
     """Describe the difference, with likely causes in order, and what to do."""
-    hypers, buffers = recorded.record.hypers, rule.assigned
-    clipped = rule.clipped(rule.received(recomputed, hypers))
+    hypers, buffers, clip = recorded.record.hypers, rule.assigned, rule.clip
+    received = rule.received(recomputed, hypers)
+    clipped = rule.clipped(received)
     moving = [n for n, g in rule.groups.items() if not hypers[g].get(STILL) and not hypers[g].get(IDLE)]
     rule = rule.extended(None, ()).restricted(moving)  # the optimizer alone: the gradient it received is compared
-    clipped = {name: clipped[name] for name in moving}
+    received, clipped = ({name: gradient[name] for name in moving} for gradient in (received, clipped))
     used = consumed_gradient(rule, recorded.before, recorded.after, recorded.record.hypers)
     if used is None or not all(bool(torch.isfinite(tensor).all()) for tensor in used.values()):
         return REMEDY
@@ -71,6 +72,11 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
             f"The gradient that was used is the recomputed one, but buffers that training moves ({buffers[0]!r}) are "
             "elsewhere: was the model called in training mode for something other than a step? Call model.eval() "
             "before it is evaluated, or record up to there as a run of its own."
+        )
+    if clip is not None and distance(used, received) <= 1e-3 * norm(received):
+        return (
+            "The gradient that was used is the recomputed one before clipping: the loop did not clip it. Give the Task "
+            "no clip_norm or clip_value, or the ones of the loop."
         )
     return _compared(used, clipped, len(recorded.record.ids), _divisor(recorded)) + _hooks(recorded.trained.model)
 
