@@ -21,6 +21,7 @@ from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.rewrites.missing_rules import Batched, plain_attention
 from leaveout.task.rewrites.own_functions import transformable
+from leaveout.task.rewrites.whole_masks import whole_masks
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
 
@@ -114,6 +115,7 @@ class Called(nn.Module):
             sdpa_kernel(SDPBackend.MATH) if not _casting(swapped) else nullcontext(),
             plain_attention(),
             transformable(),
+            whole_masks() if not _casting(swapped) else nullcontext(),
             batched if self.recurrent else nullcontext(),
             self.modes(training),
             self._without_backward_hooks(),
