@@ -271,6 +271,34 @@ def verify(
             are not: 48 more replays for every size that is tried; by default if these take no more than two minutes.
         resources: memory budget and progress.
     """
+    left = _checked(scores, replays, moves)
+    exact = scores.all_exact and scores.run_fingerprint == run.fingerprint and moves != 0
+    extreme, random = chosen(scores, replays, seed)
+    rows, question = extreme + random, Question(run, task, query, resources=resources or Resources())
+    estimates = scores.mean()[rows].double().cpu().numpy()
+    truth, spent = (estimates, Cost()) if exact else _true(scores, rows, question)
+    table = pd.DataFrame(
+        {"score": estimates, "truth": truth, "sample": ["extreme"] * len(extreme) + ["random"] * len(random)},
+        index=pd.Index([scores.train_ids[row] for row in rows], name="train"),
+    )
+    check = _compared(table, scores, left)
+    check = replace(check, cost=spent, run_fingerprint=run.fingerprint, exact=exact)
+    if moves is None:
+        moves = MOVES if exact or check.verdict in (Verdict.HINT, Verdict.NONE) else 0
+    if not moves:
+        return check
+    for number in range(1, moves + 1):
+        moved = Replay(move=seed + number, jitter=jitter)
+        table[f"{MOVE}{number}"], cost = _true(scores, rows, question, moved)
+        spent = spent + cost
+    if groups is None:
+        groups = spent.seconds / (len(rows) * (moves + (not exact))) * 2 * GROUPS <= AFFORDABLE
+    ceiling, cost = ceiling_of(table, scores, question, seed, jitter, sizes=groups)
+    return replace(check, cost=spent + cost, ceiling=ceiling)
+
+
+def _checked(scores: Scores, replays: int, moves: int | None) -> int:
+    """Refuse what cannot be compared; return how many scores are left to compare with replays."""
     if not isinstance(scores, Scores):
         raise InputError(
             f"Scores are needed first, not {kind_of(scores)}: call verify(scores, run, task, query).",
@@ -284,43 +312,27 @@ def verify(
         )
     if moves is not None and not is_whole(moves, 0):
         raise InputError(f"moves={moves!r} must be a whole number, 0 or more, or None.", code="moves-not-a-count")
-    exact = scores.all_exact and scores.run_fingerprint == run.fingerprint and moves != 0
     if (left := len(comparable(scores))) < 2 * MINIMUM:
         raise InputError(
             f"Only {left} of the {len(scores.train_ids)} scores are estimates, too few to compare rankings: "
             f"refine(..., top={len(scores.train_ids)}) makes them exact too.",
             code="too-few-estimates",
         )
-    replaced = len(scores.train_ids) - left
-    extreme, random = chosen(scores, replays, seed)
-    rows, question = extreme + random, Question(run, task, query, resources=resources or Resources())
-    estimates = scores.mean()[rows].double().cpu().numpy()
-    truth, spent = (estimates, Cost()) if exact else _true(scores, rows, question)
-    table = pd.DataFrame(
-        {"score": estimates, "truth": truth, "sample": ["extreme"] * len(extreme) + ["random"] * len(random)},
-        index=pd.Index([scores.train_ids[row] for row in rows], name="train"),
-    )
+    return left
+
+
+def _compared(table: pd.DataFrame, scores: Scores, left: int) -> Check:
+    """Compare each sample's scores with the truth; ``left`` is how many scores there are to choose samples from."""
     samples = dict(iter(table.groupby("sample")))
     agreement = {name: compare(part["score"], part["truth"]) for name, part in samples.items()}
-    if len(rows) < left:
+    if len(table) < left:
         agreement = {name: part.of_a_sample() for name, part in agreement.items()}
     # Scores that are not changes of the loss are compared by their order only.
     effect = scores.is_effect
     spread = {str(name): float(part["truth"].std()) if effect else math.nan for name, part in samples.items()}
-    parts, counts = (agreement["extreme"], agreement["random"]), (replaced, len(scores.query_ids))
-    check = Check(*parts, spread, table, scores.method, spent, run.fingerprint, None, exact, *counts)
-    if moves is None:
-        moves = MOVES if exact or check.verdict in (Verdict.HINT, Verdict.NONE) else 0
-    if not moves:
-        return check
-    for number in range(1, moves + 1):
-        moved = Replay(move=seed + number, jitter=jitter)
-        table[f"{MOVE}{number}"], cost = _true(scores, rows, question, moved)
-        spent = spent + cost
-    if groups is None:
-        groups = spent.seconds / (len(rows) * (moves + (not exact))) * 2 * GROUPS <= AFFORDABLE
-    ceiling, cost = ceiling_of(table, scores, question, seed, jitter, sizes=groups)
-    return replace(check, cost=spent + cost, ceiling=ceiling)
+    by_sample = (agreement["extreme"], agreement["random"], spread)
+    replaced, queries = len(scores.train_ids) - left, len(scores.query_ids)
+    return Check(*by_sample, table, scores.method, Cost(), replaced=replaced, queries=queries)
 
 
 def _true(

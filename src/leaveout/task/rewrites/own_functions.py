@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
-from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils import checkpoint
+
+from leaveout._util.patching import Patch
 
 Place: TypeAlias = tuple[str, Any]
 """Where a saved value is found: ("input", i), ("output", i), or ("value", it) for a value that is not a tensor."""
@@ -103,28 +103,15 @@ def _place(value: Any, values: Sequence[Any]) -> int | None:
 
 
 APPLY, RECOMPUTED = Function.__dict__["apply"], checkpoint._checkpoint_without_reentrant_generator
-_LOCK, _within = Lock(), 0
 
 
-@contextmanager
-def transformable() -> Iterator[None]:
-    """Make functions of the old style, functions that write to inputs, and checkpoints transformable in this context.
-
-    Several threads may be inside at once: the last one to leave restores PyTorch's own functions.
-    """
-    _enter(1)
-    try:
-        yield
-    finally:
-        _enter(-1)
+def _put(inside: bool) -> None:
+    Function.apply = classmethod(_apply) if inside else APPLY  # type: ignore[assignment]
+    checkpoint._checkpoint_without_reentrant_generator = _once if inside else RECOMPUTED
 
 
-def _enter(change: int) -> None:
-    global _within
-    with _LOCK:
-        _within += change
-        Function.apply = classmethod(_apply) if _within else APPLY  # type: ignore[assignment]
-        checkpoint._checkpoint_without_reentrant_generator = _once if _within else RECOMPUTED
+transformable = Patch(_put).inside
+"""A context that makes functions of the old style, functions that write to inputs, and checkpoints transformable."""
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
