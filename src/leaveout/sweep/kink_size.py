@@ -20,7 +20,7 @@ LARGEST = 0.4
 """The size from which kinks are left without curvature."""
 
 LARGEST_DIVIDED = 0.07
-"""The same for steps that divide by a root, as Adam's do: these add up over a run where the gradient's shrink."""
+"""The same for steps that divide by a root, as Adam's do; both were chosen by measurement (``leaveout reproduce``)."""
 
 STEPS = 8
 """The number of steps that are examined."""

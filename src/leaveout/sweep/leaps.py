@@ -15,7 +15,7 @@ from leaveout.optim import Rule
 from leaveout.trajectory.recorded_step import RecordedStep
 
 LEAP = 0.3
-"""κ over the root mean square of a parameter's gradients: a third of it ranks digits as well, but others worse."""
+"""κ over the root mean square of a parameter's gradients."""
 
 
 def dampings(rule: Rule, recorded: RecordedStep) -> Params:

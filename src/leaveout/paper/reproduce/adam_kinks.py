@@ -9,7 +9,7 @@ import pandas as pd
 
 from leaveout.estimators import ACC, SGDIE, Estimator
 from leaveout.paper.reproduce import kinks
-from leaveout.paper.reproduce.kinks import PAIR, compared, gained, plotted, tabulated
+from leaveout.paper.reproduce.kinks import PAIR, compared, gained, plotted, runs, tabulated
 from leaveout.paper.reproduce.plots import Plot
 from leaveout.paper.reproduce.spec import Row, Settings, Spec
 from leaveout.sweep.kink_size import LARGEST_DIVIDED
@@ -42,8 +42,7 @@ METHODS: dict[str, Estimator] = {
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
     """List a run for each seed and network."""
-    small = {"n": 60, "epochs": 2, "batch": 20} if quick else {}
-    return [{**own, **small, "network": name, "seed": seed} for seed in range(seeds) for name, own in NETWORKS.items()]
+    return runs(NETWORKS, seeds, quick)
 
 
 def compute(settings: Settings) -> list[Row]:

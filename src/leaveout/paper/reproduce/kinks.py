@@ -54,8 +54,13 @@ CHOSEN_ON = 2
 
 def cells(seeds: int, quick: bool) -> Sequence[Settings]:
     """List a run for each seed and network."""
+    return runs(NETWORKS, seeds, quick)
+
+
+def runs(networks: Mapping[str, Settings], seeds: int, quick: bool) -> Sequence[Settings]:
+    """List a run for each seed and each of these networks."""
     small = {"n": 60, "epochs": 2, "batch": 20} if quick else {}
-    return [{**own, **small, "network": name, "seed": seed} for seed in range(seeds) for name, own in NETWORKS.items()]
+    return [{**own, **small, "network": name, "seed": seed} for seed in range(seeds) for name, own in networks.items()]
 
 
 @contextmanager
