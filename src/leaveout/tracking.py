@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from leaveout._util.files import csv_text
 from leaveout.errors import InputError
 from leaveout.evaluate.verify import Check
 from leaveout.scores import Scores
@@ -78,7 +79,7 @@ def to_mlflow(
     for name, words in _words(scores, check).items():
         client.set_tag(run_id, name, words)
     for kind, table in _tables(scores, k).items():
-        client.log_text(run_id, table.to_csv(), f"{NAME}/{kind}.csv")
+        client.log_text(run_id, csv_text(table), f"{NAME}/{kind}.csv")
     if page is not None:
         client.log_artifact(run_id, str(page), NAME)
 

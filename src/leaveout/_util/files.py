@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 20
 
+FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
+"""How a text begins that a spreadsheet may take for a formula; the page's own export (``dom.js``) has the same."""
+
 
 def cache_directory() -> Path:
     """Return the path of this user's cache, which need not exist yet."""
@@ -39,7 +43,7 @@ def cache_directory() -> Path:
 
 def write_text(file: Path, text: str) -> None:
     """Write a text file atomically."""
-    write_opened(file, lambda opened: opened.write(text.encode()))
+    write_opened(file, lambda opened: opened.write(text.encode("utf-8", "replace")))  # lone surrogates
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
@@ -116,8 +120,26 @@ def save_text(file: Path, text: str) -> None:
 def save_csv(file: str | Path, table: pd.DataFrame, *, overwrite: bool) -> Path:
     """Write a table to a CSV file, which must not exist unless it may be overwritten."""
     path = free(file, overwrite=overwrite)
-    save_text(path, table.to_csv())
+    save_text(path, csv_text(table))
     return path
+
+
+def csv_text(table: pd.DataFrame) -> str:
+    """Write a table as CSV in which no text is a formula: such a cell begins with an apostrophe, as on the page.
+
+    Numbers stay numbers; names of rows and columns are texts too. Lines end as RFC 4180 has it: Python's writer quotes
+    only those line ends in a cell that are part of its own.
+
+    >>> import pandas as pd
+    >>> csv_text(pd.DataFrame({"why": ["=1+1", "it is"], "score": [-0.5, 1]})).splitlines()
+    [',why,score', "0,'=1+1,-0.5", '1,it is,1.0']
+    """
+    guarded = table.apply(lambda column: column if column.dtype.kind in "biufc" else column.map(_no_formula))
+    return guarded.rename(index=_no_formula, columns=_no_formula).to_csv(lineterminator="\r\n")
+
+
+def _no_formula(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
 
 
 def check_writable(file: Path) -> None:

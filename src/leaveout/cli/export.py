@@ -9,7 +9,7 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from leaveout._util.files import save_text
+from leaveout._util.files import csv_text, save_text
 from leaveout.cli.app import AsJson, ResultsOption, console, opened, print_json
 from leaveout.cli.auto import AUTO
 from leaveout.cli.commands import app
@@ -47,7 +47,7 @@ def export(
         raise typer.BadParameter(f"{target} must end in {', '.join(FORMATS)}.", param_hint="--out")
     table = gathered(recorded, paths)
     text = _written(table, target.suffix)
-    if not target.exists() or target.read_text(encoding="utf-8") != text:
+    if not target.exists() or target.read_bytes() != text.encode("utf-8", "replace"):
         if target.exists() and not again:
             raise InputError(
                 f"{target} exists already and holds something else: give --again to replace it, or another name with "
@@ -98,7 +98,7 @@ def gathered(run: Run, paths: RunPaths) -> pd.DataFrame:
 
 def _written(table: pd.DataFrame, suffix: str) -> str:
     if suffix == ".csv":
-        return table.to_csv()
+        return csv_text(table)
     rows = table.reset_index().astype(object)
     records = rows.where(rows.notna(), None).to_dict("records")
     if suffix == ".json":
