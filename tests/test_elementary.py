@@ -24,6 +24,12 @@ x = torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual
 ALL = torch.tensor([[1, 0, 3, 2, 1], [0, 0, 1, 3, 3], [2, 1, 0, 3, 1]])
 SOME = ALL.where(ALL != 3, -100)
 
+HIDDEN = torch.tensor([[0, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
+"""The keys of each row that a mask hides: all of the second's, as of an empty text."""
+
+torch.manual_seed(0)
+ATTENTION = nn.MultiheadAttention(5, 1, batch_first=True, dtype=torch.float64).requires_grad_(False)
+
 FUNCTIONS = {
     "layer norm": lambda t: F.layer_norm(t, (4, 5), x[0] + 1, x[1]),
     "layer norm without weights": lambda t: F.layer_norm(t, (5,), eps=1e-3),
@@ -36,6 +42,16 @@ FUNCTIONS = {
     "attention": lambda t: F.scaled_dot_product_attention(t, t.sin(), t.cos()),
     "causal attention": lambda t: F.scaled_dot_product_attention(t, t.sin(), t.cos(), is_causal=True, scale=0.3),
     "masked attention": lambda t: F.scaled_dot_product_attention(t, t.sin(), t, attn_mask=x[0] @ x[1].T > 0),
+    "attention of an empty text": lambda t: F.scaled_dot_product_attention(t, t.sin(), t, ~HIDDEN[:, None]),
+    "attention of an empty text, added": lambda t: F.scaled_dot_product_attention(
+        t, t.sin(), t, torch.zeros(3, 1, 4, dtype=t.dtype).masked_fill(HIDDEN[:, None], -torch.inf)
+    ),
+    "attention in groups": lambda t: F.scaled_dot_product_attention(
+        t.expand(2, 3, 4, 5).transpose(0, 1), t[:, None].sin(), t[:, None], enable_gqa=True
+    ),
+    "attention module with an empty text": lambda t: ATTENTION(
+        t, t.sin(), t, key_padding_mask=HIDDEN, need_weights=False
+    )[0],
 }
 
 

@@ -162,23 +162,44 @@ def test_the_first_steps_of_adam_are_not_taken_for_growth(tmp_path: Path) -> Non
 # Derivatives that break
 
 
-@pytest.mark.parametrize("method", [lo.SGDIE(), lo.ACC("exact"), lo.ACC("free")], ids=lambda m: m.name)
-def test_a_second_derivative_that_is_not_finite_names_step_and_example(method: lo.Estimator, tmp_path: Path) -> None:
+class Beside(nn.Module):
+    """A linear model, and BatchNorm beside it, so that no example's derivative can be taken alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 1, bias=False), nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).flatten() + 0 * self.norm(x).sum(1)
+
+
+def rough_run(model: nn.Module, tmp_path: Path) -> tuple[lo.Run, lo.Task, TensorDataset]:
     """|w·x|^1.5 has no second derivative at zero, where the third example is; its gradient there is zero."""
     x = torch.ones(6, 2)
     x[3] = 0
     data = TensorDataset(x, torch.zeros(6))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Flatten(0))
     task = lo.Task(model, lambda out, y: (out - y).abs().pow(1.5), data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     plan = [[0, 1], [2, 3], [4, 5]]
     with lo.Recorder(tmp_path / "run", model, optimizer) as recorder:
         for ids in plan:
             optimizer.zero_grad()
-            task.losses(task.parameters(), task.read(ids)).mean().backward()
             recorder.step(ids)
+            model(x[ids]).abs().pow(1.5).mean().backward()
             optimizer.step()
-        run = recorder.finish()
+        return recorder.finish(), task, data
+
+
+@pytest.mark.parametrize("method", [lo.SGDIE(), lo.ACC("exact"), lo.ACC("free")], ids=lambda m: m.name)
+def test_a_second_derivative_that_is_not_finite_names_step_and_example(method: lo.Estimator, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    run, task, data = rough_run(nn.Sequential(nn.Linear(2, 1, bias=False), nn.Flatten(0)), tmp_path)
     with refused(lo.MismatchError, "sweep-overflow", "At step 1", "example 3's loss"):
         method.score(run, task, data)
+
+
+def test_a_second_derivative_that_is_not_finite_is_not_called_growth(tmp_path: Path) -> None:
+    run, task, data = rough_run(Beside(), tmp_path)
+    with refused(lo.MismatchError, "sweep-overflow", "At step 1", "(2, 3)", "no second derivative") as caught:
+        lo.SGDIE().score(run, task, data)
+    assert "learning rate" not in str(caught.value)

@@ -22,6 +22,7 @@ class Texts(torch.utils.data.Dataset):
         words = torch.randint(3, 20, (8, 6), generator=order)
         mask = torch.ones_like(words)
         mask[4:, 4:] = 0
+        mask[6] = 0  # an empty text
         self.columns = {"input_ids": words * mask, "attention_mask": mask, "labels": torch.arange(8) % 2}
 
     def __len__(self) -> int:

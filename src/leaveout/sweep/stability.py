@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp
 
 from leaveout._util.trees import PARAM, Params, State
 from leaveout.errors import LeaveoutWarning, MismatchError
-from leaveout.task import batches
-from leaveout.task.batches import Batch
+from leaveout.task.derivatives import directional
 from leaveout.task.task import Task
+from leaveout.task.training_batch import Picked, has_shared_draws, take
 from leaveout.trajectory.recorded_step import RecordedStep
 
 LIMIT = 1000.0
@@ -78,17 +76,20 @@ class Growth:
         )
 
     def _broken(self, recorded: RecordedStep) -> str:
-        """Say what made a vector overflow: an example, or the growth so far."""
-        index = recorded.record.index
-        blamed = blame(self._task, recorded)
-        if blamed:
+        """Say what made a vector overflow: an example's derivative that is not a number, or the growth so far."""
+        index, cure = recorded.record.index, "use TracIn() or Replay(), or score an earlier part of the run (run.head)"
+        if blamed := blame(self._task, recorded):
+            others = f", and of {len(blamed) - 1} more in its batch" if len(blamed) > 1 else ""
             return (
-                f"At step {index} the derivatives of example {blamed[0]}'s loss are NaN or infinite"
-                f"{f', and of {len(blamed) - 1} more in its batch' if len(blamed) > 1 else ''}: look at that example, "
-                "use TracIn() or Replay(), or score an earlier part of the run (run.head)."
+                f"At step {index} the derivatives of example {blamed[0]}'s loss are NaN or infinite{others}: look at "
+                f"that example, {cure}."
             )
-        grown = f" {self._sentence()}." if self._most > LIMIT else ""
-        return f"The recurrence overflowed at step {index}.{grown} Please {REMEDY}"
+        if self._most > LIMIT:
+            return f"The recurrence overflowed at step {index}. {self._sentence()}. Please {REMEDY}"
+        return (
+            f"At step {index} the derivative of the step is NaN or infinite, although nothing has grown before: an "
+            f"example of its batch ({_some(recorded.record.ids.tolist())}) has no second derivative; {cure}."
+        )
 
 
 REMEDY = (
@@ -98,24 +99,27 @@ REMEDY = (
 
 
 def blame(task: Task, recorded: RecordedStep) -> list[int]:
-    """Name the examples of a step's batch whose loss has a first or second derivative that is not finite."""
+    """Name the examples of a step's batch whose loss has a first or second derivative that is not finite.
+
+    Nobody is named where the examples of a batch cannot be told apart.
+    """
+    if task.coupled or has_shared_draws(recorded.batch):
+        return []
     ids = recorded.record.ids.tolist()
-    return [
-        example
-        for i, example in enumerate(ids)
-        if not _is_smooth(task, recorded.params, batches.pick(recorded.batch, i))
-    ]
+    return [example for i, example in enumerate(ids) if not _is_smooth(task.quiet(), recorded, i)]
 
 
-def _is_smooth(task: Task, params: Params, example: Batch) -> bool:
-    def gradient(at: Params) -> Params:
-        return grad(task.example_loss)(at, example)
+def _is_smooth(task: Task, recorded: RecordedStep, place: int) -> bool:
+    """Say whether the product that sweeps take, along ones, is finite for this example of the batch alone."""
+    example = take(recorded.batch, torch.tensor([place]))
+    example = example.groups[0] if isinstance(example, Picked) else example
+    vector = {name: torch.ones_like(tensor) for name, tensor in task.variables(recorded.params).items()}
+    _, curved, reads = directional(task, recorded.params, example, vector)
+    return all(bool(torch.isfinite(tensor).all()) for tensor in (reads, *curved.values()))
 
-    ones = {name: torch.ones_like(tensor) for name, tensor in params.items()}
-    parts = [gradient(params)]
-    with suppress(RuntimeError, NotImplementedError):  # an operation without forward mode
-        parts.append(jvp(gradient, (params,), (ones,))[1])
-    return all(bool(torch.isfinite(tensor).all()) for part in parts for tensor in part.values())
+
+def _some(ids: list[int]) -> str:
+    return ", ".join(map(str, ids[:5])) + (", ..." if len(ids) > 5 else "")
 
 
 def _starts(recorded: RecordedStep) -> bool:

@@ -24,7 +24,7 @@ class Elementary(WrittenOut):
     """A context in which these functions are computed from elementary operations, the same up to rounding."""
 
     @property
-    def functions(self) -> dict[Callable, Callable[..., Tensor | None]]:
+    def functions(self) -> dict[Callable, Callable[..., Any]]:
         """The functions, each with what is computed in its place."""
         return FUNCTIONS
 
@@ -95,28 +95,46 @@ def _cross_entropy(
     return torch.where(kept, (total.log() + shift - chosen).squeeze(-1), 0.0)
 
 
-def _attention(
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor | None:
+    """Compute softmax(q kᵀ/√d + mask) v; return None for dropout."""
+    both = _weighing(query, key, value, *args, **options)
+    return None if both is None else both[0]
+
+
+def _weighing(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    **options: Any,
-) -> Tensor | None:
-    """Compute softmax(q kᵀ/√d) v; return None for dropout, and for masks, which may exclude every key of a query."""
-    if attn_mask is not None or dropout_p or options.get("enable_gqa") or min(query.ndim, key.ndim, value.ndim) < 2:
+    *_dropout_mask: Any,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """Compute the same, and the softmax; both are zero where a mask hides every key, as in an empty text."""
+    if dropout_p or min(query.ndim, key.ndim, value.ndim) < 2:
         return None
-    scale = options.get("scale")
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
     if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores + torch.zeros_like(later, dtype=scores.dtype).masked_fill(later, -torch.inf)
-    powers, total, _ = _exponentials(scores, -1)
-    return (powers / total) @ value
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is None:
+        powers, total, _ = _exponentials(scores, -1)
+    else:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -torch.inf)
+        scores = scores + attn_mask
+        shift = scores.detach().amax(-1, keepdim=True)
+        powers = (scores - shift.masked_fill(shift == -torch.inf, 0.0)).exp()
+        total = powers.sum(-1, keepdim=True)
+        total = total.masked_fill(total == 0, 1.0)
+    weights = powers / total
+    return weights @ value, weights
 
 
-FUNCTIONS: dict[Callable, Callable[..., Tensor | None]] = {
+FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
     F.softmax: _softmax,
@@ -124,6 +142,7 @@ FUNCTIONS: dict[Callable, Callable[..., Tensor | None]] = {
     Tensor.softmax: _softmax,
     F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _attention,
+    torch._scaled_dot_product_attention_math: _weighing,  # of attention with dropout
 }
 
 
@@ -134,7 +153,7 @@ class Quicker(Elementary):
     """
 
     @property
-    def functions(self) -> dict[Callable, Callable[..., Tensor | None]]:
+    def functions(self) -> dict[Callable, Callable[..., Any]]:
         """The functions, each with what is computed in its place."""
         return QUICKER
 

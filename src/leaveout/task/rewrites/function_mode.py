@@ -34,19 +34,19 @@ class FunctionMode(TorchFunctionMode):
         handler = self._handlers.get(function)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
-        if getattr(function, "__module__", None) not in OPENED or (opened := _opened(function)) is None:
+        if getattr(function, "__module__", None) not in OPENED or (inner := opened(function)) is None:
             return function(*args, **(kwargs or {}))
         with self:
-            return opened(*args, **(kwargs or {}))
+            return inner(*args, **(kwargs or {}))
 
 
 @cache
-def _opened(function: Any) -> Callable | None:
+def opened(function: Any) -> Callable | None:
     """Return the function without its guards, so that it runs instead of calling the mode; None if it has none."""
     if not isinstance(function, types.FunctionType):
         return None
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    inner = [_opened(value) if isinstance(value, types.FunctionType) else None for value in cells]
+    inner = [opened(value) if isinstance(value, types.FunctionType) else None for value in cells]
     if not any(inner) and not set(GUARDS) & set(function.__code__.co_names):
         return None
     names = {**function.__globals__, **dict.fromkeys(GUARDS, _never)}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from leaveout.task.batches import leaves
+from leaveout.task.rewrites.function_mode import opened
 from leaveout.task.rewrites.packing import numbers, packed, unpacked
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -24,6 +25,10 @@ class WrittenOut(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Of functions that call others, this one calls attention.
+        if function is F.multi_head_attention_forward and (inner := opened(function)):
+            with self:
+                return inner(*args, **(kwargs or {}))
         return PARTS.get(function, function)(*args, **(kwargs or {}))
 
 
