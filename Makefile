@@ -43,8 +43,8 @@ docs: $(TOOLS)  ## the documents as a site in site/, without network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
-bench: $(READY)
-	$(BIN)/leaveout bench
+bench: $(TOOLS)
+	$(BIN)/python -m experiments bench
 
 screenshots: $(TOOLS)  ## the documents' pictures of the report; needs chromium
 	$(BIN)/python tests/screenshots.py docs/report
@@ -54,8 +54,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	@touch $@
 
-$(TOOLS): $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+$(TOOLS): $(READY) experiments/requirements.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]' -r experiments/requirements.txt
 	@touch $@
 
 clean:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,8 +83,14 @@ class Done:
 class Shell:
     """A working directory in which commands are run."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._patch, self._capture = folder, monkeypatch, capsys
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        program: Callable[[], object] = entry,
+    ) -> None:
+        self.folder, self._patch, self._capture, self._program = folder, monkeypatch, capsys, program
         monkeypatch.chdir(folder)
 
     def __call__(self, *args: str) -> Done:
@@ -97,7 +104,7 @@ class Shell:
         self._patch.setattr(LeaveoutError, "__init__", noted)
         self._capture.readouterr()
         try:
-            entry()
+            self._program()
         except SystemExit as end:
             code = int(end.code or 0)
         else:

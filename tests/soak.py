@@ -27,9 +27,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
+from experiments.reproduce import runner
+from experiments.reproduce.spec import Row, Settings, Spec
 from leaveout.cli import entry
-from leaveout.paper.reproduce import runner
-from leaveout.paper.reproduce.spec import Row, Settings, Spec
 from leaveout.run.recording import writer
 
 DATA = [

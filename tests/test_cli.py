@@ -1,5 +1,6 @@
 """The demo and the plan, run as a user runs them."""
 
+import re
 import sys
 
 import pytest
@@ -72,3 +73,15 @@ def test_a_task_that_cannot_be_made_is_refused(shell, tmp_path, where):
     done = shell("plan", "--task", where)
     assert done.code == 2
     assert where in done.refusal
+
+
+def test_data_sets_are_listed_and_fetched(shell, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    listed = shell("data", "list")
+    assert listed.code == 0
+    assert re.search(r"digits\s+│\s+1,000\s+│\s+400\s+│\s+found", listed.out)
+    fetched = shell("data", "fetch", "digits")
+    assert "digits: 1,000 training, 400 validation, 397 test" in fetched.out
+    wrong = shell("data", "fetch", "digitz")
+    assert wrong.code == 2
+    assert "there is no data set 'digitz'" in wrong.refusal

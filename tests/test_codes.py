@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import leaveout as lo
+from experiments.reproduce import SPECS, runner
+from experiments.reproduce.report import check_extras
 from leaveout.builtin import config, models
 from leaveout.builtin.config import ModelPart, OptimizerPart
 from leaveout.compute import engines
 from leaveout.evaluate.metrics.linear_datamodel import random_subsets
-from leaveout.paper.reproduce import SPECS, runner
-from leaveout.paper.reproduce.report import check_extras
 from leaveout.reporting.show import _row
 from leaveout.task.draws import note
 from problems import Problem, recorded, shared
@@ -82,7 +82,7 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(lo.InputError, "ray-not-installed", "[ray]"):
         engines._ray()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with refused(lo.UnsupportedError, "paper-extra-missing", "plotly", "[paper]"):
+    with refused(lo.UnsupportedError, "packages-missing", "plotly", "requirements.txt"):
         check_extras()
 
 

@@ -88,9 +88,9 @@ def test_links_lead_somewhere(name):
         assert (document.parent / target).exists(), target
 
 
-def drawn_files(text: str) -> set[str]:
-    """The files of the map in a document: names indented below their folders, whose names end with a slash."""
-    tree = next(match[2] for match in FENCE.finditer(text) if match[2].startswith("src/leaveout/"))
+def drawn_files(text: str, top: str) -> set[str]:
+    """The files of a map in a document: names indented below their folders, whose names end with a slash."""
+    tree = next(match[2] for match in FENCE.finditer(text) if match[2].startswith(top))
     folders: list[str] = []
     files = set()
     for line in tree.splitlines():
@@ -102,10 +102,17 @@ def drawn_files(text: str) -> set[str]:
     return files
 
 
-def test_every_source_file_is_on_the_map():
-    drawn = drawn_files((ROOT / "docs/architecture.md").read_text())
-    files = [path for path in (ROOT / "src/leaveout").rglob("*.py") if path.name != "__init__.py"]
-    there = {str(path.relative_to(ROOT)) for path in files} | {"src/leaveout/__init__.py"}
+@pytest.mark.parametrize(
+    ("top", "folders", "besides"),
+    [
+        ("src/leaveout/", ["src/leaveout"], ["src/leaveout/__init__.py"]),
+        ("experiments/", ["experiments/bench", "experiments/reproduce"], ["experiments/__main__.py"]),
+    ],
+)
+def test_every_source_file_is_on_the_map(top, folders, besides):
+    drawn = drawn_files((ROOT / "docs/architecture.md").read_text(), top)
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"]
+    there = {str(path.relative_to(ROOT)) for path in files} | set(besides)
     assert there == drawn, {"not on the map": there - drawn, "only on the map": drawn - there}
 
 

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 
 import every_kind
 import leaveout as lo
-from leaveout.paper.reproduce import runner
-from leaveout.paper.reproduce.spec import Spec
+from experiments.reproduce import runner
+from experiments.reproduce.spec import Spec
 from problems import mostly_full, recorded, shuffled
 from refusal import refused
 

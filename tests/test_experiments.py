@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import leaveout as lo
-from leaveout.paper.reproduce import (
+from experiments.reproduce import (
     SPECS,
     along,
     bounds,
@@ -22,10 +22,10 @@ from leaveout.paper.reproduce import (
     readouts,
     removal,
 )
-from leaveout.paper.reproduce.fidelity import METHODS
-from leaveout.paper.reproduce.label_runs import mislabelled
-from leaveout.paper.reproduce.markdown import number
-from leaveout.paper.reproduce.plots import interactive, png
+from experiments.reproduce.fidelity import METHODS
+from experiments.reproduce.label_runs import mislabelled
+from experiments.reproduce.markdown import number
+from experiments.reproduce.plots import interactive, png
 
 SMALL = {"data": "digits-1v7", "model": "mlp", "noise": "clean", "level": 0.0, "n": 16, "batch": 8}
 SMALL |= {"lr": 0.2, "epochs": 6, "l2": 0.01, "dtype": "float64", "seed": 1}

@@ -27,7 +27,6 @@ FLOORS = [
     "reporting",
     "study",
     "tracking",
-    "paper",
     "demo",
     "cli",
     "__init__",

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from leaveout.paper.bench import table
-from leaveout.paper.bench.load import Resident, long_run, wide_run, write
+from experiments.bench import table
+from experiments.bench.load import Resident, long_run, wide_run, write
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
 
@@ -24,7 +24,7 @@ def test_growth_is_the_slope_of_the_second_half():
 
 ALONE = """
 import json, time
-from leaveout.paper.bench.load import watched
+from experiments.bench.load import watched
 
 def leaking():
     held = []

@@ -7,9 +7,10 @@ import torch
 
 import leaveout as lo
 from commands import Shell
+from experiments import __main__ as experiments
+from experiments.bench import mnist
 from leaveout.builtin.data import Data, Examples
 from leaveout.estimators import replay
-from leaveout.paper.bench import mnist
 
 ASKED = ["--images", "40", "--flipped", "0.1", "--replays", "8", "--out", "out", "--work", "work"]
 
@@ -27,7 +28,7 @@ def shell(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mnist.data, "load", drawn)
     monkeypatch.setattr(mnist, "EPOCHS", 2)
     monkeypatch.setattr(mnist, "SHEET", 10)
-    return Shell(tmp_path, monkeypatch, capsys)
+    return Shell(tmp_path, monkeypatch, capsys, experiments.entry)
 
 
 def test_a_check_with_moved_starts_stands_beside_the_one_without(shell, monkeypatch):

@@ -19,9 +19,10 @@ from torch import nn
 
 import leaveout as lo
 from commands import Shell
-from leaveout.paper.reproduce import SPECS, problems, report, runner
-from leaveout.paper.reproduce.fidelity import METHODS, compute
-from leaveout.paper.reproduce.tables import CONVEX
+from experiments import __main__ as experiments
+from experiments.reproduce import SPECS, problems, report, runner
+from experiments.reproduce.fidelity import METHODS, compute
+from experiments.reproduce.tables import CONVEX
 from refusal import refused
 
 SMALL = {"data": "digits-1v7", "model": "logistic", "noise": "clean", "level": 0.0, "n": 20, "batch": 10}
@@ -210,7 +211,7 @@ def test_every_cell_has_its_own_file():
 @pytest.fixture
 def shell(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
-    return Shell(tmp_path, monkeypatch, capsys)
+    return Shell(tmp_path, monkeypatch, capsys, experiments.entry)
 
 
 @pytest.mark.full
@@ -233,17 +234,7 @@ def test_the_command_says_what_there_is(shell):
     wrong = shell("reproduce", "nothing")
     assert wrong.code == 2
     assert "no experiment 'nothing'" in wrong.err
+    assert "did you mean labels?" in shell("reproduce", "labls").refusal
     empty = shell("reproduce", "convex", "--report-only")
     assert empty.code == 1
     assert "no finished cell" in empty.refusal
-
-
-def test_data_sets_are_listed_and_fetched(shell):
-    listed = shell("data", "list")
-    assert listed.code == 0
-    assert re.search(r"digits\s+│\s+1,000\s+│\s+400\s+│\s+found", listed.out)
-    fetched = shell("data", "fetch", "digits")
-    assert "digits: 1,000 training, 400 validation, 397 test" in fetched.out
-    wrong = shell("data", "fetch", "digitz")
-    assert wrong.code == 2
-    assert "there is no data set 'digitz'" in wrong.refusal

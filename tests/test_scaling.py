@@ -108,7 +108,7 @@ def test_what_describes_nothing_is_refused():
         Planned(0, 1, 1)
     with refused(lo.InputError, "layers-match-nothing", "0.weight, 0.bias"):
         size_of(Described(**{**language().__dict__, "layers": ("head.*",)}))
-    done = CliRunner().invoke(app, ["plan", "--model", "leaveout.paper.bench.large:resnet50"])
+    done = CliRunner().invoke(app, ["plan", "--model", "leaveout.builtin.large:resnet50"])
     assert done.exit_code == 2
     assert "Described" in done.output
 

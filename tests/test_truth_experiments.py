@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 
 import leaveout as lo
-from leaveout.paper.reproduce import SPECS, adam, ceiling, choosing, kinks, lds, networks, smoothness, tsloo, words
-from leaveout.paper.reproduce import jumps as jumps_of
+from experiments.reproduce import SPECS, adam, ceiling, choosing, kinks, lds, networks, smoothness, tsloo, words
+from experiments.reproduce import jumps as jumps_of
 from leaveout.trajectory.left_out import leave_out
 
 SMALL = {"data": "digits", "n": 30, "queries": 10, "hidden": [6], "dtype": "float64", "epochs": 2, "batch": 10}

@@ -49,7 +49,6 @@ TYPOS = {
     "show runs/y": ["did you mean runs/x?"],
     "data fetch digts": ["did you mean digits?"],
     "data lst": ["Did you mean 'list'?"],
-    "reproduce labls": ["did you mean labels?"],
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from leaveout.cli.app import complaints
@@ -16,14 +17,14 @@ __all__ = ["app", "entry"]
 _WITH_THEIR_PLACE = warnings.formatwarning
 
 
-def entry() -> None:
+def entry(commands: Callable[[], object] = app) -> None:
     """Run the command line; an error of leaveout ends in its one sentence, not in a traceback.
 
     An error about something that was typed is a usage error, with exit code 2; any other has exit code 1.
     """
     warnings.formatwarning = plainly
     try:
-        app()
+        commands()
     except LeaveoutError as error:
         words, said = sys.argv[1:], str(error).replace("overwrite=True", "--again")
         message = said if "--config" in words else in_options(said, options(words[0] if words else ""))

@@ -16,15 +16,14 @@ from typer.main import get_group
 from leaveout.cli.app import resumable
 from leaveout.errors import closest
 
-DAILY, DATA, PROJECT = "From a run to an answer", "Data", "Measurements of the project itself"
+DAILY, DATA = "From a run to an answer", "Data"
 
 
 class Command(NamedTuple):
-    """A command as ``--help`` lists it: its first line, its panel, and its file, if not named after it."""
+    """A command as ``--help`` lists it: its first line and its panel."""
 
     summary: str
     panel: str = DAILY
-    file: str | None = None
 
 
 COMMANDS = {
@@ -48,23 +47,8 @@ COMMANDS = {
     ),
     "plan": Command("Predict time, memory and disk of every method along the run from a few measured steps."),
     "data": Command("The built-in data sets: which there are, and whether their files are here.", DATA),
-    "reproduce": Command(
-        "Reproduce the published tables and curves. Stop it at any time: finished cells are not computed again.",
-        PROJECT,
-    ),
-    "bench": Command(
-        "Measure speed and fidelity as ratios in one run, on the real data sets (LEAVEOUT_DATA).", PROJECT
-    ),
-    "mnist": Command(
-        "Score every MNIST training image along 20 epochs, and check it by exact replays. Long: see docs/mnist.md.",
-        PROJECT,
-        "bench",
-    ),
-    "load": Command(
-        "Record very many steps, score very many examples, and watch the memory. Long: see docs/load.md.", PROJECT
-    ),
 }
-"""Every command, in the order of ``--help``; those of the project itself are hidden there."""
+"""Every command, in the order of ``--help``."""
 
 
 class LazyGroup(TyperGroup):
@@ -78,8 +62,8 @@ class LazyGroup(TyperGroup):
         """Return a placeholder that ``--help`` can describe."""
         if cmd_name not in COMMANDS:
             return None
-        summary, panel, _ = COMMANDS[cmd_name]
-        return TyperCommand(cmd_name, help=summary, rich_help_panel=panel, hidden=panel == PROJECT)
+        summary, panel = COMMANDS[cmd_name]
+        return TyperCommand(cmd_name, help=summary, rich_help_panel=panel)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; Ctrl-C before there is anything to resume ends in a sentence too."""
@@ -96,7 +80,7 @@ class LazyGroup(TyperGroup):
 
 def load(name: str) -> Any:
     """Import a command's file and return the command itself."""
-    import_module(f"leaveout.cli.{COMMANDS[name].file or name}")
+    import_module(f"leaveout.cli.{name}")
     return get_group(app).commands[name]
 
 
@@ -113,9 +97,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     epilog="Exit codes: 0 all went well, 1 refused (the reason and the remedy are on stderr), 2 the command line is "
-    "wrong, 130 interrupted by Ctrl-C; what was finished is kept. Measurements of the project itself: leaveout "
-    + ", ".join(name for name, command in COMMANDS.items() if command.panel == PROJECT)
-    + "; each has --help.",
+    "wrong, 130 interrupted by Ctrl-C; what was finished is kept.",
 )
 
 

@@ -45,7 +45,7 @@ def plan(
 
     Or, for what does not fit here, from counted operations: see docs/scaling.md.
 
-    [dim]$[/dim] leaveout plan --model leaveout.paper.bench.large:imagenet --examples 1281167 --epochs 90 --rate 10T
+    [dim]$[/dim] leaveout plan --model leaveout.builtin.large:imagenet --examples 1281167 --epochs 90 --rate 10T
     """
     if model is not None:
         planned = Planned(examples, epochs, batch_size, queries, workers=workers)

@@ -35,7 +35,7 @@ ACTIVATIONS, RATE, DECAY, BATCH, EPS = (
     "a larger eps",
 )
 ORDER = (ACTIVATIONS, RATE, EPS, BATCH, DECAY)
-"""What to change in a training, in the order of how much it helped in ``leaveout reproduce smoothness``."""
+"""What to change in a training, in the order of how much it helped in the experiment ``smoothness``."""
 
 
 @dataclass(frozen=True)

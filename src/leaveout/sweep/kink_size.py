@@ -20,7 +20,7 @@ LARGEST = 0.4
 """The size from which kinks are left without curvature."""
 
 LARGEST_DIVIDED = 0.07
-"""The same for steps that divide by a root, as Adam's do; both were chosen by measurement (``leaveout reproduce``)."""
+"""The same for steps that divide by a root, as Adam's do; both come from the experiments ``kinks``, ``adam-kinks``."""
 
 STEPS = 8
 """The number of steps that are examined."""
