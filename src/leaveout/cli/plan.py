@@ -10,10 +10,11 @@ import torch
 import typer
 from rich.table import Table
 
+from leaveout._util.amounts import parse_bytes
 from leaveout.cli.app import AsJson, MemoryOption, console, opened, print_json, print_next
 from leaveout.cli.commands import app
 from leaveout.cli.subject import TaskOption, called, subject, subject_of
-from leaveout.compute.resources import Resources, parse_bytes
+from leaveout.compute.resources import Resources
 from leaveout.evaluate.plan import plan as lo_plan
 from leaveout.evaluate.scale import Described, Planned, measured_rate, needs, size_of
 

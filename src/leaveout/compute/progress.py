@@ -10,18 +10,7 @@ from contextlib import contextmanager
 from html import escape
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from leaveout._util.generators import undisturbed
 
 T = TypeVar("T")
 
@@ -57,7 +46,10 @@ def track(items: Iterable[T], total: int, what: str, visible: bool | None) -> It
         return iter(items)
     if in_notebook():
         return _in_cell(items, total, what)
-    console = Console(stderr=True)
+    with undisturbed():  # rich draws from Python's generator when it is imported
+        from rich.console import Console
+
+        console = Console(stderr=True)
     return _shown(items, total, what, console) if visible or console.is_terminal else iter(items)
 
 
@@ -67,29 +59,35 @@ def in_notebook() -> bool:
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
-class _Rate(ProgressColumn):
-    """Steps per second, or seconds per step."""
+def _bar_of(console: Any) -> Any:
+    """Return rich's bar, with a column for steps per second, or seconds per step."""
+    from rich import progress
+    from rich.text import Text
 
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        if not speed:
-            return Text("")
-        return Text(f"{speed:,.0f}/s" if speed >= 10 else f"{1 / speed:,.2g} s each")
+    class Rate(progress.ProgressColumn):
+        def render(self, task: progress.Task) -> Text:
+            speed = task.finished_speed or task.speed
+            if not speed:
+                return Text("")
+            return Text(f"{speed:,.0f}/s" if speed >= 10 else f"{1 / speed:,.2g} s each")
 
-
-def _shown(items: Iterable[T], total: int, what: str, console: Console) -> Iterator[T]:
-    """Yield the items, with a bar as soon as they take longer than a moment; it disappears when they are done."""
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _Rate(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        Rate(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
     )
+    return progress.Progress(*columns, console=console, transient=console.is_terminal)
+
+
+def _shown(items: Iterable[T], total: int, what: str, console: Any) -> Iterator[T]:
+    """Yield the items, with a bar as soon as they take longer than a moment; it disappears when they are done."""
     number, count = _PART[-1] if _PART else (0, 1)
-    bar = Progress(*columns, console=console, transient=console.is_terminal)
+    with undisturbed():
+        bar = _bar_of(console)
     task = bar.add_task(what, total=total * count, completed=total * number)
     timer = threading.Timer(MOMENT, bar.start)
     timer.daemon = True

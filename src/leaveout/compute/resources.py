@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from leaveout._util.amounts import parse_bytes
 from leaveout.compute import progress
 from leaveout.compute.engines import Engine, Local, engine_of
 from leaveout.errors import InputError, is_whole
@@ -23,8 +24,6 @@ ROWS, VECTORS, SHARD_BYTES = 64, 16, 500_000_000
 BESIDE = 32_000_000
 """Memory that scoring may need besides its budget: traces and other generated code, and allocator overhead."""
 
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
 
 def shard_rows(bytes_each: int, most: int = ROWS) -> int:
     """Return how many rows or queries of this size make a shard, wherever it is computed.
@@ -33,24 +32,6 @@ def shard_rows(bytes_each: int, most: int = ROWS) -> int:
     (64, 5, 1)
     """
     return max(1, min(most, SHARD_BYTES // max(1, bytes_each)))
-
-
-def parse_bytes(amount: str | int, what: str = "memory") -> int:
-    """Parse an amount of bytes.
-
-    >>> parse_bytes("2GB"), parse_bytes("1.5 kB"), parse_bytes(64)
-    (2000000000, 1500, 64)
-    """
-    if is_whole(amount, 1):
-        return int(amount)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", str(amount), re.IGNORECASE)
-    size = float(match[1]) * UNITS[match[2].upper()] if match else 0.0
-    if not 1 <= size < math.inf:
-        raise InputError(
-            f"{what}={repr(amount)[:40]} is not an amount of bytes: write it like '2GB' or 500_000_000.",
-            code="bytes-unreadable",
-        )
-    return int(size)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from leaveout.task.forward import ORIGINAL, casts_itself
+from leaveout._util.wrappers import ORIGINAL, casts_itself
 
 FUSED = "fused_lm_head"
 """The keyword argument that TRL's trainers pass to such a model."""

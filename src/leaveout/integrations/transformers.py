@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from leaveout._util.wrappers import ORIGINAL
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.integrations.fused import FUSED, FusedCall, unfused
 from leaveout.integrations.model_loss import (
@@ -32,7 +33,6 @@ from leaveout.run.recording.method_hook import MethodHook
 from leaveout.run.recording.recorder import Recorder
 from leaveout.run.recording.watched_loader import INNER
 from leaveout.task import batches
-from leaveout.task.forward import ORIGINAL
 from leaveout.task.task import Task
 
 TRIAL = 16

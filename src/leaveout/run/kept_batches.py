@@ -7,9 +7,7 @@ step, each as zlib-compressed bytes, with its dtype and shape beside them.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from zlib_ng import zlib_ng
 
+from leaveout._util.generators import undisturbed
 from leaveout._util.tensor_bytes import tensor_bytes
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.task import batches
 from leaveout.task.batches import Batch
-from leaveout.task.draws import random_state, set_random_state
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -110,7 +108,7 @@ def _tensor(bytes_: Tensor, shape: Tensor) -> Tensor:
 def gives_something_else(dataset: Dataset, ids: Tensor, batch: Batch, collate: Callable | None) -> bool:
     """Say whether a data set gives a different batch for the same ids; no random generator is advanced."""
     collate = None if collate is default_collate else collate
-    with _undisturbed():
+    with undisturbed():
         try:
             again = batches.read(dataset, ids.tolist(), collate)
         except Exception:  # noqa: BLE001 - a data set that cannot be read here is compared when it is scored
@@ -126,23 +124,12 @@ def is_random(dataset: Dataset, collate: Callable | None, count: int = 16) -> bo
     """
     ids = torch.arange(min(count, batches.size(dataset)))
     collate = None if collate is default_collate else copy.copy(collate)  # some have their own generator
-    with _undisturbed():
+    with undisturbed():
         try:
             first = batches.read(dataset, ids.tolist(), collate)
         except Exception:  # noqa: BLE001 - as above
             return False
         return gives_something_else(dataset, ids, first, collate)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    states = random_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        set_random_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 class BatchBudget:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leaveout._util.generators import RandomState
 from leaveout._util.tensor_files import Rows
-from leaveout.task.draws import RandomState
 
 FURTHER = "step/"
 MODES = "step/modes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from leaveout._util.trees import PARAM, Params, distance, norm
 from leaveout.errors import LeaveoutWarning, MismatchError
 from leaveout.optim import AVERAGE, Rule
 from leaveout.run.manifest import Manifest
-from leaveout.run.reader import Run
 from leaveout.task import batches
+
+if TYPE_CHECKING:
+    from leaveout.run.reader import Run
 
 NEAR = 0.5
 """Weights this close to the last state, relative to the distance from the first to the last, count as trained."""

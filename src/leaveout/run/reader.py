@@ -21,6 +21,7 @@ from zlib_ng import zlib_ng
 
 from leaveout._util import notebook
 from leaveout._util.files import checksum, plain, tensor_checksum
+from leaveout._util.generators import RandomState
 from leaveout._util.trees import State
 from leaveout.errors import InputError, RunError, is_whole
 from leaveout.optim import AVERAGE, Rule, Settings
@@ -32,7 +33,6 @@ from leaveout.run.micro import AFTER, MODES, SCALES, micro_of
 from leaveout.run.record import Record
 from leaveout.run.remote import local, source
 from leaveout.run.shard_reader import load, read_shard
-from leaveout.task.draws import RandomState
 
 
 class Run:

@@ -9,10 +9,10 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
+from leaveout._util.generators import RandomState
 from leaveout.optim import Hyper
 from leaveout.optim.averaging import Update
 from leaveout.run.micro import Micro
-from leaveout.task.draws import RandomState
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from leaveout._util.files import cache_directory, checksum, write_whole
 from leaveout.errors import InputError, RunError
 
@@ -31,6 +29,8 @@ def local(path: str | Path) -> Path:
     """
     if "://" not in str(path):
         return Path(path)
+    import fsspec  # takes long, and most runs are on this machine
+
     try:
         system, root = fsspec.core.url_to_fs(str(path))
         if "file" in system.protocol:

@@ -26,15 +26,13 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from leaveout._util.generators import RandomState, is_same, random_state, set_random_state
 from leaveout.errors import InputError, MismatchError, UnsupportedError
 from leaveout.task.rewrites.drawn_layers import LAYERS
 from leaveout.task.rewrites.function_mode import FunctionMode
 
 Draws: TypeAlias = dict[str, Tensor]
 """Drawn values in order; each name is the draw's number and the operation that drew it, such as ``"0 bernoulli_"``."""
-
-RandomState: TypeAlias = dict[str, Tensor]
-"""The states of random generators by device, such as ``"cpu"`` and ``"cuda:0"``."""
 
 IN_PLACE = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 """Methods that fill a tensor."""
@@ -44,37 +42,12 @@ NEW = ("bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "ran
 """Functions that return a new tensor."""
 
 
-def random_state(*devices: str | torch.device) -> RandomState:
-    """Return the states of the CPU's random generator and of those of these devices."""
-    states = {"cpu": torch.get_rng_state()}
-    for name in devices:
-        device = torch.empty(0, device=name).device  # "cuda" is "cuda:0"
-        if device.type != "cpu":
-            states[str(device)] = torch.get_device_module(device).get_rng_state(*_index(device))
-    return states
-
-
-def set_random_state(state: RandomState) -> None:
-    """Set the random generators to these states."""
-    for name, value in state.items():
-        device = torch.device(name)
-        if device.type == "cpu":
-            torch.set_rng_state(value)
-        else:
-            torch.get_device_module(device).set_rng_state(value, *_index(device))
-
-
-def _index(device: torch.device) -> tuple:
-    """Return the device as an argument; Apple's (MPS) has one generator and takes no argument."""
-    return () if device.type == "mps" else (device,)
-
-
 def has_randomness(function: Callable[[], Any], *devices: str | torch.device) -> bool:
     """Say whether a call draws random numbers; the generators are left as they were."""
     before = random_state(*devices)
     try:
         function()
-        return not _same(random_state(*devices), before)
+        return not is_same(random_state(*devices), before)
     finally:
         set_random_state(before)
 
@@ -115,7 +88,7 @@ def replay(draws: Draws) -> Iterator[None]:
         yield
     mode.finish()
     with _outside():
-        untouched = _same(random_state(*devices), before)
+        untouched = is_same(random_state(*devices), before)
     if not untouched:
         raise MismatchError(
             "A random draw went past those that were noted: the forward pass calls an operation that draws numbers in "
@@ -151,7 +124,7 @@ class _Noting(TorchDispatchMode):
                 )
             self.draws[f"{len(self.draws)} {name}"] = values
             self._state = random_state(*self._devices)
-        elif not _same(random_state(*self._devices), self._state):
+        elif not is_same(random_state(*self._devices), self._state):
             raise UnsupportedError(_unknown(name), code="draw-not-known")
         return result
 
@@ -159,7 +132,7 @@ class _Noting(TorchDispatchMode):
         self._check_state()
 
     def _check_state(self) -> None:
-        if not _same(random_state(*self._devices), self._state):
+        if not is_same(random_state(*self._devices), self._state):
             raise UnsupportedError(
                 "The forward pass draws random numbers by an operation that does not say so (a custom kernel?): "
                 "write it with PyTorch's random functions, or set it to evaluation mode.",
@@ -295,10 +268,6 @@ def _size(name: str, args: tuple, kwargs: dict[str, Any]) -> Sequence[int]:
 
 def _bound(function: Callable, first: Any) -> Callable:
     return lambda *args, **kwargs: function(first, *args, **kwargs)
-
-
-def _same(a: RandomState, b: RandomState) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from leaveout._util.trees import Params
-from leaveout.errors import InputError, kind_of
+from leaveout._util.wrappers import ORIGINAL, casts_itself
+from leaveout.errors import InputError
 from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.rewrites.missing_rules import Batched, plain_attention
@@ -26,32 +27,6 @@ from leaveout.task.rewrites.whole_masks import whole_masks
 Forward: TypeAlias = Callable[[nn.Module, Batch], tuple[Tensor, Any]]
 
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """Return the model inside ``torch.compile`` and ``DistributedDataParallel``, whose names have no prefix."""
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"A model (an nn.Module) is needed, not {kind_of(model)}: give Recorder(path, model, optimizer), or "
-            "Task(model, loss, train_set), in this order.",
-            code="model-expected",
-        )
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
-ORIGINAL = "_original_forward"
-"""The attribute where accelerate stores a model's ``forward`` when it replaces it by one in ``torch.autocast``."""
-
-
-def casts_itself(model: nn.Module) -> bool:
-    """Say whether accelerate has wrapped the model's ``forward`` in ``torch.autocast``."""
-    return ORIGINAL in vars(model) and "forward" in vars(model)
 
 
 def uncast(model: nn.Module) -> nn.Module:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leaveout._util.generators import RandomState
 from leaveout._util.trees import Params
 from leaveout.errors import UnsupportedError
 from leaveout.task import batches
 from leaveout.task.batches import Batch
-from leaveout.task.draws import Draws, RandomState, has_randomness, note
+from leaveout.task.draws import Draws, has_randomness, note
 from leaveout.task.example_draws import by_example, example_axes
 from leaveout.task.forward import default_forward, default_targets
 from leaveout.task.training_batch import TrainingBatch, Window

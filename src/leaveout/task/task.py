@@ -14,21 +14,23 @@ from torch.func import grad
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params, sum_of
+from leaveout._util.wrappers import bare
 from leaveout.errors import UnsupportedError
 from leaveout.optim.clip import clip_of
 from leaveout.task import batches
 from leaveout.task.batches import Batch, Collate, Each
 from leaveout.task.batching import looped, side_by_side
-from leaveout.task.checks import check_options, is_coupled, matching, module_problems, refuse, trial_problems
+from leaveout.task.checks import check_options, is_coupled, matching, refuse, trial_problems
 from leaveout.task.draws import replay
 from leaveout.task.dtypes import converted
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.forms import Abilities
-from leaveout.task.forward import Called, Forward, bare, default_forward, uncast
+from leaveout.task.forward import Called, Forward, default_forward, uncast
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.losses import Loss, as_module, call_name, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
+from leaveout.task.modules import module_problems
 from leaveout.task.preparing import trial_batch
 from leaveout.task.rewrites.batch_norm import weighted_batch_norm
 from leaveout.task.rewrites.folding import Folded

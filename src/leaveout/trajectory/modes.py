@@ -11,7 +11,7 @@ import torch
 from leaveout._util.trees import Params
 from leaveout.run.reader import Run
 from leaveout.run.record import Record
-from leaveout.task.checks import mode_matters
+from leaveout.task.modules import mode_matters
 from leaveout.task.task import Task
 
 Mode: TypeAlias = frozenset[str] | None

@@ -16,10 +16,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.func import grad
 from torch.utils._pytree import tree_map_only
 
+from leaveout._util.generators import random_state, set_random_state
 from leaveout._util.trees import sum_of
+from leaveout._util.wrappers import bare
 from leaveout.errors import UnsupportedError, first_line
-from leaveout.task.draws import random_state, set_random_state
-from leaveout.task.forward import Called, bare
 
 
 class FirstPass:
@@ -86,6 +86,8 @@ def tensors_of(outputs: Any) -> list[Tensor]:
 
 def check_transformed(model: nn.Module, args: tuple, kwargs: dict[str, Any], names: list[str]) -> None:
     """Refuse a model with these custom functions if ``torch.func`` cannot take its gradient."""
+    from leaveout.task.forward import Called  # takes long, and most models have no such functions
+
     devices = {str(tensor.device) for tensor in model.parameters()} - {"cpu"}
     before = random_state(*devices)
     try:

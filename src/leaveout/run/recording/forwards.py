@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from leaveout._util.generators import RandomState, random_state
+from leaveout._util.wrappers import bare, casts_itself
 from leaveout.run.recording.method_hook import MethodHook
-from leaveout.task.draws import RandomState, random_state
-from leaveout.task.forward import bare, casts_itself
 
 _TRAINING = attrgetter("training")
 

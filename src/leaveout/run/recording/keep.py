@@ -1,8 +1,16 @@
-"""Which states of a run are written to disk."""
+"""Which states of a run are written to disk, and how, within the budget that kept batches share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from leaveout._util.amounts import parse_bytes
+from leaveout._util.trees import State
 from leaveout.errors import InputError
+from leaveout.optim import Hyper, Rule
+from leaveout.run.gradient_states import StepGradients, StorageChoice
+from leaveout.run.kept_batches import BatchBudget
 
 
 class Keep:
@@ -33,3 +41,34 @@ class Keep:
         self._used += size
         # Gaps of 2√i keep about √N of N states.
         self._next = index + 1 if self._used < self._budget else index + max(1, round(2 * index**0.5))
+
+
+class Storage:
+    """What goes to disk besides the steps: states, whole or as the gradients that led to them, and kept batches.
+
+    Args:
+        keep: which states.
+        disk: the budget for both.
+        rule: the optimizer that is recorded.
+    """
+
+    def __init__(self, keep: str | int, disk: str | int, rule: Rule) -> None:
+        budget = parse_bytes(disk, "disk")
+        self._keep, self._batches, self._choice = Keep(keep, budget), BatchBudget(budget), StorageChoice(rule)
+        self.begin, self.note_in_place_writes = self._choice.begin, self._choice.note_in_place_writes
+        self.note = self._keep.note
+
+    def batches(self, kept: Sequence[Any], steps: int) -> int:
+        """Count the bytes of a step's kept batches; refuse them if they exceed the budget."""
+        return sum(self._batches.take(batch, steps) for batch in kept)
+
+    def state(
+        self, index: int, given: Callable[[], StepGradients | None], hypers: list[Hyper], state: Callable[[], State]
+    ) -> tuple[State | StepGradients | None, int]:
+        """Return what is stored of the state before step ``index``, and its bytes; None if it is not kept."""
+        if not self._keep.wants(index):
+            return None, 0
+        stored = self._choice.stored(index, given, hypers, state)
+        size = self._choice.size(stored)
+        self._keep.note(index, size)
+        return stored, size

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from leaveout._util.trees import State
+from leaveout._util.wrappers import bare
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim.averaging import AVERAGE, Update
-from leaveout.run.reader import Run
-from leaveout.task.forward import bare
+
+if TYPE_CHECKING:
+    from leaveout.run.reader import Run
 
 
 class LiveAverage:

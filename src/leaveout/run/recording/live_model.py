@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM, State
+from leaveout._util.wrappers import bare
 from leaveout.errors import UnsupportedError
 from leaveout.optim import Rule, buffers
-from leaveout.task.checks import module_problems
-from leaveout.task.forward import bare
+from leaveout.task.modules import module_problems
 
 
 def check_modules(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import Params
 from leaveout.errors import UnsupportedError
-from leaveout.task.rewrites.batch_norm import COUNT
+from leaveout.task.modules import COUNT
 
 
 class MovingBuffers:

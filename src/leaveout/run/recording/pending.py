@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from leaveout._util.generators import RandomState
 from leaveout.run.micro import Micro
 from leaveout.run.recording.first_pass import FirstPass
 from leaveout.run.recording.forwards import Forwards, random_of
 from leaveout.run.recording.moving_buffers import MovingBuffers
 from leaveout.run.recording.noting import Noting
 from leaveout.task import batches
-from leaveout.task.draws import RandomState
 
 
 class DrawnBatch(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,15 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from leaveout._util.trees import PARAM, State, nbytes
-from leaveout.compute.resources import parse_bytes
+from leaveout._util.wrappers import bare
 from leaveout.errors import LeaveoutWarning, is_whole
 from leaveout.optim import Hyper, HyperReader, Settings, rule_of, unwrapped
 from leaveout.run import uneven
-from leaveout.run.gradient_states import StepGradients, StorageChoice, step_gradients
-from leaveout.run.kept_batches import BatchBudget
+from leaveout.run.gradient_states import StepGradients, step_gradients
 from leaveout.run.model_match import described
-from leaveout.run.reader import Run, open_run
 from leaveout.run.record import Record
 from leaveout.run.recording import failures
-from leaveout.run.recording.keep import Keep
+from leaveout.run.recording.keep import Storage
 from leaveout.run.recording.last_state import LastState
 from leaveout.run.recording.live_average import LiveAverage, NoAverage
 from leaveout.run.recording.live_model import Frozen, Piece, check_gradients, check_modules, is_unmoved, state_of
@@ -41,7 +39,9 @@ from leaveout.run.recording.unfinished import end_earlier, until_finished
 from leaveout.run.recording.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
 from leaveout.run.recording.writer import Writer
 from leaveout.task import batches
-from leaveout.task.forward import bare
+
+if TYPE_CHECKING:
+    from leaveout.run.reader import Run
 
 _RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -102,9 +102,7 @@ class Recorder:
         self._average = NoAverage() if average is None else LiveAverage(average, model)
         self._processes = processes_of(called, resume=bool(resume))
         writes = self._processes is None or self._processes.first
-        self._keep = Keep(keep if writes else NEVER, parse_bytes(disk, "disk"))
-        self._storage = StorageChoice(rule)
-        self._batch_budget = BatchBudget(parse_bytes(disk, "disk"))
+        self._storage = Storage(keep if writes else NEVER, disk, rule)
         self._keep_batches = keep_batches
         check_modules(called)
         self._rule, self._model, self._optimizer = rule, model, optimizer
@@ -210,7 +208,7 @@ class Recorder:
         state = self._last.final()
         try:
             if self._writer.flush(state) and state is not None:
-                self._keep.note(self._steps, nbytes(state))
+                self._storage.note(self._steps, nbytes(state))
         except OSError as error:
             self._give_up(error)
 
@@ -227,6 +225,8 @@ class Recorder:
             self._close(complete=True)
         if self._processes is not None:
             self._processes.wait()
+        from leaveout.run.reader import open_run  # reading is no part of recording
+
         return open_run(self._writer.path, partial=self._full)
 
     def __enter__(self) -> Recorder:
@@ -256,7 +256,7 @@ class Recorder:
             raise
         size = nbytes(run.final())
         for index in run.kept[1:]:
-            self._keep.note(index, size)
+            self._storage.note(index, size)
         self._moving.decide()
         self._steps = len(run)
         self._loaders.size = run.manifest.train_size
@@ -358,22 +358,16 @@ class Recorder:
         if self._processes is not None:
             inputs = self._processes.gathered(inputs)
         record = Record(self._steps, self._epoch, **self._settings._asdict(), **inputs._asdict(), scale=self._scale)
-        batch_bytes = sum(self._batch_budget.take(batch, self._steps + 1) for batch in record.batches)
         self._steps += 1
-        state, state_bytes = self._state_to_keep(copied) if self._keep.wants(self._steps) else (None, 0)
+        batch_bytes = self._storage.batches(record.batches, self._steps)
+        given = partial(step_gradients, self._params, self._moving.now, alike=self._settings.places is None)
+        state, state_bytes = self._storage.state(self._steps, given, record.hypers, partial(self._state, copied))
         self._last.note(total, None if isinstance(state, StepGradients) else state)
         try:
             self._writer.append(record, state, batch_bytes + state_bytes)
         except OSError as error:
             self._give_up(error)
         self._average.stepped()
-
-    def _state_to_keep(self, copied: Sequence[Piece]) -> tuple[State | StepGradients, int]:
-        """Return what is stored of the current state, and its bytes; ``copied`` may hold copies of the parameters."""
-        given = partial(step_gradients, self._params, self._moving.now, alike=self._settings.places is None)
-        state = self._storage.stored(self._steps, given, self._settings.hypers, partial(self._state, copied))
-        self._keep.note(self._steps, size := self._storage.size(state))
-        return state, size
 
     def _settle(self) -> None:
         """Record what the loop has done since the last step: to its gradients, and to its average."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from leaveout._util.generators import set_random_state
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import MismatchError
 from leaveout.optim import AVERAGE, IDLE, STILL, Hyper, Rule
 from leaveout.run.model_match import check_model
-from leaveout.run.reader import Run
 from leaveout.run.record import Record
 from leaveout.task import batches
-from leaveout.task.draws import set_random_state
+
+if TYPE_CHECKING:
+    from leaveout.run.reader import Run
 
 
 def check_trained_alike(run: Run, model: nn.Module, params: dict[str, Tensor], rule: Rule) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from leaveout._util.files import asides, is_full
 from leaveout._util.lock import LOCK, Lock
@@ -23,9 +24,11 @@ from leaveout.optim.averaging import Update
 from leaveout.run.gradient_states import StepGradients, size_of
 from leaveout.run.manifest import INITIAL, MANIFEST, Manifest, read_manifest, write_manifest
 from leaveout.run.paths import CONFIG
-from leaveout.run.reader import Run
 from leaveout.run.record import Record
 from leaveout.run.recording.shard_writer import write_shard, write_start
+
+if TYPE_CHECKING:
+    from leaveout.run.reader import Run
 
 SHARD_BYTES = 16_000_000
 SHARD_STEPS = 4096
@@ -67,6 +70,8 @@ class Writer:
         self._writing: Future[Manifest] | None = None
         self.before: Run | None = None
         if resume and ((self.path / MANIFEST).exists() or steps is not None):
+            from leaveout.run.reader import Run  # only what is resumed is read
+
             try:
                 self._reopen(Run(self.path, read_manifest(self.path)), steps)
             except BaseException:

@@ -23,9 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from leaveout.errors import InputError, UnsupportedError
+from leaveout.task.modules import COUNT
 from leaveout.task.rewrites.function_mode import FunctionMode
-
-COUNT = "num_batches_tracked"
 
 
 @contextmanager
