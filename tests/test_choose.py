@@ -183,6 +183,34 @@ def test_what_cannot_be_chosen_from_is_refused(digits):
     assert error.value.code == "unit-not-comparable"
 
 
+def test_a_run_whose_scores_grew_does_not_drown_the_others():
+    """Five runs of one truth plus noise, one of them forty times as large: scaled alike, they rank like the truth."""
+    order = torch.Generator().manual_seed(0)
+    truth = torch.randn(60, 2, dtype=torch.float64, generator=order)
+    parts = [truth + torch.randn(60, 2, dtype=torch.float64, generator=order) for _ in range(5)]
+    parts[3] *= 40
+    runs = [lo.Scores(part, tuple(range(60)), (0, 1), "SGD-IE", run_fingerprint=i) for i, part in enumerate(parts)]
+    mean = lo.average(runs)
+    for column in range(2):
+        plain = lo.metrics.spearman(sum(parts)[:, column], truth[:, column])
+        assert lo.metrics.spearman(mean.values[:, column], truth[:, column]) > plain + 0.1
+    sizes = torch.stack([part.std(0) for part in parts])
+    middle = sizes.median(0).values
+    torch.testing.assert_close(mean.values, sum(p / s * middle for p, s in zip(parts, sizes, strict=True)) / 5)
+    assert mean.unit == runs[0].unit
+    assert mean.sign == runs[0].sign
+    grown = [replace(one, values=one.values * 1e3) for one in runs]  # all alike: the size is kept
+    torch.testing.assert_close(lo.average(grown).values, mean.values * 1e3)
+    replays = [replace(one, exact=torch.ones(60, dtype=torch.bool)) for one in runs]
+    torch.testing.assert_close(lo.average(replays).values, sum(parts) / 5)  # what happened is not scaled
+    half = torch.arange(60) < 30
+    mixed = lo.average([replace(one, exact=half) for one in runs])
+    torch.testing.assert_close(mixed.values[half], sum(parts)[half] / 5)
+    assert mixed.exact.equal(half)
+    flat = [replace(one, values=torch.zeros(60, 2, dtype=torch.float64)) for one in runs[:2]]
+    assert not lo.average([*flat, runs[0]]).values.isnan().any()
+
+
 def test_an_average_has_the_mean_and_the_spread(tmp_path):
     values = torch.randn(3, 5, 2, dtype=torch.float64)
     runs = [lo.Scores(part, tuple(range(5)), (0, 1), "SGD-IE", run_fingerprint=i) for i, part in enumerate(values)]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import leaveout as lo
 from leaveout._util.trees import PARAM, add_rows, gather_sums, replace_rows
+from leaveout.compute.resources import Resources, free_memory
 from leaveout.optim.adamw import AdamW
 from leaveout.sweep import budget
 from leaveout.task.rewrites.elementary import Elementary
@@ -55,3 +58,24 @@ def test_closed_forms_and_elementary_functions_stay_where_they_are():
                 ),
             ):
                 assert made.device.type == "cuda"
+
+
+def trained(tmp_path, device="cpu"):
+    data = torch.utils.data.TensorDataset(torch.randn(12, 3, device=device), torch.randn(12, 2, device=device))
+    task = lo.Task(nn.Linear(3, 2, device=device), nn.MSELoss(), data)
+    return lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.1), 2, 4, 0, tmp_path / "run"), task, data
+
+
+def test_memory_is_that_of_the_device(tmp_path):
+    """A model on the processor has the machine's memory, and its peak is the process's, whatever GPU there is."""
+    run, task, query = trained(tmp_path)
+    assert abs(Resources().on(task.device).bytes - free_memory() // 2) < 0.1 * free_memory()
+    assert lo.SGDIE().score(run, task, query).cost.peak_memory > 50e6, "no process with PyTorch is smaller"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_is_that_of_the_gpu(tmp_path):
+    run, task, query = trained(tmp_path, device="cuda")
+    total = torch.cuda.get_device_properties(task.device).total_memory
+    assert Resources().on(task.device).bytes <= total // 2
+    assert lo.SGDIE().score(run, task, query).cost.peak_memory <= total

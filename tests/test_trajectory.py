@@ -1,6 +1,7 @@
 """How a run is stored never changes a score."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import leaveout as lo
 from leaveout._util.trees import each, norm
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
+from leaveout.trajectory import trajectory as trajectory_module
 from leaveout.trajectory.left_out import leave_out
 from leaveout.trajectory.replay import counterfactuals
 from leaveout.trajectory.trajectory import Trajectory
@@ -63,12 +65,50 @@ def test_states_between_kept_ones_are_computed_again(tmp_path, keep, optimizer):
         assert (values - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
-def test_about_the_square_root_of_all_states_is_kept_beyond_the_budget(tmp_path):
-    run, _ = kept(tmp_path / "run", "auto", disk=1, epochs=120)
-    assert len(run) == 360
-    assert 0.7 * 360**0.5 < len(run.kept) < 1.5 * 360**0.5
+def test_a_disk_budget_is_kept(tmp_path):
+    """States of a long run thin out before the budget is used up, and the files stay within it."""
+    torch.manual_seed(0)
+    model, data = torch.nn.Linear(200, 100), torch.randn(16, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # 160 kB per state, or 80 as a gradient
+    with lo.Recorder(tmp_path / "run", model, optimizer, disk="2MB") as recorder:
+        for _ in range(300):
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            recorder.step(range(16))
+            optimizer.step()
+        run = recorder.finish()
+    assert run.kept[0] == 0
+    assert run.kept[-1] == 300
+    assert 8 <= len(run.kept) <= 25
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 1.2 * 2e6
     roomy, _ = kept(tmp_path / "roomy", "auto", epochs=20)
     assert len(roomy.kept) == len(roomy) + 1
+
+
+def test_large_states_are_not_all_held_going_backward(tmp_path, monkeypatch):
+    run, task = kept(tmp_path / "run", 1000)
+    expected = [step.before["param"] for step in Trajectory(run, task).backward()]
+    monkeypatch.setattr(trajectory_module, "CACHE", 0)
+    monkeypatch.setattr(trajectory_module, "FEWEST", 3)
+    again, made, most = [], [], 0
+    held = Trajectory(run, task)
+    between = held._between
+
+    def counted(*arguments):
+        nonlocal most
+        for state in between(*arguments):
+            made.append(weakref.ref(state["param"]["0.weight"]))
+            yield state
+            most = max(most, sum(one() is not None for one in made))
+
+    monkeypatch.setattr(held, "_between", counted)
+    for step in held.backward():
+        again.append(each(torch.clone, step.before["param"]))
+        del step
+    assert most < 12 < len(run)
+    for one, other in zip(again, expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_a_state_that_the_recorded_batches_do_not_lead_to_is_named(tmp_path):

@@ -217,7 +217,7 @@ def alone(what: str) -> None:
 
     problem, cost = small_gpt(8), Cost()
     work: Callable[[], object] = problem.train if what == "train" else _scored(problem, SGDIE(), "mean")
-    with cost.metered():
+    with cost.metered(problem.task.device):
         work()
     sys.stdout.write(f"{cost.peak_memory}\n")
 

@@ -37,29 +37,31 @@ class Cost:
         )
 
     @contextmanager
-    def metered(self) -> Iterator[None]:
-        """Add the time of a block, and note the process's peak resident size during it."""
-        _reset_peak()
+    def metered(self, device: torch.device) -> Iterator[None]:
+        """Add the time of a block, and note its peak memory: of the GPU if it computes there, else the process's."""
+        gpu = device if device.type == "cuda" else None
+        _reset_peak(gpu)
         start = time.perf_counter()
         try:
             yield
         finally:
             self.seconds += time.perf_counter() - start
-            self.peak_memory = max(self.peak_memory, _peak())
+            self.peak_memory = max(self.peak_memory, _peak(gpu))
 
 
-def _reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+def _reset_peak(gpu: torch.device | None) -> None:
+    if gpu is not None:
+        torch.cuda.reset_peak_memory_stats(gpu)
+        return
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return  # not Linux, or not allowed: the peak is then that of the whole process so far
 
 
-def _peak() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def _peak(gpu: torch.device | None) -> int:
+    if gpu is not None:
+        return torch.cuda.max_memory_allocated(gpu)
     try:
         status = Path("/proc/self/status").read_text()
         return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]

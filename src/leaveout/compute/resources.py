@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from leaveout._util.amounts import parse_bytes
 from leaveout.compute import progress
 from leaveout.compute.engines import Engine, Local, engine_of
@@ -43,7 +45,8 @@ class Resources:
             displacements if requested), the states of the run between two kept ones with a shard of its files, and
             32 MB for traces and other code. Larger work is split into chunks that fit; what does not fit is kept in
             temporary files. A budget too small for one vector and its product is refused, with the least that is
-            needed. ``"auto"`` is half of the machine's free memory. Each worker of an engine has this budget.
+            needed. ``"auto"`` is half of what is free, on the GPU if the model is there. Each worker of an engine has
+            this budget.
         progress: show progress bars; by default on a terminal and in a notebook only.
         engine: where shards of work are done: ``"local"``, ``"ray"``, ``Local(processes)`` or ``Ray(address)``.
         work: a directory where finished shards are stored. The same work, started again after a crash, continues from
@@ -53,6 +56,7 @@ class Resources:
             bit, others the same up to rounding. No shard is larger than the budget, or with ``"auto"`` than 500 MB:
             the memory that is free at the moment does not change the shards.
         checkpoint: the file in which a sweep saves its progress; each stored shard gets its own.
+        device: where the model is, whose memory this is about; estimators set it.
     """
 
     memory: str | int = "auto"
@@ -61,6 +65,7 @@ class Resources:
     work: str | Path | None = None
     shard: int | None = None
     checkpoint: Path | None = None
+    device: torch.device | None = None
 
     def __post_init__(self) -> None:
         if self.memory != "auto":
@@ -79,7 +84,11 @@ class Resources:
     @property
     def bytes(self) -> int:
         """The budget in bytes."""
-        return free_memory() // 2 if self.memory == "auto" else parse_bytes(self.memory)
+        return free_memory(self.device) // 2 if self.memory == "auto" else parse_bytes(self.memory)
+
+    def on(self, device: torch.device) -> Resources:
+        """Return the same for a model on this device, whose memory counts."""
+        return replace(self, device=device)
 
     def chunk(self, bytes_each: int, count: int) -> int:
         """Return how many of ``count`` items of this size fit into the budget, at least one."""
@@ -153,8 +162,11 @@ class Resources:
         return progress.track(items, total, what, self.progress)
 
 
-def free_memory() -> int:
-    """Return the bytes that can be allocated without swapping, or 4 GB if the system does not say."""
+def free_memory(device: torch.device | None = None) -> int:
+    """Return the bytes that can be allocated on a GPU, or without swapping; 4 GB if the system does not say."""
+    if device is not None and device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     try:
         match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:

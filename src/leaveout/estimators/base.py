@@ -93,7 +93,7 @@ class Estimator(ABC):
         """Estimate what ``score`` does, given the question as one object."""
         chosen = self.resolved(question.run, question.task, displacements=question.displacements)
         request = chosen.request(question)
-        with request.cost.metered(), kept_memory():
+        with request.cost.metered(request.trajectory.task.device), kept_memory():
             values, moved = chosen._values(request)
         scores = request.scores(chosen.name, values, moved)
         unit = scores.unit if self.unit == UNIT else self.unit
@@ -118,14 +118,14 @@ class Estimator(ABC):
             ids: the examples to score; all of them by default.
             resources: memory budget and progress.
         """
-        resources, chosen = resources or Resources(), self.resolved(run, task)
+        resources, chosen = (resources or Resources()).on(task.device), self.resolved(run, task)
         everyone = leave_out(task.size, ids)
         bytes_each = 2 * budget.backward_bytes(Trajectory(run, task, self.layers))
         values, cost = [], Cost()
         for part in everyone.chunks(resources.part(bytes_each, len(everyone))):
             own = Subset(task.train_set, part.examples.tolist())
             request = replace(chosen.request(Question(run, task, own, "each", resources=resources)), left_out=part)
-            with request.cost.metered(), kept_memory():
+            with request.cost.metered(request.trajectory.task.device), kept_memory():
                 values.append(chosen._diagonal(request))
             cost = cost + request.cost
         whole = torch.cat(values)[:, None]
@@ -153,9 +153,10 @@ class Estimator(ABC):
 
     def request(self, question: Question) -> Request:
         """Check a question, and prepare what is needed to answer it."""
-        run, task, resources = question.run, question.task, question.resources
+        run, task = question.run, question.task
+        resources = question.resources.on(task.device)
         trajectory, cost = Trajectory(run, task, self.layers), Cost()
-        with cost.metered():
+        with cost.metered(task.device):
             if self.differentiates:
                 trajectory = trajectory.compared()
             else:

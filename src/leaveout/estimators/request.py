@@ -58,7 +58,7 @@ class Request:
             request = replace(inside, cost=Cost(), resources=inside.resources.with_checkpoint(checkpoint))
             with ExitStack() as metered:
                 if elsewhere:  # another process, whose cost is not counted elsewhere
-                    metered.enter_context(request.cost.metered())
+                    metered.enter_context(request.cost.metered(request.trajectory.task.device))
                     metered.enter_context(kept_memory())
                 tensors = function(request, item)
             if request.resources.memory != "auto":  # a fragmented heap grows from shard to shard

@@ -91,7 +91,7 @@ def _has_plain(estimator: Estimator) -> TypeGuard[ACC]:
 
 def _swept(acc: ACC, request: Request) -> Products:
     """Compute the scores of ACC with a cheap transport, and those of SGD-IE, which its sweep has as well."""
-    with request.cost.metered(), kept_memory():
+    with request.cost.metered(request.trajectory.task.device), kept_memory():
         choice = acc.choice()
         choice.schedule.check(request.trajectory.run)
         return choice.scores(request)

@@ -71,12 +71,12 @@ def cleanse(
     amounts = _checked(methods, run, task, [remove] if isinstance(remove, int) else remove, random, shuffles)
     check_seed(seed, 0, 2**32 - 1)
     ranked, scored = _ranked(methods, amounts[-1]), sorted({int(i) for one in methods for i in one.train_ids})
-    resources, cost = resources or Resources(), Cost()
+    resources, cost = (resources or Resources()).on(task.device), Cost()
     trajectory = Trajectory(run, task)
     query = Query(task, trajectory.scored(trajectory.final()), test_set, single=True, resources=resources.inside())
     query.check()
     rows: list[dict[str, Any]] = []
-    with cost.metered():
+    with cost.metered(task.device):
         for order in range(max(1, shuffles)):
             again = Again(trajectory, query, resources.inside(), _mixed(seed, order) if shuffles else None)
             chosen = _chosen(ranked, scored, amounts, range(order * random, (order + 1) * random), seed)

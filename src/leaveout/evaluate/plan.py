@@ -152,7 +152,7 @@ def plan(
         made = optimizer(trial.model)
         few = min(epochs, -(-FIRST * STEPS * batch_size // trial.size))
         cost = Cost()
-        with cost.metered():
+        with cost.metered(task.device):
             short = train(trial, made, few, batch_size, 0, Path(folder) / "run", resources=budget)
         disk = gradient_states.disk_bytes(short.rule, short.state(0), steps)
         training = Plan("training, recorded", cost.seconds / len(short) * steps, cost.peak_memory, disk)

@@ -114,11 +114,11 @@ def smoothness(
         )
     if h is not None and not (isinstance(h, int | float) and 0 < h < math.inf):
         raise InputError(f"h={h!r} is not a step: give a number above 0, or None.", code="weight-step-out-of-range")
-    resources, cost = resources or Resources(), Cost()
+    resources, cost = (resources or Resources()).on(task.device), Cost()
     h = 1 / math.sqrt(task.size) if h is None else h
     order = torch.Generator().manual_seed(check_seed(seed))
     signs = torch.randint(2, (directions, task.size), generator=order) * 2.0 - 1
-    with cost.metered():
+    with cost.metered(task.device):
         trajectory = Trajectory(run, task).compared()
         resources.check(3 * budget.replay_bytes(trajectory), "a direction")
         size = resources.chunk(4 * budget.replay_bytes(trajectory), directions)

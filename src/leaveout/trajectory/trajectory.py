@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from leaveout._util.trees import PARAM, Params, State, distance, each
+from leaveout._util.trees import PARAM, Params, State, distance, each, nbytes
 from leaveout.errors import MismatchError, UnsupportedError
 from leaveout.optim import AVERAGE
+from leaveout.run.gradient_states import CACHE
 from leaveout.run.model_match import check_model
 from leaveout.run.reader import Run
 from leaveout.run.record import Record
@@ -30,6 +31,9 @@ from leaveout.task.task import Task
 from leaveout.trajectory.modes import Modes
 from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.step_check import StepCheck
+
+FEWEST = 8
+"""States that are held going backward even if they are large: the fewer, the more often steps are repeated."""
 
 
 class Trajectory:
@@ -129,7 +133,7 @@ class Trajectory:
     def backward(self, before: int | None = None) -> Iterator[RecordedStep]:
         """Yield the steps from the last to the first, or those before one.
 
-        The states between two kept ones are held together.
+        Of the states between two kept ones, only some are held at a time if they are large.
         """
         self.task.tracer.expect(len(self))
         kept = self._anchors
@@ -139,12 +143,10 @@ class Trajectory:
         for place in reversed(places):
             start, stop = kept[place], kept[place + 1]
             state = self._state(start)
-            states = [state, *self._between(state, after, start, stop)]
-            for index in reversed(range(start, stop)):
-                after = states.pop()
+            for index, before_step in self._descending(state, after, start, stop):
                 if index < first:
-                    yield self._recorded_step(index, states[-1], after)
-            after = state
+                    yield self._recorded_step(index, before_step, after)
+                after = before_step
 
     def recorded_step(self, index: int) -> RecordedStep:
         """Return one step."""
@@ -163,6 +165,23 @@ class Trajectory:
         elif stop > start + 1:
             yield from self._replayed(first, last, start, stop)
         yield last
+
+    def _descending(self, first: State, last: State, start: int, stop: int) -> Iterator[tuple[int, State]]:
+        """Yield the steps from stop − 1 to start, each with the state before it; only some of the states are held.
+
+        Those between two that are held are computed once more when their turn comes.
+        """
+        most = max(FEWEST, CACHE // nbytes(first))
+        gap = -(-(stop - start) // most)
+        states = enumerate(self._between(first, last, start, stop), start + 1)
+        held = [first, *(state for index, state in states if index < stop and (index - start) % gap == 0)]
+        for index in reversed(range(start, stop, gap)):
+            state = held.pop()
+            if gap == 1:
+                yield index, state
+            else:
+                yield from self._descending(state, last, index, min(index + gap, stop))
+            last = state
 
     def _replayed(self, first: State, last: State, start: int, stop: int) -> Iterator[State]:
         """Yield the states between two kept ones by taking the recorded steps, which must lead to the second."""

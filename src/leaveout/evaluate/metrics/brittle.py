@@ -84,7 +84,7 @@ def brittleness(
     most = max(1, len(scores.train_ids) // 2) if most is None else most
     if not is_whole(most, 1):
         raise InputError(f"most={most!r} must be a whole number of at least 1.", code="most-not-a-count")
-    predict = _Predictions(Trajectory(run, task), query, resources or Resources())
+    predict = _Predictions(Trajectory(run, task), query, (resources or Resources()).on(task.device))
     before = predict.recorded(len(scores.query_ids))
     queries = range(len(scores.query_ids))
     helpful = {query: ids for query in queries if (ids := _helpful(scores, query)[:most])}
@@ -146,7 +146,7 @@ class _Predictions:
 
     def without(self, groups: dict[int, list[int]]) -> Iterable[tuple[int, int]]:
         """Return each query with the class that the run replayed without its group predicts for it."""
-        with self.cost.metered():
+        with self.cost.metered(self.trajectory.task.device):
             left_out = leave_out(self.trajectory.task.size, groups=groups)
             size = self.resources.chunk(2 * budget.replay_bytes(self.trajectory), len(left_out))
             answers: list[tuple[int, int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,9 +17,12 @@ from leaveout.run.kept_batches import BatchBudget
 class Keep:
     """Decides which states are worth their disk space.
 
-    >>> keep = Keep("auto", budget=3)
-    >>> [i for i in range(1, 60) if keep.wants(i) and keep.note(i, 1) is None]
-    [1, 2, 3, 6, 11, 18, 26, 36, 48]
+    All of them until half of the budget is used; after that gaps grow with √i, and faster the less is left.
+    The first and the last state are kept in any case, so room for two is left.
+
+    >>> keep = Keep("auto", budget=12)
+    >>> [i for i in range(1, 10_000) if keep.wants(i) and keep.note(i, 1) is None]
+    [1, 2, 3, 4, 5, 6, 11, 18, 36, 108]
     """
 
     def __init__(self, keep: str | int, budget: int) -> None:
@@ -27,8 +31,8 @@ class Keep:
                 f"keep={keep!r} is unknown: use 'all', 'auto', or a number K for every K-th state.", code="keep-unknown"
             )
         self._keep, self._budget = keep, budget
-        self._used = 0
-        self._next = 1
+        self._used = self._largest = 0
+        self._next: float = 1
 
     def wants(self, index: int) -> bool:
         """Say whether the state before step ``index`` is kept."""
@@ -39,8 +43,14 @@ class Keep:
     def note(self, index: int, size: int) -> None:
         """Note that the state was kept, and how much space it took."""
         self._used += size
-        # Gaps of 2√i keep about √N of N states.
-        self._next = index + 1 if self._used < self._budget else index + max(1, round(2 * index**0.5))
+        self._largest = max(self._largest, size)
+        more = (self._budget - self._used) // max(1, self._largest) - 2
+        if self._used < self._budget / 2 and more > 0:
+            self._next = index + 1
+        elif more > 0:  # gaps of 2√i keep about √N of N states
+            self._next = index + max(1, round(2 * index**0.5), round(2 * index / more))
+        else:
+            self._next = math.inf
 
 
 class Storage:

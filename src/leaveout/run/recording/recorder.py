@@ -56,9 +56,9 @@ class Recorder:
         model: the ``nn.Module`` that the loop calls, which may come from ``torch.compile``.
         optimizer: an optimizer of ``torch.optim`` over its parameters, one of ``leaveout.optim.optimizers()``; it may
             be inside a wrapper that holds it as ``.optimizer``.
-        keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them as long as
-            they fit into ``disk``, and after that so few that about √N of N are kept. States in between are recomputed
-            from the recorded batches when they are needed.
+        keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them until
+            half of ``disk`` is used, and after that ever fewer, so that it suffices for any run. States in
+            between are recomputed from the recorded batches when they are needed.
         disk: the budget for ``"auto"``, and for kept batches.
         keep_batches: store what the loader yields with the run, compressed; by default if the data set of a watched
             loader does not give the same examples twice (augmentation, random masking).
