@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util.png import pixels, png
+from leaveout.evaluate.opinions import opinions
 from leaveout.reporting import rows
 from leaveout.reporting.answer import answers
 from leaveout.reporting.cleansing import cleansing
 from leaveout.reporting.content import Trust
-from leaveout.reporting.opinions import opinions
 from leaveout.reporting.show import built_in, present
 from problems import recorded
 from refusal import refused

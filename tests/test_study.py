@@ -1,5 +1,7 @@
 """A study says run, task and query once, remembers what was answered, and answers as the functions do."""
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,9 +10,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
+from leaveout.estimators import timeline
 from leaveout.evaluate.verdict import Verdict
-from leaveout.study import most_trusted
+from leaveout.study import report as report_module
+from leaveout.study import study as study_module
+from leaveout.study.answers import most_trusted
 from refusal import refused
+
+
+def data(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +71,131 @@ def test_labels_take_the_check_of_the_scores_that_are_given(study):
 def test_scores_that_were_chosen_keep_the_check_of_the_choice(problem):
     run, task, query, _ = problem
     study = lo.Study(run, task, query)
-    study.choice = lo.choose(run, task, query, budget=0, methods=[lo.TracIn(), lo.SGDIE()], ids=range(60))
-    assert study.choice.exact, "few enough to replay"
-    scores = study.score(lo.SGDIE())
+    choice = lo.choose(run, task, query, budget=0, methods=[lo.TracIn(), lo.SGDIE()], ids=range(60))
+    assert choice.exact, "few enough to replay"
+    scores = lo.SGDIE().score(run, task, query)
     check = lo.verify(scores, run, task, query, replays=40)
     assert check.verdict in (Verdict.GOOD, Verdict.COARSE)
-    study.choice, study.checks["SGD-IE"] = replace(study.choice, scores=scores, check=check), check
+    study._take(replace(choice, scores=scores, check=check))
     assert study.verify(scores, replays=8) is check
     assert study.verify(scores, replays=44) is not check, "more replays say more"
     backwards = replace(check.random.kendall, value=-1.0, low=-1.0, high=-1.0)
     bad = replace(check, random=replace(check.random, kendall=backwards))
-    study.choice, study.checks["SGD-IE"] = replace(study.choice, check=bad), bad
+    study._take(replace(choice, scores=scores, check=bad))
     assert study.verify(scores, replays=16) is not bad, "it looks for the cause"
+
+
+def test_a_short_answer_does_not_stand_in_for_a_whole_one(problem, study, tmp_path):
+    whole = study.score(lo.SGDIE())
+    few = study.score(lo.SGDIE(), ids=[3, 1, 2])
+    assert len(few.train_ids) == 3
+    assert study.scores["SGD-IE"] is study.best is whole
+    assert sorted(data(study.report(tmp_path / "page.html"))["table"]["id"]) == list(range(80))
+    curve = study.cleanse(test_set=problem[3], random=0)
+    assert curve.harmful == {"SGD-IE": whole.harmful_count}
+    assert few in study.answers.values(), "it is still an answer to its own question"
+    alone = lo.Study(*problem[:3])
+    assert alone.score(lo.SGDIE(), ids=[3, 1, 2]) is not few
+    assert alone.best.train_ids == (3, 1, 2), "the only answer there is"
+
+
+def test_groups_do_not_replace_single_examples(problem, study):
+    single = study.score(lo.SGDIE())
+    study.verify(single, replays=8)
+    groups = study.score(lo.SGDIE(), groups={"a": [0, 1], "b": [2, 3]})
+    assert study.scores["SGD-IE"] is single
+    assert "SGD-IE" in study.checks, "the check of the single examples stays"
+    assert {groups.train_ids, single.train_ids} == {one.train_ids for one in study.answers.values()}
+    assert "2 groups did harm" in str(study)
+
+
+@pytest.mark.parametrize("mean_first", [True, False])
+def test_scores_of_single_queries_go_into_the_report(study, tmp_path, mean_first):
+    ways = [{}, {"queries": "each"}]
+    for options in ways if mean_first else ways[::-1]:
+        scores = study.score(lo.SGDIE(), **options)
+        if not options:
+            check = study.verify(scores, replays=8)
+    study.score(lo.TracIn())
+    said = data(study.report(tmp_path / "page.html"))
+    assert [method["name"] for method in said["methods"]] == list(study.scores)
+    assert said["methods"][0]["name"] == "SGD-IE"
+    assert len(said["queries"]) == 20
+    assert study.checks["SGD-IE"] is check, "the verified scores come first"
+    assert said["methods"][0]["check"] is not None
+
+
+def test_single_queries_of_another_method_are_shown_under_its_name(study, tmp_path):
+    study.score(lo.TracIn(), queries="each")
+    study.score(lo.Replay())
+    said = data(study.report(tmp_path / "page.html"))
+    assert said["methods"][0]["name"] == "Replay"
+    assert len(said["queries"]) == 20
+    assert said["queries_by"].startswith("TracIn")
+
+
+def test_the_timeline_is_swept_once(problem, study, tmp_path, monkeypatch):
+    swept, sweep = [], timeline.timeline
+
+    def counted(*args, **options):
+        swept.append(args)
+        return sweep(*args, **options)
+
+    for home in (study_module, report_module):
+        monkeypatch.setattr(home, "timeline" if home is study_module else "find_timeline", counted)
+    study.score(lo.SGDIE())
+    when = study.timeline()
+    for name in ("one.html", "two.html"):
+        said = data(study.report(tmp_path / name))
+        assert said["spans"] == list(when.spans)
+        assert len(said["lines"]) > 0
+    assert len(swept) == 1
+
+
+def test_resources_of_one_question(problem, study):
+    seen = []
+
+    class Watched(lo.Resources):
+        def track(self, items, *args):
+            seen.append(args[-1])
+            return super().track(items, *args)
+
+    own = Watched(progress=False)
+    for ask in (
+        lambda: study.score(lo.SGDIE(), resources=own),
+        lambda: study.verify(replays=8, resources=own),
+        lambda: study.refine(top=2, resources=own),
+        lambda: study.labels(resources=own),
+        lambda: study.timeline(resources=own),
+        lambda: study.cleanse(problem[3], remove=[2], random=0, resources=own),
+    ):
+        seen.clear()
+        ask()
+        assert seen, "the resources that were given were used"
+    assert study.score(lo.SGDIE()) is study.score(lo.SGDIE(), resources=own), "what is asked is the same"
+
+
+def test_an_earlier_state_is_another_question(problem, study, tmp_path):
+    run, task, query, _ = problem
+    end, middle = study.score(lo.SGDIE()), study.score(lo.SGDIE(), at=8)
+    assert study.scores["SGD-IE"] is end
+    check = study.verify(middle, replays=8)
+    assert check.table.equals(lo.verify(middle, run.head(8), task, query, replays=8).table)
+    alone = lo.Study(run, task, query)
+    alone.score(lo.SGDIE(), at=8)
+    assert data(alone.report(tmp_path / "page.html"))["facts"][1] == ["Steps", "8"]
+
+
+def test_a_section_that_fails_does_not_stop_the_page(study, tmp_path, monkeypatch):
+    def broken(*_args, **_options):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(study_module, "labels", broken)
+    monkeypatch.setattr(study_module, "timeline", broken)
+    monkeypatch.setattr(report_module, "opinions", broken)
+    said = data(study.report(tmp_path / "page.html"))
+    assert len(said["methods"]) == 1
+    assert sum("out of luck" in note for note in said["notes"]) == 4
 
 
 def test_by_default_no_more_is_removed_than_is_harmful(problem):

@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from leaveout.evaluate.refine import refine
     from leaveout.evaluate.smoothness import Smoothness, smoothness
     from leaveout.evaluate.verify import Check, verify
-    from leaveout.reporting import Show, report
+    from leaveout.reporting import Show
     from leaveout.run.checking import check_run
     from leaveout.run.reader import Run, open_run
     from leaveout.run.recording.recorder import Recorder
     from leaveout.run.train import train
     from leaveout.scores import Scores
     from leaveout.study import Study
+    from leaveout.study.report import report
     from leaveout.sweep.transports import Subspace
     from leaveout.task.task import Task
 
@@ -83,13 +84,14 @@ _HOMES = {
     "evaluate.refine": ("refine",),
     "evaluate.smoothness": ("Smoothness", "smoothness"),
     "evaluate.verify": ("Check", "verify"),
-    "reporting": ("Show", "report"),
+    "reporting": ("Show",),
     "run.checking": ("check_run",),
     "run.reader": ("Run", "open_run"),
     "run.recording.recorder": ("Recorder",),
     "run.train": ("train",),
     "scores": ("Scores",),
     "study": ("Study",),
+    "study.report": ("report",),
     "sweep.transports": ("Subspace",),
     "task.task": ("Task",),
 }

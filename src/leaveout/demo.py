@@ -13,11 +13,11 @@ from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.labels import labels as find_labels
 from leaveout.evaluate.verify import Check, verify
-from leaveout.reporting import report
 from leaveout.reporting.show import built_in
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
+from leaveout.study.report import report
 
 REMOVED = (5, 10, 20, 30, 40, 50, 75, 100)
 

@@ -27,8 +27,8 @@ OWN_SIGN = "positive: its own loss would rise without this example"
 UNIT = "change of the query loss"
 EFFECTS = (UNIT, OWN, *UNITS.values())
 """Units that replays have too: changes of the loss, or of another measure."""
-MEAN, SELF = "mean", "self"
-"""The single columns of scores for the queries' mean loss, and for each example's own loss."""
+MEAN, SELF, EACH = "mean", "self", "each"
+"""The single columns of scores for the queries' mean loss, and for each example's own loss; a column per query."""
 FEW = 5
 """How many of the most harmful and of the most helpful examples are shown where scores are printed."""
 
@@ -181,7 +181,7 @@ class Scores(Comparable):
     def queries(self) -> str:
         """What the columns are: the ``"mean"`` of all queries, ``"each"`` of them, or ``"self"``."""
         single = self.query_ids[0] if len(self.query_ids) == 1 else None
-        return str(single) if single in (MEAN, SELF) else "each"
+        return str(single) if single in (MEAN, SELF) else EACH
 
     @property
     def all_exact(self) -> bool:

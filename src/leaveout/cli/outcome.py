@@ -8,7 +8,7 @@ from leaveout._util.trees import PARAM
 from leaveout.builtin.config import Subject
 from leaveout.cli.facts import Outcome
 from leaveout.compute.resources import Resources
-from leaveout.reporting.opinions import Opinions, opinions
+from leaveout.evaluate.opinions import Opinions, opinions
 from leaveout.run.reader import Run
 from leaveout.task import batches
 

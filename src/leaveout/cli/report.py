@@ -22,12 +22,12 @@ from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.verify import Check
 from leaveout.reporting import Page, Show
-from leaveout.reporting import report as lo_report
 from leaveout.reporting.show import built_in, show_of
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
-from leaveout.study import most_trusted, same_rows
+from leaveout.study.answers import most_trusted, same_rows
+from leaveout.study.report import report as lo_report
 
 
 @app.command()

@@ -185,7 +185,10 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Content:
-    """Everything that the page says. Each method's results are in ``methods``, the most trustworthy one first."""
+    """Everything that the page says. Each method's results are in ``methods``, the most trustworthy one first.
+
+    ``queries_by`` is the method that scored single queries, if it is not the first one.
+    """
 
     title: str
     made: str
@@ -206,5 +209,6 @@ class Content:
     timing: str
     lines: dict[int, list[float]]
     queries: list[Query]
+    queries_by: str
     parts_of: str
     cleansing: Cleansing | None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from datetime import date
-from typing import Any
 
 from torch import Tensor
 
-from leaveout.errors import UnsupportedError
-from leaveout.estimators.timeline import Timeline, timeline
+from leaveout.estimators.timeline import Timeline
 from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.verify import Check
 from leaveout.reporting import content, rows, words
@@ -16,7 +14,7 @@ from leaveout.reporting.answer import answers
 from leaveout.reporting.cleansing import cleansing
 from leaveout.reporting.content import digits, rounded
 from leaveout.reporting.topic import Topic, membership
-from leaveout.scores import SELF, UNIT, Scores
+from leaveout.scores import UNIT, Scores
 
 PARTS = 50
 MOST_REPLAYED = 200
@@ -29,9 +27,9 @@ def gather(topic: Topic, curve: Curve | None) -> content.Content:
     for one in topic.methods:
         if one.method in topic.checks:
             topic.checks[one.method].check_same_scores(one)
-    when, notes = _timeline(topic)
+    when, notes, by_query = topic.when, list(topic.notes), topic.by_query
     columns = rows.chosen_queries(topic)
-    drivers = {column: rows.drivers(scores.values[:, column]) for column in columns}
+    drivers = {column: rows.drivers(by_query.values[:, column]) for column in columns if by_query is not None}
     suspects = rows.suspects(topic)
     listed = rows.listed(mean, {row for pairs in drivers.values() for row, _ in pairs} | set(suspects))
     place = {row: i for i, row in enumerate(listed)}
@@ -71,6 +69,7 @@ def gather(topic: Topic, curve: Curve | None) -> content.Content:
         timing=words.timing(when.values.double().sum(1).tolist(), mean.tolist(), scores.method) if when else "",
         lines={i: rounded(when.values[listed[i]].tolist()) for i in places} if when else {},
         queries=[rows.query_of(topic, column, drivers[column], place, asked) for column in columns],
+        queries_by="" if by_query is None or by_query.method == scores.method else by_query.method,
         parts_of=parts_of,
         cleansing=cleansing(curve, scores.method, wanted) if curve else None,
     )
@@ -109,22 +108,6 @@ def _called(topic: Topic, listed: list[int]) -> dict[int, str]:
     if ids is None or topic.groups:
         return {}
     return {place: str(ids[int(topic.scores.train_ids[row])]) for place, row in enumerate(listed)}
-
-
-def _timeline(topic: Topic) -> tuple[Timeline | None, list[str]]:
-    """Compute when influence arose, if that is possible, or a note on why not."""
-    show, task, query, scores = topic.show, topic.task, topic.query, topic.scores
-    if task is None or query is None or not show.timeline or (topic.groups and topic.members is None):
-        return None, []
-    if scores.queries == SELF:
-        return None, ["When influence arose is only computed for query losses, not for an example's own loss."]
-    which: dict[str, Any] = {"groups": topic.members} if topic.groups else {"ids": list(scores.train_ids)}
-    try:
-        result = timeline(topic.run, task, query, resources=topic.resources, **which)
-    except UnsupportedError as error:
-        return None, [f"When influence arose could not be computed: {error}"]
-    result.check_same_queries(scores)
-    return result, []
 
 
 def _kinds(topic: Topic) -> tuple[str, dict[str, list[int]]]:

@@ -27,9 +27,9 @@ Drivers = list[tuple[int, float]]
 
 def chosen_queries(topic: Topic) -> list[int]:
     """Choose the queries that are shown: those with the largest loss first."""
-    if not topic.single:
+    if topic.by_query is None:
         return []
-    columns = list(range(len(topic.scores.query_ids)))
+    columns = list(range(len(topic.by_query.query_ids)))
     if topic.asked is not None:
         columns = torch.argsort(topic.asked.losses, descending=True, stable=True).tolist()
     return columns[:QUERIES]
@@ -140,9 +140,10 @@ def query_of(
 ) -> content.Query:
     """Return a query with the places of the rows that drive it."""
     asked, half = topic.asked, len(pairs) // 2
+    ids = () if topic.by_query is None else topic.by_query.query_ids
     placed = [(place[row], value) for row, value in pairs]
     return content.Query(
-        id=topic.scores.query_ids[column],
+        id=ids[column],
         shown=looks.get(column, content.Shown()),
         label=asked.labels[column] if asked and asked.labels else "",
         says=asked.says[column] if asked and asked.says else "",

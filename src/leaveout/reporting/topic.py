@@ -1,4 +1,4 @@
-"""What a report is about: a run, its scores, and as much of task and data as is available."""
+"""What a report is about: a run, the answers about it, and as much of task and data as is available."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
+from leaveout.estimators.timeline import Timeline
 from leaveout.evaluate.label_issues import Labels
+from leaveout.evaluate.opinions import Opinions
 from leaveout.evaluate.verify import Check
-from leaveout.reporting.opinions import Opinions, opinions
 from leaveout.reporting.show import Show
 from leaveout.run.reader import Run
 from leaveout.scores import SELF, UNIT, Scores
 from leaveout.task import batches
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import Groups, leave_out
-from leaveout.trajectory.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
 class Topic:
     """What a report is about; without a task it has only ids and scores.
 
-    ``scores`` are those of the method that is shown first, ``others`` of the same rows by other methods; ``checks`` are
-    by method.
+    ``scores`` are those of the method that is shown first, ``others`` of the same rows by other methods, ``by_query``
+    of the same rows with a column per query, by any method; ``checks`` are by method. ``when`` says when influence
+    arose, ``own`` and ``asked`` what the final model predicts for the scored examples and for the queries; ``notes``
+    what could not be had.
     """
 
     run: Run
@@ -37,30 +38,31 @@ class Topic:
     task: Task | None
     query: Dataset | None
     show: Show
-    resources: Resources
     others: tuple[Scores, ...] = ()
     checks: Mapping[str, Check] = field(default_factory=dict)
+    by_query: Scores | None = None
     labels: Labels | None = None
+    when: Timeline | None = None
+    own: Opinions | None = None
+    asked: Opinions | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for other in self.others:
+        for other in (*self.others, *([self.by_query] if self.by_query else [])):
             if other.train_ids != self.scores.train_ids or (other.queries == SELF) != (self.scores.queries == SELF):
                 raise InputError(
                     f"{other.method} scored other rows than {self.scores.method}: give scores of the same examples or "
                     "groups.",
                     code="scores-of-other-rows",
                 )
-        if self.query is not None and self.task is None:
+        if self.by_query is not None and self.queries not in (None, len(self.by_query.query_ids)):
             raise InputError(
-                "A query set was given without its task: give task= as well, which knows how to read it.",
-                code="query-without-task",
-            )
-        if self.queries is not None and self.single and self.queries != len(self.scores.query_ids):
-            raise InputError(
-                f"The scores have {len(self.scores.query_ids)} queries and the query set {self.queries}: give the "
+                f"The scores have {len(self.by_query.query_ids)} queries and the query set {self.queries}: give the "
                 "query set that was scored.",
                 code="query-count-differs",
             )
+        if self.when is not None:
+            self.when.check_same_queries(self.scores)
 
     @property
     def groups(self) -> bool:
@@ -84,11 +86,6 @@ class Topic:
     def loss(self) -> bool:
         """Say whether scores are changes of the query loss, and not merely a ranking."""
         return self.scores.unit == UNIT
-
-    @property
-    def single(self) -> bool:
-        """Say whether there is one column per query."""
-        return all(isinstance(i, int) for i in self.scores.query_ids)
 
     @property
     def queries(self) -> int | None:
@@ -130,25 +127,6 @@ class Topic:
                 if name in self.truths and not exact[row]:
                     mean[row], exact[row] = self.truths[name], True
         return mean, exact
-
-    @cached_property
-    def own(self) -> Opinions | None:
-        """The final model's predictions for the scored examples."""
-        if self.task is None or self.groups:
-            return None
-        return self._opinions(self.task, self.task.train_set, [int(i) for i in self.scores.train_ids])
-
-    @cached_property
-    def asked(self) -> Opinions | None:
-        """The final model's predictions for the queries."""
-        if self.task is None or self.query is None:
-            return None
-        return self._opinions(self.task, self.query, range(batches.size(self.query)))
-
-    def _opinions(self, task: Task, dataset: Dataset, ids: range | list[int]) -> Opinions:
-        trajectory = Trajectory(self.run, task)
-        params = trajectory.scored(trajectory.final_whole())
-        return opinions(task, params, dataset, ids, self.show.classes, self.resources)
 
 
 def membership(size: int, groups: Groups) -> dict[str, list[int]]:

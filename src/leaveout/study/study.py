@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch.utils.data import Dataset
 
 from leaveout._util import notebook
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, UnsupportedError, kind_of
+from leaveout.errors import InputError, kind_of
 from leaveout.estimators import Estimator
+from leaveout.estimators.question import Question
 from leaveout.estimators.timeline import Timeline, timeline
 from leaveout.evaluate.choose import Chosen, choose
 from leaveout.evaluate.cleanse import cleanse
@@ -25,11 +25,14 @@ from leaveout.evaluate.plan import plan
 from leaveout.evaluate.refine import refine
 from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import Check, verify
-from leaveout.reporting import Page, Show, report
+from leaveout.reporting import Page, Show
 from leaveout.reporting.show import show_of
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run, open_run
-from leaveout.scores import SELF, Scores
+from leaveout.scores import EACH, Scores
+from leaveout.study.answers import by_method, in_words, most_trusted, same_kind
+from leaveout.study.asked import Asked
+from leaveout.study.report import report
 from leaveout.task import batches
 from leaveout.task.task import Task
 
@@ -47,9 +50,10 @@ UNASKED = "Nothing was asked yet: try labels() and score()."
 class Study:
     """Ask a recorded run about its training examples; the answers are remembered and go into the report.
 
-    Each method calls the function of the same name with this run, task and query set. ``scores`` and ``checks`` hold
-    the answers by method, ``issues`` the labels, ``curve`` the cleansing curve. The same question is not computed
-    twice.
+    Each method calls the function of the same name with this run, task and query set; ``resources=`` given to one of
+    them is for that question alone. ``answers`` holds all scores by their full question (``Asked``), ``scores`` those
+    of every example by method, ``checks`` their checks by method, ``issues`` the labels, ``curve`` the cleansing curve.
+    The same question is not computed twice, and no answer replaces that to another question.
 
     Args:
         run: the recorded run, or its directory.
@@ -84,12 +88,34 @@ class Study:
         if query is not None:
             batches.size(query)  # refuses a loader, or tensors
         self.show, self.resources = show_of(show), resources or Resources()
-        self.scores: dict[str, Scores] = {}
-        self.checks: dict[str, Check] = {}
+        self.answers: dict[Asked, Scores] = {}
         self.issues: Labels | None = None
         self.curve: Curve | None = None
         self.choice: Chosen | None = None
-        self._answers: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+        self._checks: dict[Asked, Check] = {}
+        self._heads: dict[int, Run] = {}
+        self._memory: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    @property
+    def scores(self) -> dict[str, Scores]:
+        """The scores of every example by method, the newest last; verified ones before those that are not.
+
+        If only some examples or groups were scored, those that were asked for last.
+        """
+        return {method: self.answers[asked] for method, asked in self._shown.items()}
+
+    @property
+    def checks(self) -> dict[str, Check]:
+        """The checks of ``scores``, by method."""
+        return {method: self._checks[asked] for method, asked in self._shown.items() if asked in self._checks}
+
+    @property
+    def _same_kind(self) -> list[Asked]:
+        return same_kind(self.answers, self.task.size, self.run.fingerprint)
+
+    @property
+    def _shown(self) -> dict[str, Asked]:
+        return by_method(self._same_kind, self._checks)
 
     @property
     def query(self) -> Dataset:
@@ -107,51 +133,59 @@ class Study:
 
         Every example is replayed exactly if that takes no longer than ``budget`` seconds; otherwise several methods are
         compared with a sample of replays, and the best one's scores are returned (see ``lo.choose``; ``choice`` holds
-        the comparison). ``options`` are those of ``Estimator.score``: ``queries=``, ``ids=``, ``groups=``.
+        the comparison). ``options`` are those of ``Estimator.score``: ``queries=``, ``ids=``, ``groups=``, ``at=``.
         """
-        return self._once(("score", estimator, budget, options), lambda: self._scored(estimator, budget, options))
+        resources = options.pop("resources", None) or self.resources
+        return self._once(
+            ("score", estimator, budget, options), lambda: self._scored(estimator, budget, resources, **options)
+        )
 
-    def verify(self, scores: Scores | None = None, *, replays: int | None = None, seed: int = 0) -> Check:
+    def verify(
+        self, scores: Scores | None = None, *, replays: int | None = None, seed: int = 0, **options: Any
+    ) -> Check:
         """Compare scores, by default the most trustworthy ones, with exact replays: 64 of them, if not said otherwise.
 
         Scores that ``score`` chose have been compared already. That check is returned, unless it has fewer replays than
         were asked for or its verdict is bad: then new replays, no more than it had, also look for the cause.
         """
         scores = self._known(scores)
-        if self.choice is not None and self.choice.scores is scores and self.choice.check is not None:
+        asked, resources = Asked.of(scores), options.pop("resources", None) or self.resources
+        if self.choice is not None and self.choice.scores is scores and self.choice.check is not None and not options:
             check = self.choice.check
             replays = min(REPLAYS, len(check.table)) if replays is None else replays
             trusted = check.verdict in (Verdict.GOOD, Verdict.COARSE)
-            if trusted and len(check.table) >= replays and self.checks.get(scores.method) is check:
+            if trusted and len(check.table) >= replays and self._checks.get(asked) is check:
                 return check
-        count = REPLAYS if replays is None else replays
+        options = {"replays": REPLAYS if replays is None else replays, "seed": seed, **options}
 
         def compared() -> Check:
-            asked = (self.run, self.task, self.query)
-            return verify(scores, *asked, replays=count, seed=seed, resources=self.resources)
+            return verify(scores, self._run_of(scores), self.task, self.query, resources=resources, **options)
 
-        self.checks[scores.method] = self._once(("verify", scores, count, seed), compared)
-        return self.checks[scores.method]
+        self._checks[asked] = self._once(("verify", scores, options), compared)
+        return self._checks[asked]
 
-    def refine(self, scores: Scores | None = None, *, top: int = 32) -> Scores:
+    def refine(self, scores: Scores | None = None, *, top: int = 32, resources: Resources | None = None) -> Scores:
         """Replace the most extreme scores by exact replays."""
-        scores = self._known(scores)
+        scores, resources = self._known(scores), resources or self.resources
 
         def refined() -> Scores:
-            exact = refine(scores, self.run, self.task, self.query, top=top, resources=self.resources)
+            exact = refine(scores, self._run_of(scores), self.task, self.query, top=top, resources=resources)
             return self._remember(exact)
 
         return self._once(("refine", scores, top), refined)
 
     def labels(self, *, folds: int | str | None = AUTO, **options: Any) -> Labels:
         """Say which labels look wrong; verified scores are included as far as they can be trusted."""
-        verified = [one for one in self.scores.values() if one.method in self.checks and _of_all(one, self.task)]
-        scores = options.pop("scores", most_trusted(verified, self.checks))
-        check = options.pop("check", self.checks.get(scores.method) if isinstance(scores, Scores) else None)
+        resources, checks = options.pop("resources", None) or self.resources, self.checks
+        verified = [
+            one for method, one in self.scores.items() if method in checks and Asked.of(one).everyone(self.task.size)
+        ]
+        scores = options.pop("scores", most_trusted(verified, checks))
+        check = options.pop("check", self._checks.get(Asked.of(scores)) if isinstance(scores, Scores) else None)
 
         def answered() -> Labels:
             given = {"scores": scores, "check": check, "folds": folds, "classes": self.show.classes, **options}
-            self.issues = labels(self.run, self.task, resources=self.resources, **given)
+            self.issues = labels(self.run, self.task, resources=resources, **given)
             return self.issues
 
         return self._once(("labels", folds, options, scores, check), answered)
@@ -178,10 +212,11 @@ class Study:
             )
         given: list[Any] = list(scores) if isinstance(scores, list | tuple) else [scores]
         methods = [one if isinstance(one, Labels) else self._known(one) for one in given]
-        amounts = self._removed(methods) if remove is None else remove
+        amounts, resources = self._removed(methods) if remove is None else remove, options.pop("resources", None)
 
         def measured() -> Curve:
-            self.curve = cleanse(methods, self.run, self.task, test_set, amounts, resources=self.resources, **options)
+            own = resources or self.resources
+            self.curve = cleanse(methods, self.run, self.task, test_set, amounts, resources=own, **options)
             return self.curve
 
         return self._once(("cleanse", *methods, test_set, amounts, options), measured)
@@ -192,11 +227,14 @@ class Study:
         harmful = min((count for count in counts if count), default=1)
         return sorted({min(harmful, max(1, round(share * self.task.size))) for share in REMOVED})
 
-    def timeline(self, **options: Any) -> Timeline:
-        """Say when in training each example's influence arose."""
+    def timeline(self, *, at: int | str | None = None, resources: Resources | None = None, **options: Any) -> Timeline:
+        """Say when in training each example's influence arose; with ``at`` on the model after that many steps."""
+        return self._arose(self._at(at), resources or self.resources, **options)
+
+    def _arose(self, run: Run, resources: Resources, **options: Any) -> Timeline:
         return self._once(
-            ("timeline", options),
-            lambda: timeline(self.run, self.task, self.query, resources=self.resources, **options),
+            ("timeline", run.fingerprint, options),
+            lambda: timeline(run, self.task, self.query, resources=resources, **options),
         )
 
     def plan(self) -> pd.DataFrame:
@@ -209,28 +247,29 @@ class Study:
         *,
         show: Show | Callable[[Any], Any] | None = None,
         overwrite: bool = False,
+        resources: Resources | None = None,
     ) -> Page:
         """Write a page about everything that was asked; scores and labels are computed if they were not before.
 
         It is written to ``path``, by default ``report.html`` in the run's directory.
         """
-        first = self._known(None)
-        rest = [one for one in self.scores.values() if one is not first and same_rows(one, first)]
-        if self.issues is None and _of_all(first, self.task):
-            with suppress(UnsupportedError):  # not a classifier
-                self.labels()
+        first, resources = self._known(None), resources or self.resources
+        run = self._run_of(first)
+        scores = list(self.scores.values())
+        queries = [self.answers[asked] for asked in self._same_kind if self.answers[asked].queries == EACH]
         return report(
             RunPaths(self.run.path).report if path is None else path,
-            self.run,
-            [first, *rest],
-            [self.checks[one.method] for one in (first, *rest) if one.method in self.checks],
-            self.curve,
-            labels=self.issues,
+            run,
+            list({id(one): one for one in (first, *scores, *queries)}.values()),
+            list(self.checks.values()),
+            self.curve if run is self.run else None,
+            labels=(self.labels if self.issues is None else self.issues) if run is self.run else None,
             task=self.task,
             query=self.query,
             show=self.show if show is None else show_of(show),
+            timeline=partial(self._arose, run, resources),
             overwrite=overwrite,
-            resources=self.resources,
+            resources=resources,
         )
 
     @property
@@ -259,18 +298,14 @@ class Study:
         rows: list[tuple[str, str]] = []
         if self.issues is not None:
             rows.append(("labels", self.issues.sentence))
-        for method, scores in self.scores.items():
-            check = self.checks.get(method)
-            verdict = "not verified" if check is None else check.short
-            if scores.all_exact and not (check and check.exact):
-                verdict = "exact"
-            rows.append((method, f"{scores.harmful_count} of {len(scores.train_ids)} did harm; {verdict}"))
+        rows += [(asked.method, in_words(one, self._checks.get(asked))) for asked, one in self.answers.items()]
         if self.curve is not None:
             lines = str(self.curve).splitlines()
             rows += [("" if number else "cleansing", line.strip()) for number, line in enumerate(lines)]
         return rows
 
-    def _scored(self, estimator: Estimator | None, budget: float, options: dict[str, Any]) -> Scores:
+    def _scored(self, estimator: Estimator | None, budget: float, resources: Resources, **options: Any) -> Scores:
+        run = self._at(options.pop("at", None))
         if estimator is not None:
             if not isinstance(estimator, Estimator):
                 name = estimator.__name__ if isinstance(estimator, type) else "ACC"
@@ -278,18 +313,33 @@ class Study:
                     f"estimator={estimator!r} is not an estimator: give one such as lo.{name}(), or nothing.",
                     code="estimator-expected",
                 )
-            scores = estimator.score(self.run, self.task, self.query, resources=self.resources, **options)
-            return self._remember(scores)
-        self.choice = choose(self.run, self.task, self.query, budget=budget, resources=self.resources, **options)
-        scores = self._remember(self.choice.scores)
-        if self.choice.check is not None:
-            self.checks[scores.method] = self.choice.check
+            return self._remember(estimator.score(run, self.task, self.query, resources=resources, **options))
+        return self._take(choose(run, self.task, self.query, budget=budget, resources=resources, **options))
+
+    def _take(self, choice: Chosen) -> Scores:
+        """Remember the scores of a choice, and the check that comes with them."""
+        self.choice = choice
+        scores = self._remember(choice.scores)
+        if choice.check is not None:
+            self._checks[Asked.of(scores)] = choice.check
         return scores
 
+    def _at(self, at: int | str | None) -> Run:
+        """Return the run, or its part up to a state that is scored instead of the last one."""
+        if at is None:
+            return self.run
+        run = Question(self.run, self.task, self.query, at=at).run
+        return self._heads.setdefault(run.fingerprint, run)
+
+    def _run_of(self, scores: Scores) -> Run:
+        """Return the run that was scored: this one, or its part up to an earlier state."""
+        return self._heads.get(scores.run_fingerprint or 0, self.run)
+
     def _remember(self, scores: Scores) -> Scores:
-        self.scores.pop(scores.method, None)  # the newest comes last
-        self.checks.pop(scores.method, None)
-        self.scores[scores.method] = scores
+        asked = Asked.of(scores)
+        self.answers.pop(asked, None)  # the newest comes last
+        self._checks.pop(asked, None)
+        self.answers[asked] = scores
         return scores
 
     def _known(self, scores: Scores | None) -> Scores:
@@ -302,17 +352,17 @@ class Study:
                 f"Scores are needed, not {kind_of(scores)}: give what study.score() returned{there}.",
                 code="scores-expected",
             )
-        scores.check_same_run(self.run)
-        if self.scores.get(scores.method) is not scores:
+        scores.check_same_run(self._run_of(scores))
+        if self.answers.get(Asked.of(scores)) is not scores:
             self._remember(scores)
         return scores
 
     def _once(self, question: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """Compute the answer, or return the stored one; scores and data sets are compared by identity."""
         key = repr([_plain(part) for part in question])
-        if key not in self._answers:
-            self._answers[key] = (compute(), question)  # keeps the question alive, so that no other object gets its id
-        return self._answers[key][0]
+        if key not in self._memory:
+            self._memory[key] = (compute(), question)  # keeps the question alive, so that no other object gets its id
+        return self._memory[key][0]
 
 
 def _plain(part: Any) -> Any:
@@ -346,25 +396,3 @@ def _checked(task: Any) -> Task:
             code="task-expected",
         )
     return task
-
-
-def most_trusted(scores: Sequence[Scores], checks: dict[str, Check]) -> Scores | None:
-    """Choose the scores to act on: exact ones, else those with the best verdict, else the newest, which is the last."""
-
-    def rank(place: int) -> tuple[int, float, int]:
-        one = scores[place]
-        check = checks.get(one.method)
-        tau = -2.0 if check is None else min(check.extreme.kendall.low, check.random.kendall.low)
-        kind = 2 if one.all_exact else int(check is not None)
-        return kind, -2.0 if math.isnan(tau) else tau, place
-
-    return scores[max(range(len(scores)), key=rank)] if scores else None
-
-
-def _of_all(scores: Scores, task: Task) -> bool:
-    return scores.train_ids == tuple(range(task.size)) and scores.queries != SELF
-
-
-def same_rows(scores: Scores, first: Scores) -> bool:
-    """Say whether two methods' scores can be shown side by side."""
-    return scores.train_ids == first.train_ids and (scores.queries == SELF) == (first.queries == SELF)
