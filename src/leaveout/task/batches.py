@@ -274,7 +274,7 @@ def _row_sums(tensor: Tensor) -> np.ndarray:
 
 
 def _row_bytes(tensor: Tensor) -> np.ndarray:
-    return tensor_bytes(tensor).reshape(len(tensor) if tensor.ndim else 1, -1)
+    return tensor_bytes(tensor).reshape(len(tensor) if tensor.ndim and tensor.layout is torch.strided else 1, -1)
 
 
 @lru_cache(maxsize=64)

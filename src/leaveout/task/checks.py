@@ -17,6 +17,7 @@ from leaveout.task import batches
 from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called
 from leaveout.task.guard.compare import compared, tried
+from leaveout.task.guard.culprit import nodes
 from leaveout.task.preparing import trial_ids
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _forward_problems(task: Task, params: Params, batch: Any, count: int) -> lis
 
     ``params`` are copies of the parameters, to which the model is restored if its forward pass changes them.
     """
-    buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
+    buffers = {name: (buffer.clone(), batches.fingerprint(buffer)) for name, buffer in task.model.named_buffers()}
     rng = torch.get_rng_state()
     try:
         with torch.no_grad():
@@ -62,7 +63,7 @@ def _forward_problems(task: Task, params: Params, batch: Any, count: int) -> lis
         return [f"the model or the loss fails on the first training examples: {first_line(error)}"]
     if problems := _side_effects(task.model, buffers, rng):
         return problems
-    if problem := _changed_parameter(task, params) or _shape_problem(losses, count):
+    if problem := _changed_parameter(task, params) or _shape_problem(losses, count) or _own_use(task, params, batch):
         return [problem]
     return []
 
@@ -81,6 +82,21 @@ def _changed_parameter(task: Task, params: Params) -> str | None:
     )
 
 
+def _own_use(task: Task, params: Params, batch: Any) -> str | None:
+    """Return the problem that the outputs depend on the model's own parameters where copies are given instead."""
+    with torch.enable_grad():
+        outputs, _ = task.outputs(params, batch)
+    own = {id(param): name for name, param in task.parameters().items()}
+    used = {own[id(node.variable)] for node in nodes(outputs) if id(getattr(node, "variable", None)) in own}
+    if not used:
+        return None
+    return (
+        f"the model computes with its own {min(used)!r} even if it is called with other values "
+        "(torch.func.functional_call), as models of Keras do, so that it cannot be evaluated at the recorded states; "
+        "let forward read each parameter from its module, and keep neither it nor anything made of it elsewhere"
+    )
+
+
 def _structure_problem(batch: Any, count: int) -> str | None:
     for i, leaf in enumerate(batches.leaves(batch)):
         if not isinstance(leaf, Tensor):
@@ -96,15 +112,15 @@ def _structure_problem(batch: Any, count: int) -> str | None:
     return None
 
 
-def _side_effects(model: nn.Module, buffers: dict[str, Tensor], rng: Tensor) -> list[str]:
+def _side_effects(model: nn.Module, buffers: dict[str, tuple[Tensor, Any]], rng: Tensor) -> list[str]:
     """List random draws and changes of buffers, and restore the generator and the buffers to these states."""
     problems = []
     if not torch.equal(torch.get_rng_state(), rng):
         torch.set_rng_state(rng)
         problems.append("the forward pass draws random numbers in evaluation mode; make it a function of its inputs")
-    changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
+    changed = [name for name, buffer in model.named_buffers() if batches.fingerprint(buffer) != buffers[name][1]]
     for name in changed:
-        model.get_buffer(name).copy_(buffers[name])
+        model.get_buffer(name).copy_(buffers[name][0])
     if changed:
         which = f"the buffer {changed[0]!r}" if len(changed) == 1 else f"{len(changed)} buffers ({changed[0]!r}, ...)"
         problems.append(f"the forward pass changes {which} in evaluation mode; leave them as they are there")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from leaveout._util.tensor_bytes import tensor_bytes
 from leaveout._util.trees import Params
 from leaveout.errors import UnsupportedError
 from leaveout.task.modules import COUNT
@@ -92,7 +93,13 @@ class MovingBuffers:
         return [buffer._version for buffer in self._buffers.values()]
 
     def _copied(self, buffers: dict[str, Tensor]) -> Params:
-        return {name: buffer.detach().to("cpu", self._dtype, copy=True) for name, buffer in buffers.items()}
+        # A sparse one, such as a graph, is only compared: PyTorch has no equality for it.
+        return {
+            name: buffer.detach().to("cpu", self._dtype, copy=True)
+            if buffer.layout is torch.strided
+            else torch.from_numpy(tensor_bytes(buffer).copy())
+            for name, buffer in buffers.items()
+        }
 
 
 def _module(buffer: str) -> str:

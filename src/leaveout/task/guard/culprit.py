@@ -148,18 +148,20 @@ def _verdict(measured: Difference, value: Callable[[Params], Tensor]) -> str | N
 
 def _own_gradients(value: Tensor) -> list[str]:
     """Return the names of the custom ``autograd.Function``s that computed a value."""
+    own = torch.autograd.function.BackwardCFunction
+    return sorted({type(node).__name__.removesuffix("Backward") for node in nodes(value) if isinstance(node, own)})
+
+
+def nodes(values: Any) -> set[Any]:
+    """Return everything that took part in computing some tensors, as autograd has noted it."""
     seen: set[Any] = set()
-    names: set[str] = set()
-    waiting = [value.grad_fn]
+    waiting = [leaf.grad_fn for leaf in batches.leaves(values) if isinstance(leaf, Tensor)]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            names.add(type(node).__name__.removesuffix("Backward"))
-        waiting += [source for source, _ in node.next_functions]
-    return sorted(names)
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [source for source, _ in node.next_functions]
+    return seen
 
 
 def _product(function: Callable[[], Params]) -> Params | str:

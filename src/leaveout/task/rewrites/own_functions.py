@@ -14,11 +14,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from threading import local
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd import function as function_module
 from torch.utils import checkpoint
 
 from leaveout._util.patching import Patch
@@ -102,24 +104,72 @@ def _place(value: Any, values: Sequence[Any]) -> int | None:
     return next((i for i, other in enumerate(values) if other is value), None)
 
 
-APPLY, RECOMPUTED = Function.__dict__["apply"], checkpoint._checkpoint_without_reentrant_generator
+class _Defined:
+    """Stands for ``Function.setup_context`` so that functions of the old style pass as ones that override it.
+
+    ``apply`` itself is not replaced: a model may hold ``Square.apply`` under another name. Whatever its name, it asks
+    for the class's ``setup_context``, binds the arguments of ``forward``, and calls ``custom_function_call``.
+    """
+
+    def __get__(self, _instance: Any, function: type[Function]) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return BASE
+        ASKED.forward = function.forward
+        return self
+
+
+def _bound(forward: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Bind arguments as PyTorch does; a forward pass of the old style has ``ctx`` before them."""
+    is_old = vars(ASKED).pop("forward", None) is forward
+    bound = inspect.signature(forward).bind(*[None] * is_old, *args, **(kwargs or {}))
+    bound.apply_defaults()
+    return bound.args[is_old:], bound.kwargs
+
+
+class _Binding:
+    """Stands for ``inspect`` where ``Function.apply`` is written in Python (up to PyTorch 2.13)."""
+
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
+
+    signature = classmethod(lambda cls, forward: cls(forward))
+
+    def bind(self, *args: Any, **kwargs: Any) -> _Binding:
+        """Return itself, with bound arguments."""
+        self.args, self.kwargs = _bound(self._forward, args, kwargs)
+        return self
+
+    def apply_defaults(self) -> None:
+        """Do nothing: they are applied."""
+
+
+BASE, ASKED = function_module._SingleLevelFunction.setup_context, local()
+CALL = function_module.custom_function_call
+BIND = next(name for name in ("_bind_default_args", "inspect") if hasattr(function_module, name))
+BINDS = getattr(function_module, BIND)
+RECOMPUTE = "_checkpoint_without_reentrant_generator"
+RECOMPUTE = next(name for name in (f"{RECOMPUTE}_impl", RECOMPUTE) if hasattr(checkpoint, name))
+RECOMPUTED = getattr(checkpoint, RECOMPUTE)
 
 
 def _put(inside: bool) -> None:
-    Function.apply = classmethod(_apply) if inside else APPLY  # type: ignore[assignment]
-    checkpoint._checkpoint_without_reentrant_generator = _once if inside else RECOMPUTED
+    function_module.custom_function_call = _called if inside else CALL  # type: ignore[assignment]
+    setattr(function_module, BIND, (_Binding if BIND == "inspect" else _bound) if inside else BINDS)
+    setattr(checkpoint, RECOMPUTE, _once if inside else RECOMPUTED)
+    if inside:
+        Function.setup_context = _Defined()  # type: ignore[assignment, method-assign]
+        checkpoint.CheckpointFunction.apply = _called_at_once  # type: ignore[method-assign]
+    elif "setup_context" in vars(Function):
+        del Function.setup_context, checkpoint.CheckpointFunction.apply
 
 
 transformable = Patch(_put).inside
 """A context that makes functions of the old style, functions that write to inputs, and checkpoints transformable."""
 
 
-def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    if cls is checkpoint.CheckpointFunction:  # it does not support torch.autograd.grad either
-        function, _, *inputs = args
-        return function(*inputs)
-    if kwargs or not torch._C._are_functorch_transforms_active() or not (_is_old(cls) or _writes(cls)):
-        return APPLY.__func__(cls, *args, **kwargs)
+def _called(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if not (_is_old(cls) or _writes(cls)):
+        return CALL(cls, *args, **kwargs)
     note = Note()
     outputs = list(_converted(cls).apply(note, *args))[: note.count]
     for place, i in note.written.items():
@@ -127,13 +177,19 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     return outputs[0] if note.single else tuple(outputs)
 
 
+def _called_at_once(function: Any, _preserve: bool, *inputs: Any) -> Any:  # torch.autograd.grad does not support it
+    return function(*inputs)
+
+
 def _once(*_args: Any, **_kwargs: Any) -> Iterator[None]:
     """Wrap a checkpointed layer without recomputing it: in the backward pass, the weights given are no longer there."""
     yield
 
 
+@lru_cache(maxsize=256)
 def _is_old(function: type[Function]) -> bool:
-    return function.setup_context is Function.setup_context
+    kinds = function.__mro__[: function.__mro__.index(Function)]
+    return not any("setup_context" in vars(kind) for kind in kinds)
 
 
 @lru_cache(maxsize=256)
