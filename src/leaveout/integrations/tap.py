@@ -66,12 +66,8 @@ class Tap:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def peek(self) -> tuple[Tensor, Any] | None:
-        """Return the ids and batch that are used next; None if there are none."""
-        return self._drawn[0] if self._drawn else None
-
     def next(self) -> tuple[Tensor, Any] | None:
-        """Return the same, and remove it from the queue."""
+        """Return the ids and batch that are used next, and remove them from the queue; None if there are none."""
         return self._drawn.popleft() if self._drawn else None
 
 
@@ -125,15 +121,17 @@ def resumed(path: Path, options: dict[str, Any], steps: int) -> dict[str, Any]:
     return {**options, "resume": steps, "overwrite": options.get("overwrite", False) and not steps}
 
 
-def is_given(batch: Any, inputs: Mapping[str, Any]) -> bool:
-    """Say whether these keyword arguments of a model are this batch.
+def is_given(batch: Any, inputs: Any) -> bool:
+    """Say whether what a trainer's step was given is this batch, moved to a device perhaps.
 
     >>> is_given({"x": torch.zeros(1), "y": torch.ones(1)}, {"x": torch.zeros(1)})
     True
     """
-    if not isinstance(batch, Mapping):
-        return False
-    shared = [(batch[name], inputs[name]) for name in batch if isinstance(inputs.get(name), Tensor)]
-    return bool(shared) and all(
-        one is other or (one.shape == other.shape and torch.equal(one.to(other.device), other)) for one, other in shared
-    )
+    if isinstance(batch, Mapping) and isinstance(inputs, Mapping):
+        pairs = [(batch[name], inputs[name]) for name in batch if name in inputs]
+        return bool(pairs) and all(is_given(*pair) for pair in pairs)
+    if isinstance(batch, Tensor) and isinstance(inputs, Tensor):
+        return batch is inputs or (batch.shape == inputs.shape and torch.equal(batch.to(inputs.device), inputs))
+    if isinstance(batch, list | tuple) and isinstance(inputs, list | tuple):
+        return len(batch) == len(inputs) and all(map(is_given, batch, inputs))
+    return batch is inputs or repr(batch) == repr(inputs)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from leaveout._util.wrappers import ORIGINAL
@@ -54,8 +55,9 @@ class RecorderCallback(TrainerCallback):
     Whenever a checkpoint is saved, the run up to it is on disk. ``trainer.train(resume_from_checkpoint=...)`` resumes
     the run from there, even in a new process after the first was killed, and drops later steps.
 
-    A callback never sees the model's inputs. So the examples' ids come from the loader, and a hook on the model notes
-    which batch each forward pass gets, and the number of items that its loss is divided by.
+    A callback never sees the model's inputs. So the examples' ids come from the loader and are noted where the trainer
+    takes the batch, in ``training_step``, however often that calls the model; a hook on the model notes the number of
+    items that its loss is divided by.
     """
 
     def __init__(self, path: str | Path, **recorder_options: Any) -> None:
@@ -68,7 +70,8 @@ class RecorderCallback(TrainerCallback):
         self._adapter: Any
         self._model: nn.Module
         self._args: Any
-        self._last: Any = None
+        self._trainer: Any
+        self._current: tuple[Callable, tuple[Any, Any]] | None = None
         self._divides: bool | None = None
         self._items_given = self._fused = False
 
@@ -154,6 +157,8 @@ class RecorderCallback(TrainerCallback):
         setattr(self._adapter, INNER, self._tap)
         if state.global_step > 0:
             self._skipping = Skipping(self._adapter, self._follow)
+        self._trainer = _trainer_of(self)
+        self._trainer.training_step = self._taking_batches(self._trainer.training_step)
         hook = MethodHook(self._before_forward)
         self._hook = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
@@ -187,6 +192,7 @@ class RecorderCallback(TrainerCallback):
     def _release(self) -> None:
         """Restore the model and the loader."""
         self._hook.remove()
+        del self._trainer.training_step
         setattr(self._adapter, INNER, self._tap.loader)
         if self._skipping is not None:
             self._skipping.release()
@@ -206,26 +212,44 @@ class RecorderCallback(TrainerCallback):
         inner = getattr(loader, INNER)
         setattr(loader, INNER, self._tap.over(inner))
 
+    def _taking_batches(self, training_step: Callable) -> Callable:
+        """Return the trainer's ``training_step``, with the batch that it gets told to the recorder first."""
+
+        @wraps(training_step)
+        def taking(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self._take(inputs)
+            return training_step(model, inputs, *args, **kwargs)
+
+        return taking
+
+    def _take(self, inputs: Any) -> None:
+        """Tell the recorder which batch the trainer is about to train on: the next of the drawn ones."""
+        following = self._tap.next()
+        if following is None or not is_given(following[1], inputs):
+            raise UnsupportedError(
+                f"{type(self._trainer).__name__}.training_step gets batches that are not those of its loader, in their "
+                "order, so that it is not known which examples they hold: record its loop with lo.Recorder, and call "
+                "recorder.step(ids) for each batch.",
+                code="loader-ids-unknown",
+            )
+        if self._recorder is not None:
+            take_back = self._recorder.step(*following, epoch=self._tap.epoch)
+            self._current = take_back, following
+
     def _before_forward(self, model: nn.Module, _args: tuple, inputs: Mapping[str, Any]) -> None:
-        """Tell the recorder which batch the model gets."""
-        if not torch.is_grad_enabled() or self._recorder is None:
+        """Tell the recorder, before the first forward pass of a batch, what the sum of its losses is divided by."""
+        if not torch.is_grad_enabled() or self._current is None or self._recorder is None:
             return
-        following = self._tap.peek()
-        if following is None:
-            return
-        if not is_given(following[1], inputs) and self._last is not None and is_given(self._last, inputs):
-            return  # another forward pass of the same batch
+        (take_back, following), self._current = self._current, None
         if self._divides is None:
-            self._divides = divides_by_items(model, inputs) or self._args.label_smoothing_factor > 0
+            self._divides = self._args.label_smoothing_factor > 0 or divides_by_items(model, inputs)
         self._items_given, self._fused = ITEMS in inputs, FUSED in inputs
         if self._fused:
             self._recorder.called_otherwise()
-        self._tap.next()
-        ids, self._last = following
-        items = inputs.get(ITEMS) if self._divides else None
-        self._recorder.step(
-            ids, self._last, epoch=self._tap.epoch, denominator=None if items is None else float(torch.as_tensor(items))
-        )
+        if self._divides and self._items_given:
+            take_back()
+            items = float(torch.as_tensor(inputs[ITEMS]))
+            self._recorder.step(*following, epoch=self._tap.epoch, denominator=items)
 
     def _own_loss(self, model: nn.Module, data: Dataset, collate: Any) -> Any:
         if getattr(self._args, "loss_type", "nll") != "nll":
@@ -258,6 +282,21 @@ class Collated:
                 {name: value for name, value in example.items() if name in self._columns} for example in examples
             ]
         return batches.map_leaves(lambda leaf: leaf, self._collate(examples))
+
+
+def _trainer_of(callback: RecorderCallback) -> Trainer:
+    """Return the trainer that is calling this callback, which gets everything of it but the trainer itself."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
+            return found
+        frame = frame.f_back
+    raise UnsupportedError(
+        "This training is not that of a transformers.Trainer, so its batches cannot be followed: record its loop with "
+        "lo.Recorder.",
+        code="training-not-supported",
+    )
 
 
 def _columns(data: Any) -> frozenset[str] | None:
