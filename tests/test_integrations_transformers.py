@@ -278,33 +278,55 @@ def test_best_model_evaluation_and_checkpoints(tmp_path) -> None:
     assert not all(torch.equal(final[name], param) for name, param in best.named_parameters())
 
 
-def test_random_masking_is_kept_with_the_run(tmp_path) -> None:
-    collator = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4)
+def masked(path, seed: int | None, callbacks=()):
+    """Train on words masked at random, by torch's generator or by one of the collator's own."""
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4, seed=seed)
+    transformers.set_seed(3)
+    args = transformers.TrainingArguments(
+        path,
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    data = rows("causal").remove_columns("labels")
+    model = bert("BertForMaskedLM", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    transformers.Trainer(model, args, train_dataset=data, data_collator=collator, callbacks=list(callbacks)).train()
+    return model
 
-    def train(callbacks=()):
-        transformers.set_seed(3)
-        args = transformers.TrainingArguments(
-            tmp_path / "out",
-            per_device_train_batch_size=4,
-            num_train_epochs=1,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-        )
-        data = rows("causal").remove_columns("labels")
-        trainer = transformers.Trainer(
-            bert("BertForMaskedLM"), args, train_dataset=data, data_collator=collator, callbacks=list(callbacks)
-        )
-        trainer.train()
-        return trainer.model.state_dict()
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_random_masking_is_kept_with_the_run_and_drawn_once_for_queries(tmp_path, seed: int | None) -> None:
     recorder = RecorderCallback(tmp_path / "run")
-    first, plain = train([recorder]), train()
-    assert all(torch.equal(first[key], plain[key]) for key in first)
+    first, plain = masked(tmp_path / "out", seed, [recorder]), masked(tmp_path / "out", seed)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), plain.parameters(), strict=True))
     assert recorder.run.batches(0)
-    scores = lo.SGDIE().score(recorder.run, recorder.task(), [{"input_ids": list(range(4, 16))}])
-    assert torch.isfinite(scores.values).all()
+    task, query = recorder.task(), rows("causal", 70, seed=9).remove_columns("labels")
+    before = torch.get_rng_state()
+    task.read(range(len(query)), query)
+    assert torch.equal(torch.get_rng_state(), before)
+    scores = lo.SGDIE().score(recorder.run, task, query).values
+    assert torch.equal(scores, lo.SGDIE().score(recorder.run, task, query).values)
+    assert torch.equal(scores, lo.SGDIE().score(recorder.run, recorder.task(), query).values)  # drawn anew
+    each = lo.SGDIE().score(recorder.run, task, query, queries="each").values
+    assert torch.allclose(each.mean(1), scores.flatten(), atol=1e-2 * float(scores.abs().max()))
+
+    replay, again = (lo.Replay().score(recorder.run, task, query, ids=[0]).values for _ in range(2))
+    assert torch.equal(replay, again)
+    start, end = (loss_of_queries(task, first, recorder.run.state(n)["param"], query) for n in (0, len(recorder.run)))
+    assert end < start
+
+
+def loss_of_queries(task, model: nn.Module, params, query) -> float:
+    """The mean over queries by the model's own loss, one query at a time."""
+    model.load_state_dict({**model.state_dict(), **params})
+    with torch.no_grad():
+        batches = [task.read([number], query) for number in range(len(query))]
+        labelled = [model.eval()(**batch).loss for batch in batches if (batch["labels"] != -100).any()]
+    return float(torch.stack(labelled).double().sum()) / len(query)
 
 
 def test_the_run_is_there_once_training_has_ended(tmp_path) -> None:

@@ -34,10 +34,9 @@ BLOCK_BYTES = 200_000_000
 
 def query_fingerprint(task: Task, dataset: Dataset) -> int:
     """Compute a checksum of query examples, in blocks that do not depend on the budget."""
-    checksum, size = 0, batches.size(dataset)
-    for start in range(0, size, BLOCK):
-        block = task.read(range(start, min(start + BLOCK, size)), dataset)
-        checksum = zlib.crc32(repr(batches.fingerprint(block)).encode(), checksum)
+    checksum = 0
+    for ids in task.queries.chunks(dataset, range(batches.size(dataset)), BLOCK):
+        checksum = zlib.crc32(repr(batches.fingerprint(task.read(ids, dataset))).encode(), checksum)
     return checksum
 
 
@@ -61,9 +60,11 @@ class Query:
 
     def blocks(self, ids: range | None = None) -> Iterator[Batch]:
         """Yield the query examples, or those with these ids, as many at a time as the budget allows."""
-        ids = range(self.size) if ids is None else ids
-        for start in range(0, len(ids), self._block):
-            yield self.task.read(ids[start : start + self._block], self.dataset)
+        for some in self._chunks(range(self.size) if ids is None else ids):
+            yield self.task.read(some, self.dataset)
+
+    def _chunks(self, ids: range) -> Iterator[range]:
+        return self.task.queries.chunks(self.dataset, ids, self._block)
 
     @cached_property
     def _block(self) -> int:
@@ -93,9 +94,7 @@ class Query:
         """
         losses = self._losses_with_gradient() if gradient and not self.single else None
         if losses is None:
-            starts = range(0, self.size, self._block)
-            parts = [self._checked_losses(range(start, min(start + self._block, self.size))) for start in starts]
-            losses = torch.cat(parts)
+            losses = torch.cat([self._checked_losses(ids) for ids in self._chunks(range(self.size))])
         broken = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         if broken:
             raise InputError(

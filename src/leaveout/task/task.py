@@ -32,6 +32,7 @@ from leaveout.task.losses import Loss, as_module, call_name, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
 from leaveout.task.modules import module_problems
 from leaveout.task.preparing import trial_batch
+from leaveout.task.queries import Queries
 from leaveout.task.rewrites.batch_norm import weighted_batch_norm
 from leaveout.task.rewrites.folding import Folded
 from leaveout.task.rewrites.kinks import kinked
@@ -45,7 +46,8 @@ class Task:
 
     The batch loss is ``(1/|Z|) Σ_{z∈Z} w_z ℓ(z, θ)`` with ``ℓ(z, θ) = loss(model(x), y) + (l2/2)‖θ‖²``: the L2 term
     belongs to each example and is left out with it. Query losses have no L2 term, and their mean no class weights or
-    counts. Queries are evaluated in evaluation mode; training batches in the run's modes, with its random draws.
+    counts. Queries are evaluated in evaluation mode; training batches in the run's modes, with its random draws. Where
+    data set or collator draw at random, as one that masks words does, queries are drawn once, from a fixed seed.
 
     Args:
         model: any ``nn.Module``; its frozen parameters are constants.
@@ -96,7 +98,7 @@ class Task:
         self.measure, self._measured = measure, measure_of(measure, loss)
         self.statistics, self.accumulation = statistics, accumulation
         self.model = model = uncast(bare(model))
-        self.train_set, self.l2, self.collate = train_set, l2, collate
+        self.train_set, self.l2, self.collate, self.queries = train_set, l2, collate, Queries(collate)
         self._first = next(model.parameters(), None)  # needed often, and searching modules is slow
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.chosen = self.names
@@ -247,7 +249,9 @@ class Task:
 
     def read(self, ids: Sequence[int], dataset: Dataset | None = None) -> Batch:
         """Read the examples with these ids, of the training set or another, as one batch on the model's device."""
-        return batches.to(batches.read(dataset or self.train_set, ids, self.collate), self.device)
+        if dataset is None:
+            return batches.to(batches.read(self.train_set, ids, self.collate), self.device)
+        return batches.to(self.queries.read(dataset, ids), self.device)
 
     def outputs(self, params: Params, batch: Batch) -> tuple[Tensor, Any]:
         """Return the model's outputs and the targets they are compared with."""
