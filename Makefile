@@ -51,7 +51,7 @@ screenshots: $(TOOLS)  ## the documents' pictures of the report; needs chromium
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[all]'
 	@touch $@
 
 $(TOOLS): $(READY) experiments/requirements.txt

@@ -79,7 +79,7 @@ def test_files_that_are_no_config(code: str, content: str | None, tmp_path: Path
 
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with refused(lo.InputError, "ray-not-installed", "[ray]"):
+    with refused(lo.UnsupportedError, "extra-missing", "[ray]"):
         engines._ray()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with refused(lo.UnsupportedError, "packages-missing", "plotly", "requirements.txt"):

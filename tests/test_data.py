@@ -13,7 +13,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-import pooch
 import pytest
 import torch
 from hypothesis import given
@@ -32,7 +31,7 @@ load = cache(data.load)  # the tests only read what they share
 
 def hide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty data directory, an empty cache and no network: a proxy that nobody answers."""
-    monkeypatch.setattr(pooch, "os_cache", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(files, "cache_directory", lambda: tmp_path / "cache" / "leaveout")
     for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "127.0.0.1")

@@ -134,7 +134,7 @@ def test_a_plot_without_matplotlib_says_what_to_do(study, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(lo.UnsupportedError) as refused:
         study.curve.plot()
-    assert refused.value.code == "matplotlib-missing"
+    assert refused.value.code == "extra-missing"
 
 
 def test_bars_in_a_notebook(monkeypatch):

@@ -7,6 +7,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from leaveout._util.extras import needed_by
+
 if TYPE_CHECKING:
     from leaveout.builtin import data, models
     from leaveout.compute.cost import Cost
@@ -106,7 +108,8 @@ __all__ = ["__version__", *sorted(_HOME_OF)]
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'leaveout' has no attribute {name!r}")
-    home = import_module(f"leaveout.{_HOME_OF[name]}")
+    with needed_by(f"lo.{name}"):
+        home = import_module(f"leaveout.{_HOME_OF[name]}")
     value = getattr(home, name, None)
     globals()[name] = import_module(f"{home.__name__}.{name}") if value is None else value
     return globals()[name]

@@ -6,21 +6,24 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from leaveout._util import notebook
 from leaveout._util.equality import Comparable
+from leaveout._util.extras import needed_by
 from leaveout._util.files import free, read_sealed, save_csv, save_sealed
 from leaveout.compute.cost import Cost
 from leaveout.errors import InputError, LeaveoutWarning, RunError
 from leaveout.run.reader import Run
 from leaveout.task.measures import OWN, UNITS, Measure, unit_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SIGN = "positive: the query loss would rise without this example; it helped"
 OWN_SIGN = "positive: its own loss would rise without this example"
@@ -223,6 +226,8 @@ class Scores(Comparable):
             k: how many.
             query: one of ``query_ids``; by default the mean over all queries.
         """
+        with needed_by("Scores.top()"):
+            import pandas as pd
         values = self._column(query)
         order = torch.argsort(values.abs(), descending=True, stable=True)[:k].tolist()
         exact = self.exact if self.exact is not None else torch.zeros(len(values), dtype=torch.bool)
@@ -293,6 +298,8 @@ class Scores(Comparable):
             data: the training set, if ``columns`` are wanted; such as a ``datasets.Dataset``.
             columns: its columns that come first in the table.
         """
+        with needed_by("Scores.to_frame()"):
+            import pandas as pd
         frame = pd.DataFrame(
             self.values.detach().cpu().numpy(),
             index=pd.Index(self.train_ids, name="train"),

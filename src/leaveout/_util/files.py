@@ -9,8 +9,8 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,10 +35,10 @@ FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
 
 def cache_directory() -> Path:
     """Return the path of this user's cache, which need not exist yet."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pooch imports tqdm, which complains in notebooks without widgets
-        import pooch
-    return Path(pooch.os_cache("leaveout"))
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "leaveout/leaveout/Cache"
+    caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path(os.environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / caches) / "leaveout"
 
 
 def write_text(file: Path, text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from leaveout.errors import UnsupportedError
+from leaveout._util.extras import needed_by
 
 STYLE = "font-variant-numeric:tabular-nums;max-width:60rem"
 CELL = "padding:.15rem .7rem;text-align:left;vertical-align:top"
@@ -33,13 +33,8 @@ def axes(given: Any = None, size: tuple[float, float] = (6.4, 4.0)) -> Any:
     """Return the given axes, or new ones; matplotlib is imported only here."""
     if given is not None:
         return given
-    try:
+    with needed_by("plot()"):
         from matplotlib import pyplot
-    except ImportError:
-        raise UnsupportedError(
-            "plot() needs matplotlib, which is not installed: pip install matplotlib, or use the numbers themselves.",
-            code="matplotlib-missing",
-        ) from None
     return pyplot.subplots(figsize=size, layout="constrained")[1]
 
 

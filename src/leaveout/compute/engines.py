@@ -22,9 +22,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-import cloudpickle
 import torch
 
+from leaveout._util.extras import needed_by
 from leaveout.errors import EngineError, InputError, is_whole
 
 Item = TypeVar("Item")
@@ -75,7 +75,8 @@ class Local(Engine):
         if not self.elsewhere:
             yield from ((place, function(item)) for place, item in enumerate(items))
             return
-        import joblib  # its processes need no guard around the caller's main module, and are reused for the next call
+        with needed_by(f"Local({self.processes})"):
+            import joblib  # its processes need no guard around the caller's main module, and are reused
 
         left = dict(enumerate(items))
         with tempfile.TemporaryDirectory(prefix="leaveout-") as folder:
@@ -196,12 +197,8 @@ def engine_of(engine: str | Engine) -> Engine:
 
 
 def _ray() -> Any:
-    try:
+    with needed_by("engine='ray'"):
         import ray
-    except ImportError:
-        raise InputError(
-            "engine='ray' needs Ray, which is not installed: pip install -e '.[ray]'.", code="ray-not-installed"
-        ) from None
     return ray
 
 
@@ -215,6 +212,8 @@ def _fetched(ray: Any, reference: Any) -> Any:
 
 
 def _packed(thing: Any) -> bytes:
+    with needed_by("Work in other processes"):
+        import cloudpickle
     try:
         return cloudpickle.dumps(thing)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -234,7 +233,7 @@ def _died(times: int) -> str:
 
 @lru_cache(maxsize=2)
 def _read(file: str) -> Callable:
-    return cloudpickle.loads(Path(file).read_bytes())
+    return pickle.loads(Path(file).read_bytes())  # noqa: S301 - written by the process that started this one
 
 
 def _call_sent(file: str, place: int, item: Any, threads: int) -> tuple[int, Any]:
@@ -249,6 +248,6 @@ def _call_put(key: str, sent: list, item: bytes, threads: int) -> Any:
     """Run in a Ray worker, which keeps the function for its next item."""
     if key not in _PUT:
         _PUT.clear()
-        _PUT[key] = cloudpickle.loads(_ray().get(sent[0]))
+        _PUT[key] = pickle.loads(_ray().get(sent[0]))  # noqa: S301 - as above
     torch.set_num_threads(threads)  # as many as in the calling process: more would round sums differently
-    return _PUT[key](cloudpickle.loads(item))
+    return _PUT[key](pickle.loads(item))  # noqa: S301 - as above
