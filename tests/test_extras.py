@@ -39,6 +39,11 @@ def test_every_package_is_in_the_core_or_names_its_extra():
         assert {OTHER_NAMES.get(name, name) for name in packages} <= set(re.findall(r'"([a-z0-9-]+)>', line))
 
 
+def test_without_extras_runs_are_recorded_scored_and_replayed():
+    done = subprocess.run([sys.executable, HOME / "tests/core_alone.py", "--hide"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("package", "extra"), [("typer", "cli"), ("jinja2", "report"), ("sklearn", "data")])
 def test_commands_say_what_to_install(package, extra):
     code = (

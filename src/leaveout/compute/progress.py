@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
+from leaveout._util.extras import needed_by
 from leaveout._util.generators import undisturbed
 
 T = TypeVar("T")
@@ -40,13 +42,15 @@ def part(number: int, count: int) -> Iterator[None]:
 def track(items: Iterable[T], total: int, what: str, visible: bool | None) -> Iterator[T]:
     """Yield the items, with a bar that shows the progress and the remaining time, one bar at a time.
 
-    ``visible=None`` shows it on a terminal and in a notebook, and nowhere else.
+    ``visible=None`` shows it on a terminal, if rich is installed, and in a notebook, and nowhere else.
     """
     if _SHOWING or visible is False:
         return iter(items)
     if in_notebook():
         return _in_cell(items, total, what)
-    with undisturbed():  # rich draws from Python's generator when it is imported
+    if visible is None and find_spec("rich") is None:
+        return iter(items)
+    with undisturbed(), needed_by("A progress bar"):  # rich draws from Python's generator when it is imported
         from rich.console import Console
 
         console = Console(stderr=True)
