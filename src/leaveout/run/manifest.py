@@ -65,6 +65,8 @@ class Manifest:
     averaged: dict[str, list[int]] = field(default_factory=dict, repr=False)
     # Whether some step did not move all parameters alike.
     uneven: bool = field(default=False, repr=False)
+    # What was seen of the loop besides its steps, by the names in ``seen.py``.
+    seen: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def steps(self) -> int:
@@ -82,6 +84,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     written = asdict(manifest)
     for name in ("clip", "assigned", *([] if manifest.rule.extras else ["extras"])):  # most runs have no extras
         del written["rule"][name]
+    if not manifest.seen:
+        del written["seen"]
     write_json(path / MANIFEST, written)
 
 
@@ -145,6 +149,8 @@ def _check_names(manifest: Manifest) -> None:
         raise ValueError("averages of buffers that do not move")
     if not all(isinstance(name, str) for names in manifest.modes for name in names):
         raise ValueError("a module's name that is not a string")
+    if not all(isinstance(word, str) for pair in manifest.seen.items() for word in pair):
+        raise ValueError("a fact about the loop that is not a string")
     if not all(isinstance(dtype, str) for dtype in manifest.dtypes.values()):
         raise ValueError("a type's name that is not a string")
 

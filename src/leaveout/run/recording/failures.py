@@ -28,8 +28,14 @@ def batch_missing(where: str) -> RunError:
     )
 
 
-def nothing_recorded() -> RunError:
-    """Return the error for a loop that took no step."""
+def nothing_recorded(other: str | None) -> RunError:
+    """Return the error for a loop that took no step with the recorded optimizer, but perhaps with another one."""
+    if other is not None:
+        return RunError(
+            "Nothing was recorded: the optimizer given to Recorder() never took a step, and another one did, "
+            f"{other}: make the Recorder with the optimizer that trains.",
+            code="nothing-recorded",
+        )
     return RunError(
         "Nothing was recorded: optimizer.step() was never called between Recorder() and finish().",
         code="nothing-recorded",
@@ -62,6 +68,30 @@ def parameters_changed(where: str, before: int) -> UnsupportedError:
         "to them (weights loaded, clamped, averaged or reset), which cannot be replayed. Leave them alone between "
         "steps, or finish() here and record what follows as another run.",
         code="parameters-changed",
+    )
+
+
+def other_optimizer(steps: int, kind: str, other: str, name: str) -> UnsupportedError:
+    """Return the error for a step of another optimizer on the recorded parameters."""
+    place = (
+        f"{kind} is recorded, and has not taken a step yet"
+        if steps == 0
+        else f"{kind} was recorded up to step {steps - 1}; the recording ends there, and holds nothing of what follows"
+    )
+    return UnsupportedError(
+        f"Another optimizer, {other}, has moved {name!r}: {place}. Give Recorder() the optimizer that trains these "
+        "parameters; where two follow each other, finish() between them and record two runs; one optimizer with a "
+        "group for each setting replaces two that take turns.",
+        code="other-optimizer",
+    )
+
+
+def moved_without_step(kind: str) -> UnsupportedError:
+    """Return the error for parameters that move from batch to batch without a step of the recorded optimizer."""
+    return UnsupportedError(
+        f"The parameters move while batches are drawn, but not by a step of the {kind} that is recorded: nothing of "
+        "this is recorded. Give Recorder() the optimizer whose step() moves them (one of torch.optim).",
+        code="other-optimizer",
     )
 
 

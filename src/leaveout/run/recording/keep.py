@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leaveout._util.amounts import parse_bytes
-from leaveout._util.trees import State
+from leaveout._util.trees import State, nbytes
 from leaveout.errors import InputError
 from leaveout.optim import Hyper, Rule
 from leaveout.run.gradient_states import StepGradients, StorageChoice
 from leaveout.run.kept_batches import BatchBudget
+
+if TYPE_CHECKING:
+    from leaveout.run.reader import Run
 
 
 class Keep:
@@ -67,6 +70,12 @@ class Storage:
         self._keep, self._batches, self._choice = Keep(keep, budget), BatchBudget(budget), StorageChoice(rule)
         self.begin, self.note_in_place_writes = self._choice.begin, self._choice.note_in_place_writes
         self.note = self._keep.note
+
+    def resume(self, run: Run) -> None:
+        """Count the states that a resumed run has on disk."""
+        size = nbytes(run.final())
+        for index in run.kept[1:]:
+            self.note(index, size)
 
     def batches(self, kept: Sequence[Any], steps: int) -> int:
         """Count the bytes of a step's kept batches; refuse them if they exceed the budget."""

@@ -41,6 +41,7 @@ class LastState:
         self._params, self._copied = list(params.values()), copied
         self._parts = together(self._params) if are_small(self._params) else []
         self._versions: list[int] | None = None
+        self._first: list[int] | None = None
         self._total = torch.zeros(())
         self._state: State | None = None
         hook = MethodHook(self.keep_copy)
@@ -72,6 +73,13 @@ class LastState:
     def changed(self) -> bool:
         """Say whether the parameters were written to since the last step and now have different values."""
         return self._versions not in (None, self._counted()) and not torch.equal(self.total()[0], self._total)
+
+    def drifts(self) -> bool:
+        """Return whether the parameters were written to since the last step, or since the first call before it."""
+        if self._versions is None:
+            self._first = self._first or self._counted()
+            return self._counted() != self._first
+        return self.changed()
 
     def final(self) -> State | None:
         """Return the state after the last step; None if it was overwritten."""

@@ -51,11 +51,16 @@ class Pending:
     Args:
         model: the model that is trained.
         moving: the model's moving buffers.
+        unused: called when a batch is drawn while the one before it, which was used, had no step yet.
         fresh: whether a new run begins, in which case its first forward pass is checked.
     """
 
-    def __init__(self, model: nn.Module, moving: MovingBuffers, *, fresh: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, moving: MovingBuffers, unused: Callable[[], None], *, fresh: bool = True
+    ) -> None:
+        self._unused = unused
         self._batches: list[DrawnBatch] = []
+        self._left = False
         self._moving = moving
         self._noting = Noting()
         self._params = [param for param in model.parameters() if param.requires_grad]
@@ -89,9 +94,13 @@ class Pending:
 
     def watch(self, ids: Tensor, batch: Any) -> None:
         """Add a batch that a loader is about to yield."""
+        if self._left:
+            self.clear()
         used = self._batches and any(self._forwards.of_batches(len(self._batches)))
-        if used and self._without_gradients():
-            self._drop()
+        if used:
+            self._unused()
+            if self._without_gradients():
+                self._drop()
         self._batches.append(DrawnBatch(ids, batch, self._noting(batch), self._forwards.state()))
 
     def _drop(self) -> None:
@@ -154,9 +163,13 @@ class Pending:
             bad += [int(drawn.ids[row]) for row in rows if row < len(drawn.ids)]
         return ids, bad
 
+    def leave(self) -> None:
+        """Note that the loop left a loader early: its batches have their step before another is drawn, or none."""
+        self._left = True
+
     def clear(self) -> None:
-        """Forget the batches: the loop was left, or the step was taken."""
-        self._batches = []
+        """Forget the batches: the step was taken, or there will be none."""
+        self._batches, self._left = [], False
         self._forwards.clear()
 
     def skip_check(self) -> None:

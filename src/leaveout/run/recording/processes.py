@@ -82,6 +82,9 @@ class NoWriter:
     def begin(self, manifest: Manifest, initial: State) -> None:
         """Do nothing: the first process does all the writing."""
 
+    def note(self, fact: str, value: str) -> None:
+        """See ``begin``."""
+
     def append(self, record: Record, state: State | StepGradients | None, held: int | None = None) -> None:
         """See ``begin``."""
 

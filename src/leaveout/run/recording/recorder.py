@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,20 +29,20 @@ from leaveout.run.recording.last_state import LastState
 from leaveout.run.recording.live_average import LiveAverage, NoAverage
 from leaveout.run.recording.live_model import Frozen, Piece, check_gradients, check_modules, is_unmoved, state_of
 from leaveout.run.recording.moving_buffers import MovingBuffers
+from leaveout.run.recording.others import OtherOptimizers
 from leaveout.run.recording.overwrite import clear
 from leaveout.run.recording.pending import Pending
+from leaveout.run.recording.problems import Problems
 from leaveout.run.recording.processes import NEVER, NoWriter, processes_of
 from leaveout.run.recording.resume import StepsOnDisk, check_restored, check_trained_alike, restore
 from leaveout.run.recording.scaling import scale_of_step
-from leaveout.run.recording.unfinished import end_earlier, until_finished
+from leaveout.run.recording.unfinished import check_unrecorded, end_earlier, until_finished
 from leaveout.run.recording.watched_loader import IndexedLoader, IndexedLoaders, Watched, unwatched
 from leaveout.run.recording.writer import Writer
 from leaveout.task import batches
 
 if TYPE_CHECKING:
     from leaveout.run.reader import Run
-
-_RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class Recorder:
@@ -72,6 +71,7 @@ class Recorder:
             from a checkpoint saved after that many steps; the run continues from there, and later steps are dropped.
         on_full: when the disk is full, ``"stop"`` raises at the next step, ``"continue"`` warns and trains on
             unrecorded. Either way, the run up to then can be read and resumed.
+        on_problem: ``"warn"`` of what keeps the run from being scored, as soon as it is seen, or ``"stop"`` there.
 
     Every ``optimizer.step()`` is one step of the run; its micro-batches are those that ``watch`` yielded since the
     step before, or the ids passed to ``step``. Modes, random generators and moving buffers are recorded as well.
@@ -90,13 +90,13 @@ class Recorder:
         resume: bool | int = False,
         overwrite: bool = False,
         on_full: str = "stop",
+        on_problem: str = "warn",
     ) -> None:
         failures.check_on_full(on_full)
         optimizer = unwrapped(optimizer)
         if overwrite or resume:
             end_earlier(path)
-        if optimizer in _RECORDED:
-            raise failures.already_recording()
+        check_unrecorded(optimizer)
         called, model = model, bare(model)
         rule = rule_of(optimizer, model).averaging(on=average is not None)
         self._average = NoAverage() if average is None else LiveAverage(average, model)
@@ -104,6 +104,7 @@ class Recorder:
         writes = self._processes is None or self._processes.first
         self._storage = Storage(keep if writes else NEVER, disk, rule)
         self._keep_batches = keep_batches
+        self._problems = Problems(on_problem)
         check_modules(called)
         self._rule, self._model, self._optimizer = rule, model, optimizer
         self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
@@ -114,18 +115,18 @@ class Recorder:
             clear(path)
         at = None if isinstance(resume, bool) else resume
         self._writer = Writer(path, resume=bool(resume), steps=at) if writes else NoWriter(path)
-        self._settings = Settings([])
         self._start: State | None = None
-        self._steps, self._epoch = 0, -1
+        self._settings, self._steps, self._epoch = Settings([]), 0, -1
         self._cut = self._full = self._closure = False
         self._loaders = IndexedLoaders()
         self._on_disk = StepsOnDisk(self.before if at is None else None)
         self._moving = MovingBuffers(model, None if self.before is None else tuple(self.before.manifest.buffers))
-        self._continue_run(restored=at is not None)
-        self._pending = Pending(called, self._moving, fresh=self.before is None)
+        if self.before is not None:
+            self._take_up(self.before, restored=at is not None)
+        self._pending = Pending(called, self._moving, self._drawn_again, fresh=self.before is None)
         self._last = LastState(model, optimizer, self._params, self._state)
-        self._forget = until_finished(self, self._writer)
-        _RECORDED.add(optimizer)
+        self._forget = until_finished(self, self._writer, optimizer)
+        self._others = OtherOptimizers(optimizer, self._params, self._moved_by_other, self._writer.note)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -155,21 +156,15 @@ class Recorder:
     def _watched_epoch(self, indexed: IndexedLoader) -> Iterator[Any]:
         self._epoch += 1
         try:
-            for number, (ids, batch) in enumerate(indexed, 1):
-                if self._on_disk.left_early(self._epoch, ids):
-                    break
-                if self._on_disk.covers(ids, batch):
-                    if self._on_disk.left_early(self._epoch) and number < indexed.length:
-                        break  # before another batch is drawn, as the loop did
-                    continue
+            for ids, batch in self._on_disk.beyond(indexed, self._epoch):
                 if self._keep_batches is None:
                     self._keep_batches = indexed.gives_something_else(ids, batch)
                 if self._hooks:
                     self._on_disk.restore_generators()
                     self._pending.watch(ids, batch)
                 yield batch
-        except BaseException:  # the loop was left early: no step will use the current batch
-            self._pending.clear()
+        except BaseException:  # the loop was left early: the next step may still use the current batch, no later one
+            self._pending.leave()
             raise
 
     def step(
@@ -218,11 +213,12 @@ class Recorder:
         self._release()
         if self._steps == 0 and (self._cut or not self._full):
             self._writer.abandon()
-            raise failures.nothing_recorded()
+            raise failures.nothing_recorded(self._others.kind)
         if self._cut:
             raise failures.cut_short(self._steps - 1)
         if recording:
             self._close(complete=True)
+        self._problems.remind()
         if self._processes is not None:
             self._processes.wait()
         from leaveout.run.reader import open_run  # reading is no part of recording
@@ -239,11 +235,8 @@ class Recorder:
         self._cut = kind is not None
         self._close(complete=not self._cut and self._steps > 0)
 
-    def _continue_run(self, *, restored: bool) -> None:
-        """Restore everything to where a run was cut short, or check that the loop has done so."""
-        run = self._writer.before
-        if run is None:
-            return
+    def _take_up(self, run: Run, *, restored: bool) -> None:
+        """Continue a run: restore everything to where it was cut short, or check that the loop has done so."""
         try:
             check_trained_alike(run, self._model, self._params, self._rule)
             if restored:
@@ -254,12 +247,9 @@ class Recorder:
         except BaseException:
             self._writer.abandon()
             raise
-        size = nbytes(run.final())
-        for index in run.kept[1:]:
-            self._storage.note(index, size)
+        self._storage.resume(run)
         self._moving.decide()
-        self._steps = len(run)
-        self._loaders.size = run.manifest.train_size
+        self._steps, self._loaders.size = len(run), run.manifest.train_size
 
     def _close(self, *, complete: bool) -> None:
         if self._on_disk.finished:
@@ -296,9 +286,25 @@ class Recorder:
         self._loaders.release()
         self._last.release()
         self._pending.release()
-        _RECORDED.discard(self._optimizer)
+        self._others.release()
         self._forget()
         self._hooks = []
+
+    def _drawn_again(self) -> None:
+        """Say if the parameters moved since the last step, though a batch is drawn after one without a step."""
+        if self._last.drifts():
+            self._problems.say(failures.moved_without_step(self._rule.kind))
+
+    def _moved_by_other(self, kind: str, name: str) -> None:
+        """Say that another optimizer has moved one of the parameters; a run that has begun ends here."""
+        if (begun := self._steps > 0) and not self._last.drifts():
+            return
+        if begun:
+            self._release()
+            self._full = True
+            self._close(complete=False)
+        self._pending.clear()  # they were the other one's
+        self._problems.say(failures.other_optimizer(self._steps, self._rule.kind, kind, name), lasting=begun)
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._hooks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,16 @@ class StepsOnDisk:
         self._epoch = 0
         self._generators_restored = run is None
         self.finished = run is not None and run.manifest.finished
+
+    def beyond(self, loader: Any, epoch: int) -> Iterator[tuple[Tensor, Any]]:
+        """Yield an epoch's batches with their ids, from the first one that is not on disk."""
+        for number, (ids, batch) in enumerate(loader, 1):
+            if self.left_early(epoch, ids):
+                return
+            if not self.covers(ids, batch):
+                yield ids, batch
+            elif self.left_early(epoch) and number < loader.length:
+                return  # before another batch is drawn, as the loop did
 
     def left_early(self, epoch: int, ids: Tensor | None = None) -> bool:
         """Say whether the recorded loop moved on to the next epoch at this point, or before a batch of these ids.

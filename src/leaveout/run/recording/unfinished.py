@@ -11,19 +11,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from leaveout.errors import LeaveoutError, LeaveoutWarning
+from leaveout.run.recording import failures
 
 _WRITING: dict[Path, Callable[[], None]] = {}
 """What ends the recording into a directory."""
 
 
-def until_finished(recorder: Any, writer: Any) -> Callable[[], None]:
+_RECORDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""The optimizers that are being recorded."""
+
+
+def check_unrecorded(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that another recorder is recording."""
+    if optimizer in _RECORDED:
+        raise failures.already_recording()
+
+
+def until_finished(recorder: Any, writer: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Save what a recorder has if the program ends without ``finish``; return a function that calls this off."""
+    _RECORDED.add(optimizer)
     alive, owner, path = weakref.ref(recorder), os.getpid(), writer.path.resolve()
     save = atexit.register(partial(_save, writer, owner))
 
     def forget() -> None:
         atexit.unregister(save)
+        _RECORDED.discard(optimizer)
         _WRITING.pop(path, None)
 
     def end() -> None:

@@ -65,6 +65,7 @@ class Writer:
         self._states: dict[int, State | StepGradients] = {}
         self._held = 0
         self._number = 0
+        self._seen: dict[str, str] = {}
         self._flushed = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leaveout-writer")
         self._writing: Future[Manifest] | None = None
@@ -165,15 +166,16 @@ class Writer:
                     self.replace_newest(final)
                 self.settle(lambda: None)
                 # Not on the thread: no thread starts while the interpreter shuts down.
+                manifest = self._saying(self._manifest)
                 self._manifest = write_shard(
-                    self.path, self._number, self._records, self._states, self._manifest, last=complete and new
+                    self.path, self._number, self._records, self._states, manifest, last=complete and new
                 )
             if self._manifest is not None:
                 if not new:
                     write_manifest(self.path, self._manifest)  # it may name less than the one on disk
                     _tidy(self.path, self._manifest)
                 if complete and not (new and self._manifest.finished):
-                    self._manifest = replace(self._manifest, finished=True)
+                    self._manifest = replace(self._saying(self._manifest), finished=True)
                     write_manifest(self.path, self._manifest)
         finally:
             self.abandon()
@@ -183,6 +185,14 @@ class Writer:
         self._thread.shutdown(wait=True)
         self._records, self._states = [], {}
         self._lock.release()
+
+    def note(self, fact: str, value: str) -> None:
+        """Add to what was seen of the loop, which the manifest says from the next shard on."""
+        self._seen[fact] = value
+
+    def _saying(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with what was seen of the loop."""
+        return replace(manifest, seen={**manifest.seen, **self._seen})
 
     def flush(self, state: State | None) -> bool:
         """Write the steps so far, with the state after the last of them; return whether there was anything to write."""
@@ -227,9 +237,8 @@ class Writer:
     def _flush(self) -> None:
         self._wait()  # writing one shard at a time bounds what is held in memory
         assert self._manifest is not None  # noqa: S101 - begin() comes first; a bug of ours otherwise
-        self._writing = self._thread.submit(
-            write_shard, self.path, self._number, self._records, self._states, self._manifest
-        )
+        manifest = self._saying(self._manifest)
+        self._writing = self._thread.submit(write_shard, self.path, self._number, self._records, self._states, manifest)
         self._number += 1
         self._records, self._states, self._held, self._flushed = [], {}, 0, time.monotonic()
 

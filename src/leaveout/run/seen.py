@@ -1,0 +1,85 @@
+"""What was seen of a training loop besides its steps: facts of the run's manifest, and the sentences they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+COMPILED = "compiled"
+"""The model was called through ``torch.compile``."""
+
+PASSES = "passes"
+"""How many forward passes with gradients a step had, where it was more than one for each of its batches."""
+
+GIVEN = "given"
+"""What the model was given: ``YIELDED``, the tensors that the loader yielded; ``OTHERWISE``; or ``DRAWN``, others that
+were made of them with random numbers."""
+YIELDED, OTHERWISE, DRAWN = "as yielded", "otherwise", "at random"
+
+ASIDE = "aside"
+"""The model was called without gradients between a batch's arrival and its step."""
+
+BY_LOOP = "by-loop"
+"""The kept batches are what the loop gave, not what a loader yielded."""
+
+OTHER = "other-optimizer"
+"""The kind of another optimizer that took steps."""
+
+DEPENDS = "depends"
+"""What showed that a kept batch held something that had been computed from the parameters."""
+
+
+def held(seen: Mapping[str, str]) -> str:
+    """Say what is held as it happened, in a sentence; an empty string if kept batches cannot depend on parameters.
+
+    >>> held({}), held({BY_LOOP: "yes"})[:52]
+    ('', 'Kept batches are held as the loop gave them: where th')
+    """
+    if BY_LOOP not in seen:
+        return ""
+    sure = seen.get(DEPENDS)
+    signs = [
+        *([f"steps with {seen[PASSES]} forward passes for a batch"] if PASSES in seen else []),
+        *(["calls of the model without gradients before a step"] if ASIDE in seen else []),
+        *([f"steps of another optimizer, {seen[OTHER]}"] if OTHER in seen else []),
+    ]
+    if sure:
+        return (
+            f"Kept batches are held as they happened: they hold {sure}, which depends on the parameters and does not "
+            "change when an example is left out."
+        )
+    noticed = f" There were {' and '.join(signs)}, which such batches come with." if signs else ""
+    return (
+        "Kept batches are held as the loop gave them: where they depended on the parameters (carried state, "
+        f"adversarial inputs, generated samples), they do not change when an example is left out.{noticed}"
+    )
+
+
+def open_questions(seen: Mapping[str, str]) -> list[str]:
+    """Return what a step that does not follow leaves to be asked of the loop, given what was seen of it."""
+    asked = []
+    if seen.get(GIVEN) == DRAWN:
+        asked.append(
+            "the model was given something else than the loader yielded, drawn at random in the loop (mixup, noise, "
+            "masking): do it in the data set or its collate function, so that it is recorded with the batch"
+        )
+    elif seen.get(GIVEN) == OTHERWISE:
+        asked.append(
+            "the model was given something else than the loader yielded: give the Task a forward= that makes the same "
+            "of the batch"
+        )
+    if PASSES in seen:
+        asked.append(
+            f"a step had {seen[PASSES]} forward passes for a batch (an attack, SAM, two views): give the Task a "
+            "forward= that makes them all, or record the inputs of the last one by recorder.step(ids, batch) and "
+            "keep_batches=True"
+        )
+    if COMPILED in seen:
+        asked.append(
+            "the model was compiled, and compiled layers draw random numbers of their own: set "
+            "torch._inductor.config.fallback_random = True, or train uncompiled, if it has dropout"
+        )
+    if OTHER in seen:
+        asked.append(f"another optimizer stepped too ({seen[OTHER]}): did it move what the loss is computed from?")
+    if GIVEN not in seen:
+        asked.append("was the model given what the data set holds, or was it changed in the loop?")
+    return asked
