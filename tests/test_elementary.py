@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
-from torch.func import grad, jvp
+from torch.func import grad, jvp, vjp
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
@@ -39,6 +39,11 @@ FUNCTIONS = {
     "cross-entropy, some ignored": lambda t: F.cross_entropy(t, SOME, reduction="none"),
     "cross-entropy, rows": lambda t: F.cross_entropy(t[:, 0], ALL[0, :3], reduction="none"),
     "cross-entropy, smoothed": lambda t: F.cross_entropy(t, ALL, reduction="none", label_smoothing=0.1),
+    "norm": lambda t: t.norm(dim=1),
+    "norm of all": lambda t: torch.linalg.vector_norm(t, keepdim=True),
+    "norm of zeros": lambda t: (t * (torch.arange(5) > 9)).norm(dim=-1, keepdim=True),
+    "normalised": lambda t: F.normalize(t, dim=-1),
+    "cosine": lambda t: F.cosine_similarity(t, x.cos(), dim=2),
     "attention": lambda t: F.scaled_dot_product_attention(t, t.sin(), t.cos()),
     "causal attention": lambda t: F.scaled_dot_product_attention(t, t.sin(), t.cos(), is_causal=True, scale=0.3),
     "masked attention": lambda t: F.scaled_dot_product_attention(t, t.sin(), t, attn_mask=x[0] @ x[1].T > 0),
@@ -70,8 +75,10 @@ def test_values_and_derivatives_are_those_of_the_function(name):
         with Elementary():
             torch.testing.assert_close(function(x), function(x.clone()), rtol=0, atol=0)
             written, product = function(x), grad(lambda t: jvp(loss, (t,), (u,))[1])(x)
+            transposed = vjp(lambda v: jvp(grad(loss), (x,), (v,))[1], torch.zeros_like(x))[1](u)[0]
         torch.testing.assert_close(written, function(x), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(product, difference, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(transposed, difference, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("definition", [Adam(), AdamW()], ids=lambda d: d.name)

@@ -21,6 +21,7 @@ from leaveout._util.trees import Params, each, inner_rows, pullback
 from leaveout.task.batches import Batch, map_leaves
 from leaveout.task.calls import form_of, no_form, ones
 from leaveout.task.forms import Form
+from leaveout.task.rewrites.elementary import Elementary
 from leaveout.task.rewrites.folding import Folded
 from leaveout.task.rewrites.missing_rules import Passing
 from leaveout.task.training_batch import TrainingBatch, joined, size_of
@@ -197,7 +198,7 @@ def transposed(task: Task, params: Params, batch: Batch) -> Callable[[Params], P
     units = ones(params, batch)
 
     def push(vector: Params) -> Params:
-        with Passing():
+        with Elementary(), Passing():
             return jvp(lambda q: task.gradient({**params, **q}, units, batch), (task.variables(params),), (vector,))[1]
 
     _, pull = pullback(push, each(torch.zeros_like, task.variables(params)))

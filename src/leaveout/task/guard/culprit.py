@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from leaveout._util.trees import Params, each
@@ -30,7 +31,7 @@ def culprit(task: Task, params: Params, batch: Any) -> str:
             prefix = f"{name}." if name else ""
             own = {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
             padding = {f"own.{weight}": row for weight, row in padding_rows(module).items()}
-            with task.called.modes(frozenset()):
+            with task.called.modes(frozenset()), sdpa_kernel(SDPBackend.MATH):
                 problem = _problem(partial(_module_value, module, own, *calls[name]), padding)
             if problem:
                 wrong[name] = f"'{name or 'model'}' ({type(module).__name__}) {problem}"

@@ -1,4 +1,4 @@
-"""Normalisations, softmax, cross-entropy and attention from elementary operations.
+"""Normalisations, norms, softmax, cross-entropy and attention from elementary operations.
 
 The reverse derivative of a forward derivative needs them. PyTorch's forward formula of ``layer_norm`` has a wrong
 reverse derivative. Its forward formula of the softmax family starts again from the inputs, and the reverse derivative
@@ -74,6 +74,38 @@ def _softmax(x: Tensor, dim: int | None = None, *_stacklevel: Any, dtype: Any = 
     return powers / total
 
 
+def _norm(
+    x: Tensor,
+    ord: Any = 2,  # noqa: A002 - PyTorch's name
+    dim: Any = None,
+    keepdim: bool = False,
+    **options: Any,
+) -> Tensor | None:
+    """Compute a Euclidean norm, whose own forward formula writes to what its reverse derivative needs."""
+    given = any(value is not None for value in options.values())
+    if ord not in (None, 2, "fro") or given or not x.is_floating_point():
+        return None
+    squares = x.square().sum() if dim is None else x.square().sum(dim, keepdim)
+    if dim is None and keepdim:
+        squares = squares.reshape([1] * x.ndim)
+    zero = squares == 0  # where the derivative is zero, as PyTorch has it
+    return squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+
+
+def _either_norm(x: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, **options: Any) -> Tensor | None:
+    return _norm(x, p, dim, keepdim, **options)
+
+
+def _normalize(x: Tensor, p: Any = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Tensor | None:
+    length = _norm(x, p, dim, keepdim=True) if out is None else None
+    return None if length is None else x / length.clamp(min=eps)
+
+
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor | None:
+    one, other = (_normalize(each, 2, dim, eps) for each in torch.broadcast_tensors(x1, x2))
+    return None if one is None or other is None else (one * other).sum(dim)
+
+
 def _cross_entropy(
     outputs: Tensor,
     targets: Tensor,
@@ -140,6 +172,11 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     F.softmax: _softmax,
     torch.softmax: _softmax,
     Tensor.softmax: _softmax,
+    torch.linalg.vector_norm: _norm,
+    torch.norm: _either_norm,
+    Tensor.norm: _either_norm,
+    F.normalize: _normalize,
+    torch.cosine_similarity: _cosine_similarity,
     F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _attention,
     torch._scaled_dot_product_attention_math: _weighing,  # of attention with dropout

@@ -20,13 +20,15 @@ class FunctionMode(TorchFunctionMode):
     """Replaces some functions by its handlers and leaves the others as they are.
 
     A mode is off while it handles a call, so an ordinary one would miss what ``F.multi_head_attention_forward`` calls.
-    Here the functions of ``torch.nn.functional`` run with the mode on, and those written in C++ are leaves. Tensors are
-    seen as the model sees them, whatever transforms surround it: under ``vmap``, those of one example.
+    Here those functions of ``torch.nn.functional`` that may call a handled one run with the mode on, and those written
+    in C++ are leaves. The others are left whole for modes further out. Tensors are seen as the model sees them,
+    whatever transforms surround it: under ``vmap``, those of one example.
     """
 
     def __init__(self, handlers: dict[Any, Callable]) -> None:
         super().__init__()
         self._handlers = handlers
+        self._handled = {getattr(function, "__name__", "") for function in handlers}
 
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -34,10 +36,28 @@ class FunctionMode(TorchFunctionMode):
         handler = self._handlers.get(function)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
-        if getattr(function, "__module__", None) not in OPENED or (inner := opened(function)) is None:
+        inner = opened(function) if not self._handled.isdisjoint(_called(function)) else None
+        if inner is None:
             return function(*args, **(kwargs or {}))
         with self:
             return inner(*args, **(kwargs or {}))
+
+
+@cache
+def _called(function: Any) -> frozenset[str]:
+    """Return the names that a function of these modules calls, and those that its own helpers call."""
+    names: set[str] = set()
+    waiting, seen = [function], set()
+    while waiting:
+        one = waiting.pop()
+        if one in seen or not isinstance(one, types.FunctionType) or one.__module__ not in OPENED:
+            continue
+        seen.add(one)
+        names.update(one.__code__.co_names)
+        helpers = [one.__globals__.get(name) for name in one.__code__.co_names]
+        waiting += [each for each in helpers if isinstance(each, types.FunctionType)]
+        waiting += [cell.cell_contents for cell in one.__closure__ or ()]
+    return frozenset(names)
 
 
 @cache

@@ -76,7 +76,18 @@ def _returned(function: Callable) -> Callable:
     return call
 
 
+def _view(tensor: Tensor, *shape: Any, **options: Any) -> Tensor:
+    """Return a view; or a copy, if ``vmap`` has put the entries into another order than the model's own pass does."""
+    try:
+        return tensor.view(*shape, **options)
+    except RuntimeError:
+        if options or isinstance(shape[0], torch.dtype):
+            raise
+        return tensor.reshape(*shape)
+
+
 PARTS: dict[Callable, Callable] = {
+    Tensor.view: _view,
     torch._weight_norm: _weight_norm,
     F.hardsigmoid: _hardsigmoid,
     F.embedding_bag: _embedding_bag,
