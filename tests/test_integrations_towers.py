@@ -88,7 +88,8 @@ def query_loss(model: nn.Module) -> float:
 @pytest.mark.parametrize("options", [{}, {"max_steps": 6}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_replay_is_training_without_the_pair(tmp_path, kind, options) -> None:
     recorder = RecorderCallback(tmp_path / "run", keep="all")
-    model = train(kind, [recorder], **options)
+    with pytest.warns(lo.LeaveoutWarning, match="Tower cannot be called"):  # after the first step, and at the end
+        model = train(kind, [recorder], **options)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), train(kind, **options).parameters(), strict=True))
     task = recorder.task(squares, forward=likeness)
     scores = lo.Replay().score(recorder.run, task, pairs(6, 9), ids=LEFT_OUT).mean()
@@ -108,3 +109,9 @@ class Reversing(Towers):
 def test_batches_that_are_not_the_loaders_next_are_refused_at_the_first(tmp_path) -> None:
     with refused(lo.UnsupportedError, "loader-ids-unknown", "Reversing"):
         train(Reversing, [RecorderCallback(tmp_path / "run")], gradient_accumulation_steps=2)
+
+
+def test_a_run_that_cannot_be_scored_stops_after_the_first_step_if_so_asked(tmp_path) -> None:
+    with refused(lo.UnsupportedError, "model-loss-unknown", "forward="):
+        train(Towers, [RecorderCallback(tmp_path / "run", on_problem="stop")])
+    assert len(lo.open_run(tmp_path / "run", partial=True)) == 1

@@ -435,7 +435,8 @@ def test_an_unknown_loss_is_refused(tmp_path) -> None:
     recorder = RecorderCallback(tmp_path / "run")
     trainer = trainer_of("plain module", callbacks=[recorder])
     trainer.model.__class__ = Own
-    trainer.train()
+    with pytest.warns(lo.LeaveoutWarning, match="The loss that Own computes"):
+        trainer.train()
     with pytest.raises(lo.LeaveoutError) as error:
         recorder.task()
     assert error.value.code == "model-loss-unknown"
@@ -461,7 +462,8 @@ def test_a_model_without_logits_is_refused_and_scored_with_a_loss_of_its_own(tmp
     recorder = RecorderCallback(tmp_path / "run")
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_steps": 3}
     args = transformers.TrainingArguments(str(tmp_path), **quiet)
-    transformers.Trainer(model, args, train_dataset=data, callbacks=[recorder]).train()
+    with pytest.warns(lo.LeaveoutWarning, match="forward="):
+        transformers.Trainer(model, args, train_dataset=data, callbacks=[recorder]).train()
     with pytest.raises(lo.LeaveoutError, match="forward=") as error:
         recorder.task()
     assert error.value.code == "model-loss-unknown"

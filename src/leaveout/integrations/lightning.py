@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from leaveout.run.reader import Run
 from leaveout.run.recording.recorder import Recorder
 from leaveout.task import batches
 from leaveout.task.task import Task
+from leaveout.trajectory.proof import UNTRACED, first_step_problem
 
 TRIAL = 8
 """How many examples are used to check that losses are taken per example."""
@@ -31,7 +33,10 @@ class RecorderCallback(Callback):
     Args:
         path: a new directory for the run; or that of a run to resume, if ``fit`` is given a ``ckpt_path``.
         recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``,
-            ``overwrite``.
+            ``overwrite``, ``on_problem``.
+
+    After the first step, ``task()`` is made on trial, and that step computed again. If that fails, a warning says why
+    and what ``task()`` has to be told, and recording goes on; with ``on_problem="stop"`` training ends there.
 
     One optimizer, one training loader, one process. Optimization may be automatic or manual. Whenever a checkpoint is
     saved, the run up to it is on disk; a training that resumes from the checkpoint also resumes the run.
@@ -46,6 +51,7 @@ class RecorderCallback(Callback):
         self._settings: dict[str, Any] = {}
         self._convert: Any = None
         self._take_back: Callable[[], None] | None = None
+        self._proven = False
 
     @property
     def run(self) -> Run:
@@ -69,6 +75,9 @@ class RecorderCallback(Callback):
             options: those of ``leaveout.Task``.
         """
         _ = self.run
+        return self._task(loss, options)
+
+    def _task(self, loss: Any, options: dict[str, Any]) -> Task:
         assert self._noted is not None  # noqa: S101 - there is a run
         data, collate = self._noted.loader.dataset, Converted(self._noted.loader.collate_fn, self._convert)
         if loss is None and not self._module.automatic_optimization:
@@ -160,8 +169,15 @@ class RecorderCallback(Callback):
         self._take_back = None
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        """Do the same if the optimizer step comes later."""
+        """Do the same if the optimizer step comes later; prove the first step."""
         self.on_before_optimizer_step()
+        recorder = self._recorder
+        if recorder is None or self._noted is None or self._proven or recorder.done != 1 or recorder.before:
+            return
+        self._proven = True
+        recorder.flush()
+        loader, task_of = self._noted.loader, partial(self._task, None, dict(UNTRACED))
+        recorder.problems.say(first_step_problem(self._path, task_of, loader.dataset, loader.collate_fn))
 
     def on_save_checkpoint(self, *_: Any) -> None:
         """Write the run to disk before the checkpoint, so that every checkpoint has its run."""

@@ -16,12 +16,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from leaveout.errors import UnsupportedError
+from leaveout.errors import UnsupportedError, first_line
 from leaveout.task import batches
 
 LABELS = "labels"
 ITEMS = "num_items_in_batch"
 IGNORED = -100
+CURE = (
+    "give task(forward=..., loss=...), a function of (model, batch) that returns its outputs and their targets, and "
+    "one of these two that returns one loss per example, or (sums, counts)."
+)
 REQUIRING = "make_inputs_require_grad"
 """The name of those hooks in transformers and peft."""
 
@@ -166,14 +170,19 @@ def found_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     If the model computes it in 16 bits, in which losses are hard to tell apart, a copy in float32 is asked.
     """
     name = type(model).__name__
-    with undisturbed(model):
-        outputs = model(**batch)
+    try:
+        with undisturbed(model):
+            outputs = model(**batch)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{name} cannot be called with a whole batch ({first_line(error)}), as compute_loss seems to do otherwise: "
+            f"{CURE}",
+            code="model-loss-unknown",
+        ) from error
     own = loss_of(outputs)
     if LABELS not in batch or (isinstance(outputs, Mapping) and "logits" not in outputs):
         raise UnsupportedError(
-            f"{name} is not trained on logits and labels: give task(forward=..., loss=...), a function of (model, "
-            "batch) that returns its outputs and their targets, and one of these two that returns one loss per "
-            "example, or (sums, counts).",
+            f"{name} is not trained on logits and labels: {CURE}",
             code="model-loss-unknown",
         )
     if own is not None and own.dtype in (torch.float16, torch.bfloat16):

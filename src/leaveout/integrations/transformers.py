@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,14 @@ from leaveout.run.recording.recorder import Recorder
 from leaveout.run.recording.watched_loader import INNER
 from leaveout.task import batches
 from leaveout.task.task import Task
+from leaveout.trajectory.proof import UNTRACED, first_step_problem
 
 TRIAL = 16
 """How many examples are used to find out which loss a model has."""
 
+
+CHECKPOINTING = "gradient_checkpointing"
+"""The attribute of modules that compute activations again instead of holding them."""
 
 _RECORDING: dict[Path, RecorderCallback] = {}
 """The callback that records into each directory."""
@@ -50,7 +54,10 @@ class RecorderCallback(TrainerCallback):
     Args:
         path: a new directory for the run; or that of a run to resume, if the training resumes from a checkpoint.
         recorder_options: those of ``leaveout.Recorder``: ``keep``, ``disk``, ``keep_batches``, ``on_full``,
-            ``overwrite``.
+            ``overwrite``, ``on_problem``.
+
+    After the first step, ``task()`` is made on trial, and that step computed again. If that fails, a warning says why
+    and what ``task()`` has to be told, and recording goes on; with ``on_problem="stop"`` training ends there.
 
     Whenever a checkpoint is saved, the run up to it is on disk. ``trainer.train(resume_from_checkpoint=...)`` resumes
     the run from there, even in a new process after the first was killed, and drops later steps.
@@ -73,7 +80,7 @@ class RecorderCallback(TrainerCallback):
         self._trainer: Any
         self._current: tuple[Callable, tuple[Any, Any]] | None = None
         self._divides: bool | None = None
-        self._items_given = self._fused = False
+        self._items_given = self._fused = self._proven = False
 
     @property
     def run(self) -> Run:
@@ -102,8 +109,11 @@ class RecorderCallback(TrainerCallback):
             options: those of ``leaveout.Task``.
         """
         _ = self.run
+        _without_checkpointing(self._model)
+        return self._task(loss, options)
+
+    def _task(self, loss: Any, options: dict[str, Any]) -> Task:
         model: Any = self._model
-        _without_checkpointing(model)
         model = unfused(model) if self._fused else model
         loader = self._tap.loader
         collate = Collated(loader.collate_fn, _columns(loader.dataset))
@@ -163,10 +173,22 @@ class RecorderCallback(TrainerCallback):
         self._hook = self._model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def on_step_end(self, *given: Any, **_: Any) -> None:
-        """Write the run to disk before the checkpoint, so that every checkpoint has its run."""
-        _args, _state, control = given
-        if self._recorder is not None and control.should_save:
+        """Prove the first step; write the run to disk before a checkpoint, so that every checkpoint has its run."""
+        control = given[2]
+        if self._recorder is None:
+            return
+        first = self._recorder.done == 1 and self._recorder.before is None and not self._proven
+        if control.should_save or first:
             self._recorder.flush()
+        if first:
+            self._proven = True
+            held = _without_checkpointing(self._model)
+            loader = self._tap.loader
+            task_of = partial(self._task, None, dict(UNTRACED))
+            problem = first_step_problem(self._path, task_of, loader.dataset, loader.collate_fn)
+            for module in held:
+                setattr(module, CHECKPOINTING, True)
+            self._recorder.problems.say(problem)
 
     def on_epoch_end(self, *given: Any, **more: Any) -> None:
         """Do the same at the end of an epoch."""
@@ -304,11 +326,12 @@ def _columns(data: Any) -> frozenset[str] | None:
     return frozenset(names) if isinstance(names, list) else None
 
 
-def _without_checkpointing(model: Any) -> None:
-    """Switch off gradient checkpointing, which Trainer switches on itself; transformers 5 renamed it, and warns."""
-    kind = "activation" if hasattr(type(model), "activation_checkpointing_disable") else "gradient"
-    if getattr(model, f"is_{kind}_checkpointing", False):
-        getattr(model, f"{kind}_checkpointing_disable")()
+def _without_checkpointing(model: nn.Module) -> list[Any]:
+    """Switch off gradient checkpointing, which Trainer switches on itself; return the modules that had it."""
+    held = [module for module in model.modules() if getattr(module, CHECKPOINTING, False)]
+    for module in held:
+        setattr(module, CHECKPOINTING, False)
+    return held
 
 
 def _needs_labels(model: nn.Module) -> bool:

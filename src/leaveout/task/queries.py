@@ -107,18 +107,24 @@ class Drawn:
 
 
 @contextmanager
-def _seeded(seed: int, *owners: Any) -> Iterator[None]:
-    """Seed the global generators and the owners' own in this context."""
+def restored(*owners: Any) -> Iterator[list[Any]]:
+    """Leave random generators as they were before this context: the global ones, and those that these objects hold."""
     own = [generator for owner in owners for generator in _generators_of(owner)]
     states = [_state(generator) for generator in own]
     with undisturbed():
-        for generator in (torch.default_generator, np.random.mtrand._rand, random, *own):
-            _seed(generator, seed)
         try:
-            yield
+            yield own
         finally:
             for generator, state in zip(own, states, strict=True):
                 _set_state(generator, state)
+
+
+@contextmanager
+def _seeded(seed: int, *owners: Any) -> Iterator[None]:
+    with restored(*owners) as own:
+        for generator in (torch.default_generator, np.random.mtrand._rand, random, *own):
+            _seed(generator, seed)
+        yield
 
 
 def _is_drawn(dataset: Dataset, collate: Collate | None) -> bool:

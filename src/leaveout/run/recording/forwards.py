@@ -6,7 +6,8 @@ are kept only if the pass changed them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -19,6 +20,19 @@ from leaveout._util.wrappers import bare, casts_itself
 from leaveout.run.recording.method_hook import MethodHook
 
 _TRAINING = attrgetter("training")
+
+_ASIDE: list[None] = []
+"""Holds an element in ``aside``."""
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Let no recorder note the forward passes in this context: they are not the training's."""
+    _ASIDE.append(None)
+    try:
+        yield
+    finally:
+        _ASIDE.pop()
 
 
 @dataclass
@@ -90,7 +104,7 @@ class Forwards:
         return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None
 
     def _before(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _ASIDE:
             if self.passes:
                 self._before_later()
             if not self.passes:

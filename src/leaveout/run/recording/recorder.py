@@ -104,7 +104,7 @@ class Recorder:
         writes = self._processes is None or self._processes.first
         self._storage = Storage(keep if writes else NEVER, disk, rule)
         self._keep_batches = keep_batches
-        self._problems = Problems(on_problem)
+        self.problems = Problems(on_problem)
         check_modules(called)
         self._rule, self._model, self._optimizer = rule, model, optimizer
         self._params: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in rule.groups}
@@ -218,7 +218,7 @@ class Recorder:
             raise failures.cut_short(self._steps - 1)
         if recording:
             self._close(complete=True)
-        self._problems.remind()
+        self.problems.remind()
         if self._processes is not None:
             self._processes.wait()
         from leaveout.run.reader import open_run  # reading is no part of recording
@@ -293,7 +293,7 @@ class Recorder:
     def _drawn_again(self) -> None:
         """Say if the parameters moved since the last step, though a batch is drawn after one without a step."""
         if self._last.drifts():
-            self._problems.say(failures.moved_without_step(self._rule.kind))
+            self.problems.say(failures.moved_without_step(self._rule.kind))
 
     def _moved_by_other(self, kind: str, name: str) -> None:
         """Say that another optimizer has moved one of the parameters; a run that has begun ends here."""
@@ -304,7 +304,7 @@ class Recorder:
             self._full = True
             self._close(complete=False)
         self._pending.clear()  # they were the other one's
-        self._problems.say(failures.other_optimizer(self._steps, self._rule.kind, kind, name), lasting=begun)
+        self.problems.say(failures.other_optimizer(self._steps, self._rule.kind, kind, name), lasting=begun)
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._hooks:
