@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 TOOLS = $(VENV)/.tools
 
-.PHONY: demo test pytest test-all test-rest lint format docs bench screenshots clean
+.PHONY: demo test pytest test-all test-rest test-versions lint format docs bench screenshots clean
 
 demo: $(READY)  ## the main job, offline, in seconds once it is set up
 	$(BIN)/leaveout demo
@@ -34,6 +34,9 @@ lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test-versions: $(TOOLS)  ## the tests that matter most with the newest and the lowest versions; writes docs/versions.md
+	$(BIN)/python tests/versions.py
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .

@@ -50,6 +50,12 @@ def _traced_early(monkeypatch):
     monkeypatch.setattr("leaveout.task.trace.tracer.PAYS", 0)
 
 
+@pytest.fixture(autouse=True)
+def _own_precision(monkeypatch):
+    """Forget the precision of earlier trainings, which transformers 4 leaves for all later ones of the process."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Compare derivatives once per structure and process, except where the comparison is what is tested."""

@@ -67,7 +67,7 @@ def main():
             either.append(query_loss(train(rows, weights=weights)[0]))
         slope = (either[0] - either[1]) / 2e-5
         assert abs(derived[left_out] - slope) < 1e-6, (left_out, derived[left_out], slope)
-    for name in ("verify", "report", "Study"):
+    for name in ("verify", "report", "Study", "data"):
         assert '"leaveout[data]"' in refusal_of(name), name
 
 

@@ -257,7 +257,7 @@ def test_replay_is_training_without_the_example(name: str) -> None:
     scores = lo.Replay().score(recorder.run, recorder.task(check=False), rows(CASES[name][1], 4, seed=9), ids=LEFT_OUT)
     base = query_loss(name, model)
     truth = torch.tensor([query_loss(name, trained(name, left_out)) - base for left_out in LEFT_OUT])
-    assert truth.abs().max() > 1e-3
+    assert truth.abs().max() > 5e-4
     assert torch.allclose(scores.values.flatten().float(), truth, rtol=0, atol=1e-3 * float(truth.abs().max()))
 
 
@@ -410,12 +410,14 @@ def test_what_cannot_be_followed_is_refused(tmp_path) -> None:
 
 
 def test_precision_is_as_it_was_in_training() -> None:
-    assert recorded("BERT, classes, bf16")[0].run.manifest.autocast == "bfloat16"
     assert recorded("GPT-2")[0].run.manifest.autocast is None
+    assert recorded("BERT, classes, bf16")[0].run.manifest.autocast == "bfloat16"
 
 
 def test_torchs_fused_kernel_is_followed() -> None:
     """Trainer's default, whose states are kept as gradients too: what follows from them has the same bits."""
+    if "fused" not in transformers.TrainingArguments.default_optim:
+        pytest.skip("it is not the default before torch 2.8")
     run = recorded("GPT-2")[0].run
     assert run.manifest.rule.extras == ("fused",)
     assert len(whole(run._shard(0))) < len(run) - 2

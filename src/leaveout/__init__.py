@@ -110,8 +110,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'leaveout' has no attribute {name!r}")
     with needed_by(f"lo.{name}"):
         home = import_module(f"leaveout.{_HOME_OF[name]}")
-    value = getattr(home, name, None)
-    globals()[name] = import_module(f"{home.__name__}.{name}") if value is None else value
+        value = getattr(home, name, None)
+        globals()[name] = import_module(f"{home.__name__}.{name}") if value is None else value
     return globals()[name]
 
 

@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 
-def numbers(values: Tensor) -> Tensor:
-    """Return the same integers outside of any transform; ``vmap`` over them and traces raise a RuntimeError.
+def integers(values: Tensor) -> list[int]:
+    """Read the integers; ``vmap`` over them and traces raise a RuntimeError.
 
     They are read one by one: reading them all at once would go unnoticed by a trace, which would then use these lengths
     for the next batch.
     """
-    return torch.tensor([int(value) for value in values], dtype=torch.int64)
+    return [int(value) for value in values]
+
+
+def numbers(values: Tensor) -> Tensor:
+    """Return the same integers outside of any transform, where their values can be read."""
+    own = torch.tensor(integers(values), dtype=torch.int64)
+    while torch._C._functorch.is_functorch_wrapped_tensor(own):  # torch 2.6 wraps what is made inside a transform
+        own = torch._C._functorch.get_unwrapped(own)
+    return own
 
 
 def packed(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
@@ -31,10 +39,10 @@ def packed(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, 
             [2.]]), tensor([2, 1]))
     """
     padded = padded.transpose(0, 1) if batch_first else padded
-    own = numbers(lengths)
-    sizes = (own[None] > torch.arange(int(own.max()))[:, None]).sum(1)
-    rows = torch.cat([position * padded.shape[1] + torch.arange(size) for position, size in enumerate(sizes.tolist())])
-    return padded.flatten(0, 1)[rows.to(padded.device)], sizes
+    own = integers(lengths)
+    sizes = [sum(length > position for length in own) for position in range(max(own))]
+    rows = torch.cat([position * padded.shape[1] + torch.arange(size) for position, size in enumerate(sizes)])
+    return padded.flatten(0, 1)[rows.to(padded.device)], torch.tensor(sizes)
 
 
 def unpacked(
@@ -46,7 +54,7 @@ def unpacked(
     (tensor([[1., 2.],
             [3., 0.]]), tensor([2, 1]))
     """
-    own = numbers(sizes).tolist()
+    own = integers(sizes)
     starts, count = [0, *accumulate(own)], own[0]
     longest = max(len(own), total_length)
     lengths = torch.tensor([sum(size > place for size in own) for place in range(count)])
