@@ -28,8 +28,7 @@ from leaveout.run import gradient_states
 from leaveout.run.reader import Run
 from leaveout.run.train import train
 from leaveout.sweep.budget import directions_bytes
-from leaveout.sweep.subspace import EXTRA, SAMPLES, search_products
-from leaveout.sweep.transports import Subspace
+from leaveout.sweep.transports import EXTRA, SAMPLES, Subspace, search_products
 from leaveout.task import batches
 from leaveout.task.task import Task
 from leaveout.task.trace.tracer import PAYS

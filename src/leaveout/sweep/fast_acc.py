@@ -31,9 +31,8 @@ from leaveout.sweep.checkpoint import SweepCheckpoint
 from leaveout.sweep.curvature import check_symmetric
 from leaveout.sweep.free_transport import Layout, RowFile
 from leaveout.sweep.remainder import Remainders, pair_count
-from leaveout.sweep.subspace import top_directions
 from leaveout.sweep.sweep import Sweep
-from leaveout.sweep.transports import Free, Subspace, SubspaceTransport, Transport
+from leaveout.sweep.transports import Free, Subspace, SubspaceTransport, Transport, top_directions
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.trajectory import Trajectory
 

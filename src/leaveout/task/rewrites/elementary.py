@@ -156,7 +156,7 @@ def _weighing(
         powers, total, _ = _exponentials(scores, -1)
     else:
         if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -torch.inf)
+            attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
         scores = scores + attn_mask
         shift = scores.detach().amax(-1, keepdim=True)
         powers = (scores - shift.masked_fill(shift == -torch.inf, 0.0)).exp()
