@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout.builtin import models
+from leaveout.evaluate import choose
 from oracle import Oracle
 
 CHECK = False
@@ -193,3 +194,9 @@ def _refused(ask: Callable[[lo.Resources], lo.Scores], memory: int) -> int | Non
     except lo.InputError as error:
         return int(re.search(r"needs at least (\d+) bytes", str(error))[1])
     return None
+
+
+def only_estimated(monkeypatch, replays):
+    """Let ``choose`` estimate at once, as where replays are slow, and compare with this many of them."""
+    monkeypatch.setattr(choose, "PROBE", 0.0)
+    monkeypatch.setattr(choose, "MOST", replays)

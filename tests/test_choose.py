@@ -1,6 +1,7 @@
 """The method chosen by measurement, and averages over runs."""
 
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import nn
 import leaveout as lo
 from leaveout.evaluate import choose as module
 from leaveout.evaluate import selection
+from problems import only_estimated
+from refusal import refused
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +41,9 @@ def test_what_is_affordable_is_replayed(digits):
     torch.testing.assert_close(chosen.scores.values, lo.Replay().score(*digits).values)
 
 
-def test_otherwise_the_best_on_a_sample_is_chosen(digits):
-    chosen = lo.choose(*digits, budget=0)
+def test_otherwise_the_best_on_a_sample_is_chosen(digits, monkeypatch):
+    only_estimated(monkeypatch, 128)
+    chosen = lo.choose(*digits)
     truth = lo.Replay().score(*digits).mean()
     own = {scores.method: scores for scores in lo.score(list(module.METHODS), *digits)}
     assert not chosen.exact
@@ -51,13 +55,13 @@ def test_otherwise_the_best_on_a_sample_is_chosen(digits):
     assert taus[best] >= max(taus.values()) - 0.02, taus
     assert max(taus.values()) - min(taus.values()) > 0.1, "methods that all rank alike test nothing"
     exact = chosen.scores.exact
-    assert int(exact.sum()) == module.FEWEST
+    assert int(exact.sum()) == 128
     torch.testing.assert_close(chosen.scores.mean()[exact], truth[exact])
     torch.testing.assert_close(chosen.scores.values[~exact], own[best].values[~exact])
     table = chosen.check.table
     rows = [int(i) for i in table.index]
     assert sorted(rows) == exact.nonzero().flatten().tolist()
-    assert int(chosen.table.loc[best, "compared"]) == len(rows) == module.FEWEST
+    assert int(chosen.table.loc[best, "compared"]) == len(rows) == 128
     assert table["score"].tolist() == own[best].mean()[rows].tolist()
     chosen.check.check_same_scores(chosen.scores)
     for name, row in chosen.table.iterrows():
@@ -69,6 +73,12 @@ def test_otherwise_the_best_on_a_sample_is_chosen(digits):
         chosen.check.check_same_scores(replace(chosen.scores, values=chosen.scores.values + 1))
 
 
+def _processor_time(work):
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
 @pytest.fixture(scope="module")
 def with_batch_norm(tmp_path_factory):
     """A run on which ``ACC()`` takes a gradient without each example of a batch in turn."""
@@ -77,23 +87,23 @@ def with_batch_norm(tmp_path_factory):
     data, query = (torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()) for x in inputs)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
     task = lo.Task(model, nn.CrossEntropyLoss(), data)
-    run = lo.train(task, torch.optim.AdamW(model.parameters(), 0.01), 3, 50, 0, tmp_path_factory.mktemp("x") / "run")
+    run = lo.train(task, torch.optim.AdamW(model.parameters(), 0.01), 15, 50, 0, tmp_path_factory.mktemp("x") / "run")
     return run, task, query
 
 
 def test_what_takes_far_too_long_is_left_out_and_said(with_batch_norm, monkeypatch):
-    monkeypatch.setattr(module, "QUICK", 0.0)  # every run counts as long,
-    monkeypatch.setattr(module, "PATIENCE", 0.0)  # and every replay as slow
-    for slower, left_out in ((0.0, True), (1e6, False)):
-        monkeypatch.setattr(module, "SLOWER", slower)
-        chosen = lo.choose(*with_batch_norm, budget=0)
+    only_estimated(monkeypatch, 32)
+    took = {one: _processor_time(lambda one=one: one.score(*with_batch_norm)) for one in (lo.ACC(), lo.SGDIE())}
+    assert took[lo.ACC()] > 4 * took[lo.SGDIE()], "nothing to leave out"
+    for share, left_out in ((took[lo.ACC()] / 2 / 60, True), (0.9, False)):
+        monkeypatch.setattr(module, "ESTIMATES", share)
+        chosen = lo.choose(*with_batch_norm, budget=60)
         why = chosen.table["missing"].get("ACC(jump)")
         assert (isinstance(why, str) and why.startswith("left out")) == left_out
         assert ("ACC(jump) was left out, as it would take about" in str(chosen)) == left_out
         assert set(chosen.table.index[chosen.table["tau"].notna()]) >= {"SGD-IE", "TracIn"}
-        assert len(chosen.check.table) == int(chosen.scores.exact.sum()) == module.LEAST
-    asked = lo.choose(*with_batch_norm, budget=0, methods=[lo.ACC(), lo.TracIn()])
-    assert "ACC(jump)" in asked.table.index[asked.table["tau"].notna()], "what was asked for is not left out"
+        assert len(chosen.check.table) == int(chosen.scores.exact.sum()) == 32
+        assert not chosen.check.omitted
 
 
 def test_a_method_that_cannot_be_used_costs_no_second_sweep(with_batch_norm, monkeypatch):
@@ -105,7 +115,8 @@ def test_a_method_that_cannot_be_used_costs_no_second_sweep(with_batch_norm, mon
             yield item
 
     monkeypatch.setattr(lo.Resources, "track", counted)
-    chosen = lo.choose(*with_batch_norm, budget=0, methods=module.METHODS)
+    only_estimated(monkeypatch, 16)
+    chosen = lo.choose(*with_batch_norm, methods=module.METHODS)
     length = len(with_batch_norm[0])
     assert 2 * length <= steps.count("backward") <= 2 * length + 1, "ACC and SGD-IE, TracIn, and where DVEmb refuses"
     assert "ties the examples" in chosen.table.loc["DVEmb(ggn)", "missing"]
@@ -118,24 +129,30 @@ def test_a_method_that_cannot_be_used_costs_no_second_sweep(with_batch_norm, mon
 
 
 def test_a_study_verifies_with_no_more_replays_than_the_choice_had(with_batch_norm, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    only_estimated(monkeypatch, 32)
     study = lo.Study(*with_batch_norm)
-    study.score(budget=0)
-    assert len(study.verify().table) == module.LEAST
+    study.score()
+    assert len(study.verify().table) == 32
     assert len(study.verify(replays=40).table) == 40
 
 
 def test_rows_to_replay_are_the_extremes_of_all_methods_and_others_at_random():
     torch.manual_seed(0)
     scores = torch.randn(3, 50, dtype=torch.float64)
-    extreme, random = selection.sample(scores, 12, seed=1)
+    order = torch.randperm(50).tolist()
+    kinds = selection.sample(scores, [], order, 12)
+    extreme, random = ([row for row, kind in kinds.items() if kind == one] for one in ("extreme", "random"))
     ranks = np.mean([rankdata(one) for one in scores.numpy()], axis=0)
     assert set(extreme) == set(np.argsort(ranks)[:3]) | set(np.argsort(ranks)[-3:])
-    assert len(random) == 6
-    assert not set(random) & set(extreme)
-    assert selection.sample(scores, 12, seed=1)[1] == random != selection.sample(scores, 12, seed=2)[1]
-    everything = selection.sample(scores, 50, seed=0)
-    assert sorted(everything[0] + everything[1]) == list(range(50))
+    assert random == [row for row in order if row not in extreme][:6]
+    for count in range(2, 12):  # any beginning is balanced
+        assert abs(list(kinds.values())[:count].count("extreme") - count / 2) <= 0.5
+    assert sorted(selection.sample(scores, [], order, 50)) == list(range(50))
+    begun = selection.sample(scores, order[:4], order, 12)  # four were replayed before anything was known
+    assert list(begun.values())[:8] == ["random"] * 4 + ["extreme"] * 4
+    assert list(begun)[:4] == order[:4]
+    assert len(begun) == 12
+    assert list(begun.values()).count("extreme") == 6
 
 
 def test_optimism_is_what_choosing_among_equals_brings():
@@ -154,30 +171,34 @@ def test_optimism_is_what_choosing_among_equals_brings():
 
 
 @pytest.mark.full
-def test_networks_with_kinks_are_also_scored_with_their_curvature(tmp_path):
+def test_networks_with_kinks_are_also_scored_with_their_curvature(tmp_path, monkeypatch):
     found = lo.data.load("digits-1v7", 140, 30)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 1), nn.Flatten(0))
     task = lo.Task(model, nn.BCEWithLogitsLoss(), found.train, check=False)
     run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), 3, 20, 0, tmp_path / "run")
-    chosen = lo.choose(run, task, found.val, budget=0)
+    only_estimated(monkeypatch, 32)
+    chosen = lo.choose(run, task, found.val)
     assert set(chosen.table.index) > {"ACC(free, kinks)", "SGD-IE(kinks)", "SGD-IE"}
 
 
-def test_a_method_that_cannot_be_used_is_passed_over(digits):
+def test_a_method_that_cannot_be_used_is_passed_over(digits, monkeypatch):
+    only_estimated(monkeypatch, 32)
     broken = lo.ACC(layers="nothing.*")
-    chosen = lo.choose(*digits, budget=0, methods=[broken, lo.TracIn()])
+    chosen = lo.choose(*digits, methods=[broken, lo.TracIn()])
     assert chosen.scores.method == "TracIn + Replay"
     assert "names no trained parameter" in chosen.table.loc[broken.resolved(digits[0]).name, "missing"]
     with pytest.raises(lo.InputError) as error:
-        lo.choose(*digits, budget=0, methods=[broken])
+        lo.choose(*digits, methods=[broken])
     assert error.value.code == "layers-match-nothing"
 
 
 def test_what_cannot_be_chosen_from_is_refused(digits):
-    with pytest.raises(lo.InputError) as error:
-        lo.choose(*digits, budget=-1)
-    assert error.value.code == "budget-not-seconds"
+    for budget in (-1, 0, "a minute"):
+        with refused(lo.InputError, "budget-not-seconds", "give more than 0"):
+            lo.choose(*digits, budget=budget)
+    with refused(lo.InputError, "budget-too-small", "so give budget="):
+        lo.choose(*digits, budget=1e-6)
     with pytest.raises(lo.InputError) as error:
         lo.choose(*digits, methods=[lo.AdamIE()])
     assert error.value.code == "unit-not-comparable"

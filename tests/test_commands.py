@@ -16,6 +16,7 @@ from commands import OWN, SMALL, Shell, started
 from leaveout.builtin import config
 from leaveout.builtin.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart
 from leaveout.cli import methods
+from problems import only_estimated
 from refusal import refused
 
 
@@ -264,10 +265,11 @@ def test_score_without_a_method_replays_what_is_affordable(shell, run):
     assert shell("score", "runs/x", "--json").told["scores"][0]["new"] is False
 
 
-def test_score_without_a_method_keeps_the_best_with_its_check(shell, run):
+def test_score_without_a_method_keeps_the_best_with_its_check(shell, run, monkeypatch):
+    only_estimated(monkeypatch, 128)
     assert shell("train", "--data", "digits", "--n-train", "140", "--epochs", "2", "--out", "runs/more").code == 0
     run = run.parent / "more"
-    told = shell("score", "runs/more", "--budget", "0", "--json").told["scores"][0]
+    told = shell("score", "runs/more", "--json").told["scores"][0]
     assert told["method"].endswith(" + Replay")
     assert {row["method"] for row in told["chosen"]["methods"]} >= {"ACC(free)", "SGD-IE", "DVEmb(ggn)", "TracIn"}
     check = lo.Check.load(run / "checks/auto.json")
@@ -277,7 +279,7 @@ def test_score_without_a_method_keeps_the_best_with_its_check(shell, run):
     assert shell("verify", "runs/more").code == 0
     assert (run / "checks/auto.json").read_bytes() == before
     assert shell("report", "runs/more").code == 0
-    said = shell("score", "runs/more", "--budget", "0", "--again").words
+    said = shell("score", "runs/more", "--again").words
     assert "Compared with exact replays" in said
 
 

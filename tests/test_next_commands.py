@@ -10,8 +10,8 @@ import torch
 import leaveout as lo
 from commands import OWN, SMALL, Shell
 from leaveout.builtin import config
-from leaveout.evaluate import choose
 from leaveout.reporting import Page
+from problems import only_estimated
 
 
 @pytest.fixture
@@ -227,8 +227,8 @@ def test_columns_of_chosen_scores_have_their_methods_name(trained):
 
 
 def test_chosen_scores_are_refined_and_keep_their_check(trained, monkeypatch):
-    monkeypatch.setattr(choose, "FEWEST", 16)
-    assert trained("score", "runs/x", "--budget", "0").code == 0
+    only_estimated(monkeypatch, 16)
+    assert trained("score", "runs/x").code == 0
     chosen = lo.Scores.load("runs/x/scores/auto.safetensors")
     assert not chosen.all_exact
     told = trained("refine", "runs/x", "--top", "50", "--json").told

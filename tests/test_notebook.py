@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import leaveout as lo
 from leaveout._util.trees import PARAM
 from leaveout.compute import progress
+from problems import only_estimated
 from refusal import refused
 
 
@@ -74,8 +75,9 @@ def test_results_show_themselves(study):
             assert word in shown, (type(thing), word)
 
 
-def test_a_choice_shows_its_comparison(study):
-    chosen = lo.choose(study.run, study.task, study.query, budget=0)
+def test_a_choice_shows_its_comparison(study, monkeypatch):
+    only_estimated(monkeypatch, 12)
+    chosen = lo.choose(study.run, study.task, study.query)
     assert Balanced(chosen._repr_html_()).words.count(chosen.scores.method) >= 2
     assert chosen.to_frame().equals(chosen.table)
     assert repr(chosen) == f"Chosen({chosen.scores.method})"

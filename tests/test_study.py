@@ -71,7 +71,7 @@ def test_labels_take_the_check_of_the_scores_that_are_given(study):
 def test_scores_that_were_chosen_keep_the_check_of_the_choice(problem):
     run, task, query, _ = problem
     study = lo.Study(run, task, query)
-    choice = lo.choose(run, task, query, budget=0, methods=[lo.TracIn(), lo.SGDIE()], ids=range(60))
+    choice = lo.choose(run, task, query, methods=[lo.TracIn(), lo.SGDIE()], ids=range(60))
     assert choice.exact, "few enough to replay"
     scores = lo.SGDIE().score(run, task, query)
     check = lo.verify(scores, run, task, query, replays=40)

@@ -11,8 +11,8 @@ import torch
 import leaveout as lo
 from leaveout import tracking
 from leaveout.compute.cost import Cost
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.metrics import compare
-from leaveout.evaluate.verify import Check
 from leaveout.scores import Scores
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -99,7 +100,9 @@ def _influence(problem: Mislabelled, measured: Measured, settings: Settings) -> 
         measured.add(scores.method, scores.mean)
         check = None
         if settings["replays"]:
-            check = verify(scores, run, task, problem.val, replays=settings["replays"], resources=QUIET)
+            check = verify(
+                scores, run, task, problem.val, replays=settings["replays"], budget=math.inf, resources=QUIET
+            )
         mixed = labels(run, task, scores=scores, check=check, resources=QUIET)
         words = {"weight": mixed.weight, "verdict": check.verdict.level if check else None}
         measured.add(f"labels(scores={scores.method})", partial(getattr, mixed, "table"), **words)

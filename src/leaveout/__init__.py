@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from leaveout.estimators.timeline import Timeline, timeline
     from leaveout.evaluate import metrics
     from leaveout.evaluate.average import average
+    from leaveout.evaluate.check import Check
     from leaveout.evaluate.choose import Chosen, choose
     from leaveout.evaluate.cleanse import cleanse
     from leaveout.evaluate.curve import Curve
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from leaveout.evaluate.precision import Rounding, rounding
     from leaveout.evaluate.refine import refine
     from leaveout.evaluate.smoothness import Smoothness, smoothness
-    from leaveout.evaluate.verify import Check, verify
+    from leaveout.evaluate.verify import verify
     from leaveout.reporting import Show
     from leaveout.run.checking import check_run
     from leaveout.run.reader import Run, open_run
@@ -85,7 +86,8 @@ _HOMES = {
     "evaluate.precision": ("Rounding", "rounding"),
     "evaluate.refine": ("refine",),
     "evaluate.smoothness": ("Smoothness", "smoothness"),
-    "evaluate.verify": ("Check", "verify"),
+    "evaluate.check": ("Check",),
+    "evaluate.verify": ("verify",),
     "reporting": ("Show",),
     "run.checking": ("check_run",),
     "run.reader": ("Run", "open_run"),

@@ -8,11 +8,12 @@ from pathlib import Path
 from leaveout.builtin.config import Config, DataPart, ModelPart, OptimizerPart, TrainPart, run_config
 from leaveout.compute.resources import Resources
 from leaveout.estimators import ACC, SGDIE
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.cleanse import cleanse
 from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.labels import labels as find_labels
-from leaveout.evaluate.verify import Check, verify
+from leaveout.evaluate.verify import verify
 from leaveout.reporting.show import built_in
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run

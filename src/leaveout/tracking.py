@@ -13,7 +13,7 @@ import pandas as pd
 
 from leaveout._util.files import csv_text
 from leaveout.errors import InputError
-from leaveout.evaluate.verify import Check
+from leaveout.evaluate.check import Check
 from leaveout.scores import Scores
 
 NAME = "leaveout"

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from leaveout.cli.app import console
 from leaveout.estimators.question import Question
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.choose import Chosen, choose
-from leaveout.evaluate.verify import Check
 from leaveout.run.paths import RunPaths
 from leaveout.scores import Scores
 

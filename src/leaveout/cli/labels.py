@@ -17,10 +17,10 @@ from leaveout.cli.facts import kept
 from leaveout.cli.subject import TaskOption, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.errors import InputError
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.dynamics import STATES
 from leaveout.evaluate.label_issues import AUTO, Labels, Question
 from leaveout.evaluate.labels import labels as lo_labels
-from leaveout.evaluate.verify import Check
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores

@@ -18,9 +18,9 @@ from leaveout.cli.subject import TaskOption, named, subject_of
 from leaveout.cli.verify import chosen
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.label_issues import Labels
-from leaveout.evaluate.verify import Check
 from leaveout.reporting import Page, Show
 from leaveout.reporting.show import built_in, show_of
 from leaveout.run.paths import RunPaths

@@ -34,8 +34,8 @@ from leaveout.errors import InputError
 from leaveout.estimators import Estimator
 from leaveout.estimators.question import Question
 from leaveout.estimators.several import one_by_one
+from leaveout.evaluate.check import MINIMUM
 from leaveout.evaluate.choose import Chosen
-from leaveout.evaluate.verify import MINIMUM
 from leaveout.run.paths import RunPaths
 from leaveout.run.reader import Run
 from leaveout.scores import Scores

@@ -14,9 +14,9 @@ from rich.text import Text
 from leaveout.cli.app import AsJson, ResultsOption, complaints, console, opened, print_json, print_next
 from leaveout.cli.commands import app
 from leaveout.errors import LeaveoutError
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.label_issues import Labels
-from leaveout.evaluate.verify import Check
 from leaveout.run.checking import check_run
 from leaveout.run.manifest import INITIAL, MANIFEST
 from leaveout.run.paths import RunPaths

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,8 +29,10 @@ from leaveout.cli.subject import TaskOption, later
 from leaveout.cli.wording import in_commands
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.estimators.replay import JITTER
+from leaveout.evaluate.check import EXACT, MINIMUM, Check
+from leaveout.evaluate.selection import in_turns
 from leaveout.evaluate.verdict import Verdict
-from leaveout.evaluate.verify import EXACT, MINIMUM, Check, comparable
+from leaveout.evaluate.verify import BUDGET, comparable
 from leaveout.evaluate.verify import chosen as sample
 from leaveout.evaluate.verify import verify as lo_verify
 from leaveout.run.paths import RunPaths, slug
@@ -46,6 +47,9 @@ def verify(
     task: TaskOption = None,
     replays: Annotated[int, typer.Option(min=2 * MINIMUM, help="How many examples to leave out exactly.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the random half of them, and of the moves.")] = 0,
+    budget: Annotated[
+        float, typer.Option(min=0, help="Seconds of processor time for all of it; what does not fit is said.")
+    ] = BUDGET,
     moves: Annotated[
         int | None,
         typer.Option(
@@ -81,6 +85,7 @@ def verify(
     targets = [paths.check(file) for file in files]
     question = ("verify", files, replays, seed, moves, jitter)
     subject = later(run, task)
+    share = budget / len(files)
     with working(recorded, question, targets, memory, processes, ray) as resources:
         for file in files:
             scores, out = Scores.load(file), paths.check(file)
@@ -92,12 +97,18 @@ def verify(
             if method is None and short:
                 few.append({"file": str(file), "method": scores.method, "rows": len(comparable(scores))})
                 continue  # if requested by name, they are refused
-            if out.exists() and not again:
-                check = _answering(out, scores, replays, seed, moves)
-            else:
-                ask = partial(lo_verify, replays=replays, seed=seed, moves=moves, jitter=jitter, resources=resources)
-                check = ask(scores, recorded, subject().task, subject().query)
-                check.save(out, overwrite=again)
+            there = _answering(out, scores, replays, seed, moves, share) if out.exists() and not again else None
+            check = there or lo_verify(
+                *(scores, recorded, subject().task, subject().query),
+                replays=replays,
+                seed=seed,
+                budget=share,
+                moves=moves,
+                jitter=jitter,
+                resources=resources,
+            )
+            if there is None:
+                check.save(out, overwrite=True)
             entries.append({"file": str(out), **json.loads(out.read_text())})
             checks.append((check, scores))
     if as_json:
@@ -120,7 +131,8 @@ def _print(checks: list[Check], files: list[str]) -> None:
     if estimates:
         console.print(_table(estimates))
     for check in checks:
-        words = check.sentence if check.exact else f"{check.method}: {check.diagnosis}" if check.diagnosis else ""
+        more = " ".join(part for part in (check.diagnosis, check.omitted) if part)
+        words = check.sentence if check.exact else f"{check.method}: {more}" if more else ""
         if words:
             console.print(in_commands(words), highlight=False, markup=False)
     for file in files:
@@ -137,7 +149,7 @@ def _table(checks: list[Check]) -> Table:
         errors = [
             f"{part.rmse.value / check.spread[name]:.0%}" for name, part in parts.items() if check.spread[name] > 0
         ]
-        taus = [str(part.kendall) for part in parts.values()]
+        taus = [str(part.kendall) if check.verdict is not Verdict.FEW else "-" for part in parts.values()]
         table.add_row(Text(check.method), check.verdict.value, *taus, ", ".join(errors) or "-")
     table.caption = (
         "tau: rank correlation with the truth (95% interval); typical error: as a share of the truth's spread"
@@ -179,15 +191,17 @@ def _too_few(scores: dict[str, Any], run: Path) -> str:
     )
 
 
-def _answering(file: Path, scores: Scores, replays: int, seed: int, moves: int | None) -> Check:
-    """Return the check in a file, if it belongs to these scores and to the requested sample."""
+def _answering(file: Path, scores: Scores, replays: int, seed: int, moves: int | None, budget: float) -> Check | None:
+    """Return the check in a file, if it belongs to these scores and to the requested sample; None to do it anew."""
     check = Check.load(file)
     if is_of_the_choice(check, scores) and not moves:
         return check
-    rows = [row for part in sample(scores, replays, seed) for row in part]
-    expected = [(scores.train_ids[row], value) for row, value in zip(rows, scores.mean()[rows].tolist(), strict=True)]
+    if check.omitted and budget > check.budget:
+        return None  # now there is more time
+    rows = [row for row, _ in in_turns(*sample(scores, replays, seed))][: len(check.table) if check.omitted else None]
+    expected = {scores.train_ids[row]: value for row, value in zip(rows, scores.mean()[rows].tolist(), strict=True)}
     moved = 0 if check.ceiling is None else check.ceiling.moves
-    if expected != list(zip(check.table.index, check.table["score"], strict=True)) or moves not in (None, moved):
+    if expected != dict(check.table["score"]) or (moves not in (None, moved) and not check.omitted):
         raise InputError(
             f"{file} is of other scores or other replays: give --again to replace it.", code="check-in-the-way"
         )

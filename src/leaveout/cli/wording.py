@@ -47,8 +47,10 @@ def in_commands(sentence: str) -> str:
 
     >>> in_commands("take another method (lo.choose), or refine (lo.refine)")
     'take another method (leaveout score), or refine (leaveout refine)'
+    >>> in_commands("budget=300 for all.")
+    '--budget 300 for all.'
     """
-    return sentence.replace("lo.choose", "leaveout score").replace("lo.", "leaveout ")
+    return in_options(sentence, ["--budget"]).replace("lo.choose", "leaveout score").replace("lo.", "leaveout ")
 
 
 def naming(message: str, words: list[str]) -> str:

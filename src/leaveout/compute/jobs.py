@@ -58,7 +58,7 @@ def completed(
     checkpoints = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
     todo = [(items[place], checkpoints[place]) for place in missing]
     # In this process, a shard shows its own progress bar, which includes the others.
-    done = resources.map(function, todo, what) if resources.elsewhere else _in_turn(function, todo)
+    done = resources.map(function, todo, what) if resources.elsewhere else _in_turn(function, resources, todo)
 
     def reread(place: int) -> Shard:  # so that not all are in memory; a shard that is gone is computed again
         return _read(files[place]) or function((items[place], None))
@@ -78,8 +78,8 @@ def completed(
     yield from map(reread, range(turn, len(items)))
 
 
-def _in_turn(function: Callable[[T], Shard], items: Sequence[T]) -> Iterator[tuple[int, Shard]]:
-    for number, item in enumerate(items):
+def _in_turn(function: Callable[[T], Shard], resources: Resources, items: Sequence[T]) -> Iterator[tuple[int, Shard]]:
+    for number, item in enumerate(resources.watch(items, len(items))):
         with progress.part(number, len(items)):
             shard = function(item)
         yield number, shard

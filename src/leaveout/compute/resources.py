@@ -14,6 +14,7 @@ import torch
 
 from leaveout._util.amounts import parse_bytes
 from leaveout.compute import progress
+from leaveout.compute.clock import Clock
 from leaveout.compute.engines import Engine, Local, engine_of
 from leaveout.errors import InputError, is_whole
 
@@ -57,6 +58,7 @@ class Resources:
             the memory that is free at the moment does not change the shards.
         checkpoint: the file in which a sweep saves its progress; each stored shard gets its own.
         device: where the model is, whose memory this is about; estimators set it.
+        clock: counts the time that is left; work that seems to take longer stops with OutOfTimeError.
     """
 
     memory: str | int = "auto"
@@ -66,6 +68,7 @@ class Resources:
     shard: int | None = None
     checkpoint: Path | None = None
     device: torch.device | None = None
+    clock: Clock | None = None
 
     def __post_init__(self) -> None:
         if self.memory != "auto":
@@ -147,7 +150,16 @@ class Resources:
     def inside(self) -> Resources:
         """Return the resources for the work inside a shard."""
         quiet = False if self.elsewhere else self.progress
-        return replace(self, progress=quiet, engine=Local(), work=None, shard=None)
+        clock = None if self.elsewhere else self.clock
+        return replace(self, progress=quiet, engine=Local(), work=None, shard=None, clock=clock)
+
+    def within(self, clock: Clock) -> Resources:
+        """Return the same for work that has to end before the clock's time is over."""
+        return replace(self, clock=clock)
+
+    def started(self, seconds: float) -> Clock:
+        """Return a clock for a budget of so many seconds."""
+        return Clock(seconds, elsewhere=self.elsewhere)
 
     def with_checkpoint(self, file: Path | None) -> Resources:
         """Return the same with a checkpoint file."""
@@ -159,7 +171,11 @@ class Resources:
 
     def track(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
         """Yield the items, with a bar that shows rate and remaining time."""
-        return progress.track(items, total, what, self.progress)
+        return progress.track(self.watch(items, total), total, what, self.progress)
+
+    def watch(self, items: Iterable[T], total: int) -> Iterable[T]:
+        """Return the items; going through them stops if they seem to take longer than the time left."""
+        return items if self.clock is None else self.clock.watch(items, total)
 
 
 def free_memory(device: torch.device | None = None) -> int:

@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 
 from leaveout._util.files import or_null
+from leaveout.compute.clock import OutOfTimeError
 from leaveout.compute.cost import Cost
 from leaveout.estimators.question import Question
 from leaveout.estimators.replay import Replay
@@ -190,14 +191,17 @@ def ceiling_of(
 def group_sizes(question: Question, seed: int, jitter: float) -> tuple[dict[int, float], Cost]:
     """Compute tau between the recorded and a moved start for random groups of 4, 16, 64, ... examples, up to a quarter.
 
-    Stops at the first size whose effects are reproducible.
+    Stops at the first size whose effects are reproducible, or when the time is over.
     """
     order, taus, cost = torch.Generator().manual_seed(seed), {}, Cost()
     size, examples = FACTOR, question.task.size
     while size <= examples // 4:
         groups = [torch.randperm(examples, generator=order)[:size].tolist() for _ in range(GROUPS)]
         asked = replace(question, groups=groups)
-        recorded, moved = (replay.answer(asked) for replay in (Replay(), Replay(move=seed + 1, jitter=jitter)))
+        try:
+            recorded, moved = (replay.answer(asked) for replay in (Replay(), Replay(move=seed + 1, jitter=jitter)))
+        except OutOfTimeError:
+            break
         cost = cost + recorded.cost + moved.cost
         taus[size] = kendall(recorded.mean(), moved.mean())
         if taus[size] >= REPRODUCIBLE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pandas as pd
 import torch
@@ -12,34 +13,29 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from leaveout._util import notebook
+from leaveout.compute.clock import Clock, OutOfTimeError, check_budget, practical
+from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, LeaveoutError, UnsupportedError, check_seed
-from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn, score
+from leaveout.errors import InputError, LeaveoutError, check_seed
+from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn
 from leaveout.estimators.question import Question
-from leaveout.estimators.replay import replayed
-from leaveout.estimators.several import sharing
-from leaveout.evaluate.metrics.agreement import compare, kendall
-from leaveout.evaluate.plan import replay_seconds, score_seconds
+from leaveout.estimators.several import one_by_one, sharing
+from leaveout.evaluate.check import MINIMUM, Check, agreement_of
+from leaveout.evaluate.metrics.agreement import kendall
+from leaveout.evaluate.replays import FIRST, Replays, shortened
 from leaveout.evaluate.selection import optimism, sample
-from leaveout.evaluate.verify import Check
 from leaveout.run.reader import Run
 from leaveout.scores import UNIT, Scores
 from leaveout.sweep.kink_size import are_mild
 from leaveout.task.task import Task
-from leaveout.trajectory.left_out import Groups, leave_out
+from leaveout.trajectory.left_out import Groups, LeftOut, leave_out
 from leaveout.trajectory.trajectory import Trajectory
 
-FEWEST, MOST = 128, 1024
-"""The number of replays that methods are compared with: as many as the budget allows, between these two."""
+ENOUGH, MOST = 128, 1024
+"""Replays that methods are compared with: if fewer than the first fit, that is said; there are at most the second."""
 
-PATIENCE, LEAST = 300.0, 32
-"""Where 128 replays are predicted to take more seconds than this, there are fewer, though no fewer than this number."""
-
-SLOWER = 5
-"""A method that takes longer than the budget is left out if it takes more than this many times as long as SGD-IE."""
-
-QUICK = 0.1
-"""Seconds per replay below which no method takes so long that its time would have to be predicted."""
+PROBE, ALL, ESTIMATES = 0.2, 0.8, 0.5
+"""Shares of the time: for finding out whether all rows can be replayed, for doing so, and for estimating instead."""
 
 SLOW = "left out, as it would take about "
 """How the reason begins why a method is missing that takes too long."""
@@ -60,8 +56,9 @@ class Chosen:
     ``scores`` are exact replays (``exact``), or the best method's scores, with exact values in the rows that were
     replayed. ``table`` has a row per method: its Kendall's tau with the replays that methods were compared with, its
     seconds, whether it was chosen, and why it is missing if it cannot be used or takes too long. ``check`` is the trust
-    in the chosen method, corrected for its having been chosen on the same replays; None if everything is exact.
-    ``predicted`` is how many seconds replaying everything was predicted to take.
+    in the chosen method, corrected for its having been chosen on the same replays; None if everything is exact, or
+    nothing was replayed. ``predicted`` is how many seconds replaying everything would take, as far as that was
+    measured, and ``omitted`` what did not fit the budget, and which budget would do.
     """
 
     scores: Scores
@@ -70,6 +67,7 @@ class Chosen:
     exact: bool
     predicted: float
     budget: float
+    omitted: str = ""
 
     @property
     def sentence(self) -> str:
@@ -79,11 +77,15 @@ class Chosen:
         best = self.table[self.table["chosen"]].iloc[0]
         others = self.table[~self.table["chosen"] & self.table["tau"].notna()]
         beside = ", ".join(f"{name} {row['tau']:.2f}" for name, row in others.iterrows())
-        ranked = f"{best.name} agreed best with {int(best['compared'])} exact replays (tau {best['tau']:.2f}"
-        ranked += f"; {beside})." if beside else ")."
-        all_of_it = f"Replaying everything would take about {_about(self.predicted)}; the budget is {self.budget:g} s."
+        ranked = f"{best.name} was taken without a comparison."
+        if self.check is not None and not math.isnan(best["tau"]):
+            ranked = f"{best.name} agreed best with {int(best['compared'])} exact replays (tau {best['tau']:.2f}"
+            ranked += f"; {beside})." if beside else ")."
+        if self.predicted:
+            ranked += f" Replaying everything would take about {_about(self.predicted)}."
         slow = [f"{name} was {why}." for name, why in self.table["missing"].items() if str(why).startswith(SLOW)]
-        return " ".join([ranked, all_of_it, *slow, *([str(self.check)] if self.check else [])])
+        found = "" if self.check is None else self.check.sentence
+        return " ".join(part for part in (ranked, *slow, found, self.omitted) if part)
 
     def __str__(self) -> str:
         return self.sentence
@@ -116,22 +118,20 @@ def choose(
 ) -> Chosen:
     """Score with the method that is measured to be best for this run.
 
-    If replaying every row is predicted to fit the budget, or there are no more than 128 rows, everything is replayed,
-    and the scores are exact. Otherwise all ``methods`` score every row, sharing sweeps; one sample of rows is replayed
-    once, half of them the most extreme by all methods together and half at random; and the method that agrees best
-    with all of these replays is chosen. Its trust is its agreement with them, lowered by a bootstrap estimate of the
-    optimism from having been chosen on the same replays. Replayed rows get their exact values.
+    A few rows are replayed first. If that shows that all of them fit into the budget, everything is replayed, and the
+    scores are exact. Otherwise ``methods`` score every row, sharing sweeps, and replays follow for as long as there is
+    time: the most extreme rows by all methods together and random ones in turns. The method that agrees best with
+    these replays is chosen. Its trust is its agreement with them, lowered by a bootstrap estimate of the optimism from
+    having been chosen on the same replays. Replayed rows get their exact values.
 
-    What would take far longer than the budget is not done unasked: ``ACC()`` is left out where it needs more than the
-    budget and more than five times as long as SGD-IE (a gradient without each example in turn, under BatchNorm), and
-    the sample is smaller than 128 rows, but not than 32, where these would take more than five minutes.
+    All of this stops when the budget is used up. Methods that would take longer than half of it are left out, such as
+    ``ACC()`` where it needs a gradient without each example in turn (under BatchNorm). What did not fit is said.
 
     Args:
         run: the recorded run.
         task: what was trained.
         query: the examples whose loss is explained.
-        budget: seconds of processor time that replays may take; a sample nevertheless has 128 rows, unless these take
-            more than five minutes. Scoring takes additional time.
+        budget: seconds of processor time, those of all threads together (with an engine, seconds by the wall).
         methods: the estimators to compare; of equals the first is chosen. Their scores must be changes of the loss. By
             default ACC, SGD-IE, DVEmb and TracIn, and the first two with the curvature of kinks if there are any.
         queries: ``"mean"`` for their mean loss, ``"each"`` for one column per query.
@@ -140,50 +140,82 @@ def choose(
         seed: for the random part of the sample.
         resources: memory budget and progress.
     """
-    if not (isinstance(budget, int | float) and budget >= 0):
-        raise InputError(f"budget={budget!r} is not a number of seconds: give 0 or more.", code="budget-not-seconds")
+    check_budget(budget)
     other_units = [method.name for method in methods or () if method.unit != UNIT]
     if other_units:
         raise InputError(
             f"{other_units[0]} is not counted in {UNIT}, which replays are: leave it out.", code="unit-not-comparable"
         )
     check_seed(seed)
-    options = {"queries": queries, "ids": ids, "groups": groups, "resources": resources}
-    rows = len(leave_out(task.size, ids, groups))
-    predicted = replay_seconds(run, task, query, rows, resources) if budget < math.inf else 0.0
-    if predicted <= budget or rows <= FEWEST:
-        scores = Replay().score(run, task, query, **options)  # type: ignore[arg-type]
-        return Chosen(scores, _alone(scores), None, True, predicted, budget)
-    too_slow: dict[str, str] = {}
-    if methods is None:
-        methods = methods_for(run, task)
-        if predicted / rows > QUICK:
-            methods, too_slow = _affordable(methods, run, task, query, budget, resources)
-    scored, missing = _scored(methods, run, task, query, options)
-    count = sample_size(predicted / rows, budget)
+    question = Question(run, task, query, queries, ids, groups, resources=resources or Resources())
+    clock, left_out = question.resources.started(budget), leave_out(task.size, ids, groups)
+    rows = len(left_out)
+    replays = Replays(partial(_truth, question, left_out))
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    if _replayed(replays, order, clock):
+        return _exact(replays, left_out, clock)
+    scored, missing = _scored(methods, question, clock)
     estimates = torch.stack([scores.mean().double().cpu() for scores in scored.values()])
-    extreme, random = sample(estimates, min(count, rows), seed)
-    samples = {"extreme": extreme, "random": random}
-    picked = extreme + random
-    question = Question(run, task, query, resources=resources or Resources())
-    truth = replayed(next(iter(scored.values())), picked, question)
-    exact = truth.mean().double().cpu()
-    taus = {name: _tau(one[picked], exact) for name, one in zip(scored, estimates, strict=True)}
-    best = max(taus, key=lambda name: taus[name])
-    winner = scored[best]
-    scores = _with_replays(winner, picked, truth)
-    check = _trust(winner, scores, samples, exact, optimism(estimates[:, picked], exact, seed=seed), run)
-    return Chosen(scores, _table(taus, scored, too_slow | missing, best, len(picked)), check, False, predicted, budget)
+    kinds = sample(estimates, replays.rows, order, min(rows, MOST))
+    replays.take([row for row in kinds if row not in replays.rows], clock)
+    if len(replays.rows) == rows:
+        return _exact(replays, left_out, clock)
+    predicted = replays.seconds(rows)
+    wanted, omitted = min(ENOUGH, len(kinds)), ""
+    if len(replays.rows) < wanted:
+        more = replays.seconds(wanted - len(replays.rows))
+        omitted = shortened(f"{len(replays.rows)} of {wanted} replays", clock, more)
+    picked, taus, check = replays.rows, dict.fromkeys(scored, math.nan), None
+    best = next(iter(scored))
+    scores = scored[best]
+    if picked:
+        truth = replays.values
+        exact = truth.mean(1).double().cpu()
+        if len(picked) >= 2:
+            taus = {name: _tau(one[picked], exact) for name, one in zip(scored, estimates, strict=True)}
+        if len(picked) >= 2 * MINIMUM:
+            best = max(taus, key=lambda name: taus[name])
+        winner, scores = scored[best], _with_replays(scored[best], picked, truth, replays.cost)
+        too_high = optimism(estimates[:, picked], exact, seed=seed) if len(picked) >= 2 * MINIMUM else 0.0
+        check = _trust(winner, scores, {row: kinds[row] for row in picked}, exact, too_high, run)
+        check = replace(check, omitted=omitted, budget=float(budget))
+        omitted = ""
+    table = _table(taus, scored, missing, best, len(picked))
+    return Chosen(scores, table, check, False, predicted, budget, omitted)
 
 
-def sample_size(seconds: float, budget: float) -> int:
-    """Return how many replays methods are compared with, if each takes so many seconds.
+def _truth(question: Question, left_out: LeftOut, rows: Sequence[int], clock: Clock) -> Scores:
+    """Replay some rows of what is left out."""
+    names, named = [left_out.names[row] for row in rows], left_out.named()
+    ids = None if named else [int(name) for name in names]
+    groups = {str(name): named[str(name)] for name in names} if named else None
+    return Replay().answer(replace(question, ids=ids, groups=groups, resources=question.resources.within(clock)))
 
-    >>> sample_size(0.01, 60), sample_size(0.3, 60), sample_size(0.3, 0), sample_size(10, 60), sample_size(500, 60)
-    (1024, 200, 128, 32, 32)
-    """
-    few = max(LEAST, min(FEWEST, PATIENCE / seconds))
-    return int(max(few, min(MOST, budget / seconds)))
+
+def _replayed(replays: Replays, order: Sequence[int], clock: Clock) -> bool:
+    """Replay all rows if that fits, as far as the first of them show; return whether it did."""
+    if clock.left == math.inf:
+        return replays.take(order, clock)
+    probe, size = clock.part(PROBE), FIRST
+    while replays.take(order[len(replays.rows) :][:size], probe):
+        waiting = order[len(replays.rows) :]
+        if replays.seconds(len(waiting)) <= ALL * clock.left:
+            return replays.take(waiting, clock.part(ALL))
+        size *= 4  # more rows take less time each
+        if replays.seconds(size) > probe.left:
+            break
+    return False
+
+
+def _exact(replays: Replays, left_out: LeftOut, clock: Clock) -> Chosen:
+    """Return the answer if every row was replayed."""
+    first, values = replays.parts[0], torch.empty_like(replays.values)
+    values[replays.rows] = replays.values
+    exact = torch.ones(len(values), dtype=torch.bool)
+    scores = replace(
+        first, values=values, train_ids=left_out.names, groups=left_out.named(), exact=exact, cost=replays.cost
+    )
+    return Chosen(scores, _alone(scores), None, True, scores.cost.seconds, clock.seconds)
 
 
 def methods_for(run: Run, task: Task) -> tuple[Estimator, ...]:
@@ -193,23 +225,6 @@ def methods_for(run: Run, task: Task) -> tuple[Estimator, ...]:
     except LeaveoutError:
         mild = False  # no second derivatives: methods that need them report it themselves
     return (*KINKED, *METHODS) if mild else METHODS
-
-
-def _affordable(
-    methods: Sequence[Estimator], run: Run, task: Task, query: Dataset, budget: float, resources: Resources | None
-) -> tuple[list[Estimator], dict[str, str]]:
-    """Return the methods without ACC if that takes too long, and why it is missing."""
-    acc = ACC().resolved(run, task)
-    if not isinstance(acc, ACC) or acc.transport != "jump":
-        return list(methods), {}
-    try:
-        pair = (resources or Resources()).track((acc, SGDIE()), 2, "predicting times")
-        seconds, shared = (score_seconds(method, run, task, query, resources) for method in pair)
-    except UnsupportedError:
-        return list(methods), {}
-    if seconds <= max(budget, SLOWER * shared):
-        return list(methods), {}
-    return [one for one in methods if not isinstance(one, ACC)], {acc.name: f"{SLOW}{_about(seconds)}"}
 
 
 def _about(seconds: float) -> str:
@@ -225,36 +240,55 @@ def _about(seconds: float) -> str:
 
 
 def _scored(
-    methods: Sequence[Estimator], run: Run, task: Task, query: Dataset, options: dict
+    methods: Sequence[Estimator] | None, question: Question, clock: Clock
 ) -> tuple[dict[str, Scores], dict[str, str]]:
-    """Return the scores of every method that can be used, by name, and why the others cannot."""
+    """Return the scores of every method that can be used in time, by name, and why the others cannot."""
+    run, task = question.run, question.task
+    methods = methods_for(run, task) if methods is None else methods
     scored: dict[Estimator, Scores] = {}
     missing: dict[str, str] = {}
     first: LeaveoutError | None = None
-    waiting = sharing(methods, run, task)
+    least, most = math.inf, clock.part(ESTIMATES)
+    waiting = sorted(sharing(methods, run, task), key=lambda unit: not isinstance(unit[0], TracIn))  # the quickest
     while waiting:
         unit = waiting.pop(0)
+        if scored and not most.left:
+            missing |= {one.resolved(run, task).name: "left out, as no time was left" for one in unit}
+            continue
+        limit = most if scored else clock
+        limited, left = replace(question, resources=question.resources.within(limit)), limit.left
         try:
-            scored |= zip(unit, score(unit, run, task, query, **options), strict=True)
+            scored |= dict(one_by_one(unit, limited))
+        except OutOfTimeError as error:
+            waiting = [[method] for method in unit[1:]] + waiting  # SGD-IE is quick without the ACC that it was with
+            least = min(least, error.seconds)
+            suffices = practical(clock.seconds * error.seconds / max(left, clock.seconds / 10))
+            needed = f"{SLOW}{_about(error.seconds)}; budget={suffices} for it"
+            missing[unit[0].resolved(run, task).name] = needed
         except LeaveoutError as error:
             if len(unit) > 1:  # which of them cannot be used?
                 waiting = [[method] for method in unit] + waiting
                 continue
             first = first or error
             missing[unit[0].resolved(run, task).name] = f"cannot be used: {error}"
+    if not scored and least < math.inf:
+        raise InputError(
+            f"No method fits into budget={clock.seconds:g}, seconds of processor time: the quickest takes about "
+            f"{_about(least)}, so give budget={practical(least / (1 - PROBE))}.",
+            code="budget-too-small",
+        )
     if not scored and first is not None:
         raise first
     return {scored[method].method: scored[method] for method in methods if method in scored}, missing
 
 
-def _with_replays(scores: Scores, rows: list[int], truth: Scores) -> Scores:
+def _with_replays(scores: Scores, rows: list[int], truth: Tensor, cost: Cost) -> Scores:
     """Return the scores with exact values in the rows that were replayed."""
     values = scores.values.clone()
-    values[rows] = truth.values.to(values)
+    values[rows] = truth.to(values)
     exact = torch.zeros(len(values), dtype=torch.bool)
     exact[rows] = True
-    cost = scores.cost + truth.cost
-    return replace(scores, values=values, method=f"{scores.method} + Replay", exact=exact, cost=cost)
+    return replace(scores, values=values, method=f"{scores.method} + Replay", exact=exact, cost=scores.cost + cost)
 
 
 def _tau(estimate: Tensor, exact: Tensor) -> float:
@@ -262,22 +296,16 @@ def _tau(estimate: Tensor, exact: Tensor) -> float:
     return -1.0 if math.isnan(tau) else tau
 
 
-def _trust(
-    winner: Scores, scores: Scores, samples: dict[str, list[int]], exact: Tensor, too_high: float, run: Run
-) -> Check:
+def _trust(winner: Scores, scores: Scores, kinds: dict[int, str], exact: Tensor, too_high: float, run: Run) -> Check:
     """Return the check of the winner from all replays, with rank correlations lowered by the optimism of the choice."""
-    rows = [row for part in samples.values() for row in part]
+    rows = list(kinds)
     table = pd.DataFrame(
-        {
-            "score": winner.mean()[rows].double().cpu().numpy(),
-            "truth": exact.numpy(),
-            "sample": [name for name, part in samples.items() for _ in part],
-        },
+        {"score": winner.mean()[rows].double().cpu().numpy(), "truth": exact.numpy(), "sample": list(kinds.values())},
         index=pd.Index([winner.train_ids[row] for row in rows], name="train"),
     )
-    parts = {str(name): part for name, part in table.groupby("sample")}
-    agreement = {name: compare(part["score"], part["truth"]).lowered(too_high) for name, part in parts.items()}
-    spread = {name: float(part["truth"].std()) for name, part in parts.items()}
+    parts = {kind: table[table["sample"] == kind] for kind in ("extreme", "random")}
+    agreement = {kind: agreement_of(part).lowered(too_high) for kind, part in parts.items()}
+    spread = {kind: float(part["truth"].std()) for kind, part in parts.items()}
     by_sample = (agreement["extreme"], agreement["random"], spread)
     return Check(*by_sample, table, scores.method, scores.cost, run.fingerprint, queries=len(scores.query_ids))
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from leaveout._util.trees import PARAM, each
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, UnsupportedError
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.duplicates import conflicts
 from leaveout.evaluate.dynamics import MEMORISED, STATES, Dynamics, TooLongError, dynamics
 from leaveout.evaluate.label_issues import AUTO, BUDGET, FOLDS, MEASURES, Labels, Question, table_of
 from leaveout.evaluate.reasons import reasons
-from leaveout.evaluate.verify import Check
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
 from leaveout.task.classes import class_names

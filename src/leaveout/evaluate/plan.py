@@ -158,20 +158,6 @@ def plan(
         return _table(_subject(trial, query, short, (steps, epochs), task.size, budget), shown, [training])
 
 
-def replay_seconds(run: Run, task: Task, query: Dataset, rows: int, resources: Resources | None = None) -> float:
-    """Predict the seconds of exact replays of this many rows, from a few measured steps."""
-    budget = Resources((resources or Resources()).memory, progress=False)
-    return _by_rows(Replay(), _subject(task, query, run, _length(run), rows, budget)).seconds
-
-
-def score_seconds(
-    estimator: Estimator, run: Run, task: Task, query: Dataset, resources: Resources | None = None
-) -> float:
-    """Predict the seconds of a method whose vectors all rows share, from a few measured steps."""
-    budget = Resources((resources or Resources()).memory, progress=False)
-    return _shared(estimator, _subject(task, query, run, _length(run), task.size, budget)).seconds
-
-
 def _length(run: Run) -> tuple[int, int]:
     """Return the number of steps and of epochs of a run."""
     return len(run), run.record(len(run) - 1).epoch + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from jaxtyping import Float
@@ -13,17 +14,27 @@ from leaveout.errors import check_seed
 RESAMPLES = 200
 
 
-def sample(scores: Float[Tensor, "methods rows"], count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Choose rows to replay: half the most extreme by the mean rank over all methods, and half at random of the others.
+def sample(
+    scores: Float[Tensor, "methods rows"], done: Sequence[int], order: Sequence[int], count: int
+) -> dict[int, str]:
+    """Choose rows to replay, in turns the most extreme by the mean rank over all methods and the next in random order.
 
-    Extremes distinguish methods with far fewer replays than random rows, whose true effects are small.
+    Extremes distinguish methods with far fewer replays than random rows, whose true effects are small. Those that are
+    ``done`` were drawn at random; as many extremes come next.
     """
     ranks = scores.argsort(dim=1).argsort(dim=1).double().mean(0)
-    order = torch.argsort(ranks, stable=True).tolist()
-    half = count // 2
-    low = half // 2
-    extreme = order[:low] + order[len(order) - (half - low) :]
-    return sorted(extreme), sorted(others(extreme, order, count - half, seed))
+    ascending = torch.argsort(ranks, stable=True).tolist()
+    ends = dict.fromkeys(row for pair in zip(reversed(ascending), ascending, strict=True) for row in pair)
+    known = set(done)
+    extreme = [row for row in ends if row not in known][: count // 2]
+    known |= set(extreme)
+    random = [row for row in order if row not in known][: max(0, count - len(known))]
+    ahead = len(done)
+    return {
+        **dict.fromkeys(done, "random"),
+        **dict.fromkeys(extreme[:ahead], "extreme"),
+        **dict(in_turns(extreme[ahead:], random)),
+    }
 
 
 def others(extreme: Sequence[int], rows: Sequence[int], count: int, seed: int) -> list[int]:
@@ -35,6 +46,16 @@ def others(extreme: Sequence[int], rows: Sequence[int], count: int, seed: int) -
     rest = sorted(set(rows) - set(extreme))
     drawn = torch.randperm(len(rest), generator=torch.Generator().manual_seed(check_seed(seed)))[:count]
     return [rest[place] for place in drawn.tolist()]
+
+
+def in_turns(extreme: Sequence[int], random: Sequence[int]) -> list[tuple[int, str]]:
+    """Return all rows with the sample they are in, such that any beginning has as many of each, up to one.
+
+    >>> in_turns([3, 4, 5], [0])
+    [(3, 'extreme'), (0, 'random'), (4, 'extreme'), (5, 'extreme')]
+    """
+    both = zip_longest(((row, "extreme") for row in extreme), ((row, "random") for row in random))
+    return [one for pair in both for one in pair if one is not None]
 
 
 def optimism(

@@ -1,4 +1,4 @@
-"""How far scores can be trusted given their agreement with exact replays, as four verdicts."""
+"""How far scores can be trusted given their agreement with exact replays, as a verdict."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class Verdict(Enum):
     COARSE = "the ranking is right overall, but not in detail"
     HINT = "the ranking is only a hint"
     NONE = "the ranking cannot be trusted"
+    FEW = "too few replays to tell"
 
     @classmethod
     def of(cls, tau: Interval) -> Verdict:
@@ -30,8 +31,8 @@ class Verdict(Enum):
 
     @property
     def level(self) -> str:
-        """A word for the report's style: good, coarse, hint or none."""
-        return self.name.lower()
+        """A word for the report's style: good, coarse, hint, none or unchecked."""
+        return "unchecked" if self is Verdict.FEW else self.name.lower()
 
     @staticmethod
     def worst(*verdicts: Verdict) -> Verdict:

@@ -7,8 +7,8 @@ from datetime import date
 from torch import Tensor
 
 from leaveout.estimators.timeline import Timeline
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.curve import Curve
-from leaveout.evaluate.verify import Check
 from leaveout.reporting import content, rows, words
 from leaveout.reporting.answer import answers
 from leaveout.reporting.cleansing import cleansing

@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 
 from leaveout.errors import InputError
 from leaveout.estimators.timeline import Timeline
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.opinions import Opinions
-from leaveout.evaluate.verify import Check
 from leaveout.reporting.show import Show
 from leaveout.run.reader import Run
 from leaveout.scores import SELF, UNIT, Scores

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from leaveout.evaluate.ceiling import Ceiling
+from leaveout.evaluate.check import MINIMUM, Check
 from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.verdict import Verdict
-from leaveout.evaluate.verify import MINIMUM, Check
 from leaveout.reporting.content import Table, Trust, Verdicts
 from leaveout.run.reader import Run
 from leaveout.scores import MEAN, SELF, UNIT, Scores
@@ -24,6 +24,7 @@ TITLES = {
     Verdict.COARSE: "The ranking is right overall, not in detail",
     Verdict.HINT: "The ranking is only a hint",
     Verdict.NONE: "The ranking cannot be trusted",
+    Verdict.FEW: "Too few replays to tell",
 }
 
 
@@ -119,7 +120,7 @@ def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
         else:
             parts = ((check.extreme, check.spread["extreme"]), (check.random, check.spread["random"]))
             errors = ", ".join(f"{part.rmse.value / spread:.0%}" for part, spread in parts if spread > 0)
-            taus = [str(part.kendall) for part, _ in parts]
+            taus = ["" if check.verdict is Verdict.FEW else str(part.kendall) for part, _ in parts]
             rows.append([one.method, check.verdict.value, *taus, errors, seconds])
     heads = ["Method", "Verdict", "Tau, most extreme", "Tau, at random", "Typical error, of the spread", "Scoring took"]
     return Verdicts(heads, rows)
@@ -158,6 +159,8 @@ def _exact(ceiling: Ceiling | None, what: str) -> Trust:
 
 def _brief(check: Check) -> str:
     """Say what the verdict is based on and, if it is bad, what to do, in two sentences."""
+    if check.verdict is Verdict.FEW:
+        return check.sentence
     extreme, random = check.extreme.kendall.value, check.random.kendall.value
     words = (
         f"{check.method}, compared with {len(check.table)} exact replays: rank correlation (tau) {extreme:.2f} among "

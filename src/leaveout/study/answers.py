@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from leaveout.evaluate.verify import Check
+from leaveout.evaluate.check import Check
 from leaveout.scores import Scores
 from leaveout.study.asked import Asked
 

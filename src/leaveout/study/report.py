@@ -15,11 +15,11 @@ from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutError, UnsupportedError, first_line
 from leaveout.estimators.timeline import Timeline
 from leaveout.estimators.timeline import timeline as find_timeline
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.curve import Curve
 from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.labels import labels as find_labels
 from leaveout.evaluate.opinions import Opinions, opinions
-from leaveout.evaluate.verify import Check
 from leaveout.reporting import Page, Show, Topic, gather, page
 from leaveout.reporting.show import show_of
 from leaveout.run.reader import Run

@@ -16,6 +16,7 @@ from leaveout.errors import InputError, kind_of
 from leaveout.estimators import Estimator
 from leaveout.estimators.question import Question
 from leaveout.estimators.timeline import Timeline, timeline
+from leaveout.evaluate.check import MINIMUM, Check
 from leaveout.evaluate.choose import Chosen, choose
 from leaveout.evaluate.cleanse import cleanse
 from leaveout.evaluate.curve import Curve
@@ -24,7 +25,7 @@ from leaveout.evaluate.labels import labels
 from leaveout.evaluate.plan import plan
 from leaveout.evaluate.refine import refine
 from leaveout.evaluate.verdict import Verdict
-from leaveout.evaluate.verify import Check, verify
+from leaveout.evaluate.verify import verify
 from leaveout.reporting import Page, Show
 from leaveout.reporting.show import show_of
 from leaveout.run.paths import RunPaths
@@ -131,9 +132,9 @@ class Study:
     def score(self, estimator: Estimator | None = None, *, budget: float = 60.0, **options: Any) -> Scores:
         """Score every training example; without an ``estimator`` the method is chosen.
 
-        Every example is replayed exactly if that takes no longer than ``budget`` seconds; otherwise several methods are
-        compared with a sample of replays, and the best one's scores are returned (see ``lo.choose``; ``choice`` holds
-        the comparison). ``options`` are those of ``Estimator.score``: ``queries=``, ``ids=``, ``groups=``, ``at=``.
+        Every example is replayed exactly if that takes no longer than ``budget`` seconds of processor time; otherwise
+        the best of several methods is taken (see ``lo.choose``; ``choice`` holds the comparison). ``options`` are those
+        of ``Estimator.score``: ``queries=``, ``ids=``, ``groups=``, ``at=``.
         """
         resources = options.pop("resources", None) or self.resources
         return self._once(
@@ -147,12 +148,13 @@ class Study:
 
         Scores that ``score`` chose have been compared already. That check is returned, unless it has fewer replays than
         were asked for or its verdict is bad: then new replays, no more than it had, also look for the cause.
+        ``options`` are those of ``lo.verify``, such as ``budget=``.
         """
         scores = self._known(scores)
         asked, resources = Asked.of(scores), options.pop("resources", None) or self.resources
         if self.choice is not None and self.choice.scores is scores and self.choice.check is not None and not options:
             check = self.choice.check
-            replays = min(REPLAYS, len(check.table)) if replays is None else replays
+            replays = max(2 * MINIMUM, min(REPLAYS, len(check.table))) if replays is None else replays
             trusted = check.verdict in (Verdict.GOOD, Verdict.COARSE)
             if trusted and len(check.table) >= replays and self._checks.get(asked) is check:
                 return check

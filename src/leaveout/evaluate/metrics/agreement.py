@@ -106,7 +106,7 @@ class Interval:
         >>> print(Interval(0.5, -0.95, 0.75).lowered(0.1))
         0.40 (-1.00 to 0.65)
         """
-        value, low, high = (max(-1.0, end - by) for end in (self.value, self.low, self.high))
+        value, low, high = (max(end - by, -1.0) for end in (self.value, self.low, self.high))
         return Interval(value, low, high, self.level)
 
 
