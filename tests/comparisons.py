@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 import leaveout.task.checks
-import leaveout.task.task
+import leaveout.task.guard.comparison
 from leaveout.task.guard.compare import compared
 
 REMEMBERED: dict[Any, Any] = {}
@@ -63,5 +63,5 @@ def remembered(task: Any, params: Any, batch: Any, before: Any = None) -> Any:
 
 def share(sharing: bool) -> None:
     """From here on, tasks remember each other's comparisons, or do not."""
-    for place in (leaveout.task.checks, leaveout.task.task):
+    for place in (leaveout.task.checks, leaveout.task.guard.comparison):
         place.compared = remembered if sharing else compared  # type: ignore[attr-defined]

@@ -193,8 +193,7 @@ def test_a_kink_beside_the_state_does_not_make_a_right_derivative_wrong():
     task, batch = lo.Task(model, nn.CrossEntropyLoss(), train), list(train.tensors)
     at = {name: param.detach() for name, param in model.named_parameters()}
     assert slope(task.quiet(), at, batch, trial(task, at, batch, near=False).point)
-    away = task.compared_at(0, at)
-    assert away.abilities.slope
+    assert task.comparison(0, at, [0, 1, 2]).abilities.slope
 
 
 class Stopped(nn.Module):
@@ -238,7 +237,7 @@ def test_fewer_passes_of_a_large_model_find_the_same(name: str, size: str, monke
         task = lo.Task(model.eval(), nn.CrossEntropyLoss(), data())
         trained = task.as_recorded(frozenset(part for part, _ in model.named_modules()), (), None)
         last = {key: param.detach() * 1.1 for key, param in model.named_parameters()}
-        found.append((task.abilities, trained.compared_at(0, last).abilities))
+        found.append((task.abilities, trained.comparison(0, last, [0, 1, 2]).abilities))
         passes.append(count[0])
     assert found[0] == found[1]
     assert passes[0] < passes[1]

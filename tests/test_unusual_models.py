@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import leaveout as lo
 from refusal import refused
 
+pytestmark = pytest.mark.compared_anew
+
 METHODS = (lo.SGDIE(), lo.ACC("exact"), lo.TracIn(), lo.Replay())
 
 

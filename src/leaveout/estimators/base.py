@@ -158,7 +158,7 @@ class Estimator(ABC):
         trajectory, cost = Trajectory(run, task, self.layers), Cost()
         with cost.metered(task.device):
             if self.differentiates:
-                trajectory = trajectory.compared()
+                trajectory = trajectory.compared(question.query)
             else:
                 trajectory.check_examples()
         final = trajectory.scored(trajectory.final_whole())

@@ -77,7 +77,7 @@ def timeline(
         groups: these groups instead of single examples.
         resources: memory budget and progress.
     """
-    trajectory, resources = Trajectory(run, task).compared(), (resources or Resources()).on(task.device)
+    trajectory, resources = Trajectory(run, task).compared(query), (resources or Resources()).on(task.device)
     final = trajectory.scored(trajectory.final())
     warn_of_other_weights(run, task.parameters(), final)
     asked = Query(trajectory.task, final, query, single=False, resources=resources.inside())

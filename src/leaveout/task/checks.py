@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities]:
-    """Return the problems that occur on the first examples, and what the model's operations support."""
+    """Return the problems that occur on some examples, and what the model's operations support."""
     ids = trial_ids(task)
     try:
         batch, again = task.read(ids), task.read(ids)
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is reported
-        return [f"the first training examples cannot be read: {first_line(error)}"], Abilities()
+        return [f"training examples cannot be read: {first_line(error)}"], Abilities()
     task.random_data = batches.fingerprint(batch) != batches.fingerprint(again)
     if problem := _structure_problem(batch, len(ids)):
         return [problem], Abilities()
@@ -60,7 +60,7 @@ def _forward_problems(task: Task, params: Params, batch: Any, count: int) -> lis
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is reported as a problem
-        return [f"the model or the loss fails on the first training examples: {first_line(error)}"]
+        return [f"the model or the loss fails on training examples: {first_line(error)}"]
     if problems := _side_effects(task.model, buffers, rng):
         return problems
     if problem := _changed_parameter(task, params) or _shape_problem(losses, count) or _own_use(task, params, batch):

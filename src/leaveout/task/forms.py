@@ -43,6 +43,7 @@ class Abilities(NamedTuple):
         example: J·v of every example.
         together: Jᵀ·u of a batch for one vector with every example's gradient, in one pass.
         symmetric: whether J is its own transpose; with stop-gradients it is not.
+        hidden: whether gradients are stopped on the way to the loss, with or without an effect on these examples.
         stops: whether stop-gradients must be ignored to get the derivative of the loss itself.
         slope: whether that derivative is correct.
         reason: why a form is missing.
@@ -60,6 +61,7 @@ class Abilities(NamedTuple):
     example: Form | None = None
     together: bool = False
     symmetric: bool = True
+    hidden: bool = False
     stops: bool = False
     slope: bool = True
     reason: str = ""
@@ -74,4 +76,5 @@ VECTOR = (Form.REVERSE_FORWARD, Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form
 VECTORS = (Form.REVERSE_REVERSE, Form.FORWARD_REVERSE, Form.TRANSPOSED)
 CHANGES = (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.THROUGH)
 EXAMPLE = (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.THROUGH)
-"""The forms that each kind of product can take, the fastest first."""
+FOLLOWING = (Form.TRANSPOSED, Form.THROUGH)
+"""The forms that each kind of product can take, the fastest first; and those that are right with any stop-gradients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -81,14 +82,15 @@ def is_large(task: Task) -> bool:
     return sum(param.numel() for param in task.model.parameters()) >= LARGE
 
 
-def trial_ids(task: Task) -> list[int]:
-    """Return the first training examples, on which derivatives are compared."""
-    return list(range(min(TRIAL - is_large(task), task.size)))
+def trial_ids(task: Task, among: Sequence[int] | None = None) -> list[int]:
+    """Draw the training examples on which derivatives are compared, with a fixed seed."""
+    among = range(task.size) if among is None else among
+    return Random(0).sample(among, min(TRIAL - is_large(task), len(among)))  # noqa: S311 - no secret
 
 
-def trial_batch(task: Task, params: Params) -> TrainingBatch:
-    """Return the first training examples as training would see them, with draws from a fixed seed."""
-    batch = task.read(trial_ids(task))
+def trial_batch(task: Task, params: Params, ids: Sequence[int]) -> TrainingBatch:
+    """Return some training examples as training would see them, with draws from a fixed seed."""
+    batch = task.read(ids)
     state = {"cpu": torch.Generator().manual_seed(0).get_state()}
     random = has_randomness(lambda: _eager(task, batch, params), task.device)
     ready = prepared(task, [MicroBatch(batch, state if random else None)], params)

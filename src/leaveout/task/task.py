@@ -24,9 +24,8 @@ from leaveout.task.checks import check_options, is_coupled, matching, refuse, tr
 from leaveout.task.draws import replay
 from leaveout.task.dtypes import converted
 from leaveout.task.example_draws import Axes, together
-from leaveout.task.forms import Abilities
 from leaveout.task.forward import Called, Forward, default_forward, uncast
-from leaveout.task.guard.compare import compared
+from leaveout.task.guard.comparison import Comparison
 from leaveout.task.guard.coupled import coupled_defaults
 from leaveout.task.losses import Loss, as_module, call_name, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
@@ -103,7 +102,7 @@ class Task:
         self.names = tuple(name for name, param in model.named_parameters() if param.requires_grad)
         self.chosen = self.names
         self.check = check
-        self._abilities_at: dict[int, Abilities] = {}
+        self._comparisons: dict[int, Comparison] = {}
         self.tracer = Tracer(any(isinstance(module, nn.Conv2d) for module in model.modules()), never=not trace)
         self.loss = as_module(loss)
         self.parts = taken_apart(self.loss)
@@ -162,7 +161,7 @@ class Task:
     def untraced(self) -> Task:
         """Return the same task with nothing traced or compared yet."""
         task = copy.copy(self)
-        task.tracer, task._abilities_at, task.kink_sizes = self.tracer.fresh(), {}, {}
+        task.tracer, task._comparisons, task.kink_sizes = self.tracer.fresh(), {}, {}
         task._views, task._recorded_views = {}, {}
         return task
 
@@ -181,17 +180,11 @@ class Task:
         """Say whether it computes in float64."""
         return self._first is not None and self._first.dtype == torch.float64
 
-    def compared_at(self, key: int, params: Params) -> Task:
-        """Return the same task with the forms of derivatives that are also correct at another state, named ``key``."""
-        if not self.check:
-            return self
-        if key not in self._abilities_at:
-            problem, abilities = compared(self, params, trial_batch(self, params), self.abilities)
-            refuse([f"at the run's last state, {problem}"] if problem else [])
-            self._abilities_at[key] = abilities
-        task = copy.copy(self)
-        task.abilities = self._abilities_at[key]
-        return task
+    def comparison(self, key: int, params: Params, ids: Sequence[int]) -> Comparison:
+        """Return which forms of derivatives are also correct on these examples at another state, named ``key``."""
+        if key not in self._comparisons:
+            self._comparisons[key] = Comparison(self, params, trial_batch(self, params, ids))
+        return self._comparisons[key]
 
     def doubled(self) -> Task:
         """Return the same task computed in float64; the data set stays as it is, and batches are converted."""

@@ -11,6 +11,7 @@ import torch
 from leaveout._util.trees import Params
 from leaveout.run.reader import Run
 from leaveout.run.record import Record
+from leaveout.task.guard.comparison import Comparison
 from leaveout.task.modules import mode_matters
 from leaveout.task.task import Task
 
@@ -50,7 +51,7 @@ class Modes:
         self._first = run.record(0).training
         self._views: dict[tuple[Mode, float], View] = {}
         self._scaled = self._cast == torch.float16
-        self._compared: tuple[int, Params] | None = None
+        self._compared: tuple[int, Params, list[int]] | None = None
 
     @property
     def first(self) -> View:
@@ -63,11 +64,16 @@ class Modes:
             return self.first
         return self._view(record.training if self._several else self._first, record.scale)
 
-    def compared_at(self, key: int, params: Params) -> Modes:
-        """Return the same with derivatives that are also compared at another state, which ``key`` names."""
+    def compared_at(self, key: int, params: Params, ids: list[int]) -> Modes:
+        """Return the same with derivatives also compared on these examples at another state, which ``key`` names."""
         other = copy.copy(self)
-        other._views, other._compared = {}, (key, params)
+        other._views, other._compared = {}, (key, params, ids)
         return other
+
+    def comparison(self, record: Record) -> Comparison | None:
+        """Return what was found out about derivatives in the modes of a step; None if nothing is compared."""
+        whole = self.of(record).whole.uncast()
+        return whole.comparison(*self._compared) if self._compared and whole.check else None
 
     def _view(self, training: tuple[str, ...] | None, scale: float = 1.0) -> View:
         mode = None if training is None else frozenset(training)
@@ -78,7 +84,8 @@ class Modes:
             whole = self._task.as_recorded(mode, self._buffers, self._cast, scale)
             view = View(whole, whole.restricted(self._layers), whole.uncast().restricted(self._layers))
             if self._compared is not None:
-                abilities = whole.uncast().compared_at(*self._compared).abilities
+                plain = whole.uncast()
+                abilities = plain.comparison(*self._compared).abilities if plain.check else plain.abilities
                 view = View(*map(copy.copy, view))
                 for task in view:
                     task.abilities = abilities

@@ -7,11 +7,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, islice, pairwise
+from random import Random
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from leaveout._util.trees import PARAM, Params, State, distance, each, nbytes
 from leaveout.errors import MismatchError, UnsupportedError
@@ -25,8 +27,9 @@ from leaveout.task.batches import Batch
 from leaveout.task.checks import refuse
 from leaveout.task.derivatives import gradient
 from leaveout.task.footprint import activation_bytes
+from leaveout.task.guard.comparison import Comparison
 from leaveout.task.guard.points import mixing
-from leaveout.task.preparing import MicroBatch, prepared, trial_batch
+from leaveout.task.preparing import MicroBatch, prepared, trial_batch, trial_ids
 from leaveout.task.task import Task
 from leaveout.trajectory.modes import Modes
 from leaveout.trajectory.recorded_step import RecordedStep
@@ -34,6 +37,13 @@ from leaveout.trajectory.step_check import StepCheck
 
 FEWEST = 8
 """States that are held going backward even if they are large: the fewer, the more often steps are repeated."""
+
+
+DRAWN = 8
+"""The most steps from which examples are drawn to compare derivatives on."""
+
+BLOCK = 64
+"""How many queries are looked at together."""
 
 
 class Trajectory:
@@ -70,9 +80,17 @@ class Trajectory:
         """Leave out the last state when pickling: other processes read it themselves."""
         return {name: value for name, value in self.__dict__.items() if name != "_final"}
 
-    def compared(self) -> Trajectory:
-        """Return the same after comparing its derivatives at the run's last state, as was done at the task's own."""
-        modes = self._modes.compared_at(self.run.fingerprint, self.final_whole()[PARAM])
+    def compared(self, queries: Dataset | None = None) -> Trajectory:
+        """Return the same after comparing its derivatives at the run's last state, as was done at the task's own.
+
+        If the model may run other code for other examples, they are also compared wherever it does, on ``queries`` too.
+        """
+        question = self.run.fingerprint, self.final_whole()[PARAM], self._drawn()
+        modes = self._modes.compared_at(*question)
+        first = modes.comparison(self.run.record(0))
+        if first is not None and first.open:
+            self._look_everywhere(modes, first, queries)
+            modes = self._modes.compared_at(*question)
         if len(self.run.manifest.modes) <= 1 and modes.first.task.abilities == self.task.abilities:
             return self
         other = copy.copy(self)
@@ -80,12 +98,31 @@ class Trajectory:
         _, other.trained, other.task = modes.first
         return other
 
+    def _drawn(self) -> list[int]:
+        """Draw examples from random steps, on which derivatives are compared."""
+        draw = Random(0)  # noqa: S311 - no secret
+        steps = draw.choices(range(len(self)), k=DRAWN)
+        drawn = {draw.choice(self.run.record(step).ids.tolist()) for step in steps}
+        return trial_ids(self.task, sorted(number for number in drawn if number < self.task.size) or None)
+
+    def _look_everywhere(self, modes: Modes, first: Comparison, queries: Dataset | None) -> None:
+        """Compare derivatives in the steps, and for the queries, in which the model runs other code."""
+        for step in self.forward():
+            comparison = modes.comparison(step.record)
+            if comparison is not None:
+                comparison.add(step.params, step.batch, f"in step {step.record.index}")
+        params = self.scored(self.final_whole())
+        size = 0 if queries is None else batches.size(queries)
+        for start in range(0, size, BLOCK):
+            block = self.task.read(range(start, min(start + BLOCK, size)), queries)
+            first.add(params, block, "for the queries")
+
     def check_examples(self) -> None:
         """Refuse examples that depend on each other at the run's last state, as a few forward passes show."""
         params = self.final_whole()[PARAM]
         if not self.task.check or self.task.coupled:
             return
-        batch = trial_batch(self.task, params)
+        batch = trial_batch(self.task, params, self._drawn())
         problem = None if batch.whole else mixing(self.task, params, batch)
         if problem:
             refuse([f"at the run's last state, {problem}"])

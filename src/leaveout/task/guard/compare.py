@@ -14,17 +14,24 @@ import torch
 from leaveout._util.trees import Params
 from leaveout.errors import first_line
 from leaveout.task.derivatives import example_gradients, gradient
-from leaveout.task.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Abilities, Form
+from leaveout.task.forms import CHANGES, EXAMPLE, FOLLOWING, VECTOR, VECTORS, Abilities, Form
 from leaveout.task.guard import agreement
 from leaveout.task.guard.coupled import coupled_abilities
 from leaveout.task.guard.culprit import culprit
 from leaveout.task.guard.differences import MISSING
+from leaveout.task.guard.hidden import Hidden, hidden
 from leaveout.task.guard.points import Point, Trial, trial
 from leaveout.task.preparing import is_large
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
     from leaveout.task.task import Task
+
+NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("vector", "vectors", "changes", "example")),
+    **dict.fromkeys(("outer", "together", "slopes", "symmetric", "slope"), False),
+}
+"""What cannot be computed of a function whose gradient is not its derivative."""
 
 Check: TypeAlias = Callable[["Task", Params, Any, Point | None], bool]
 
@@ -40,8 +47,13 @@ def compared(task: Task, params: Params, batch: Any, before: Abilities | None = 
     problem = tested.problem or _untransformed(task, params, batch)
     if problem:
         return problem, Abilities()
-    abilities = _Search(task, params, batch, tested).abilities(before)
-    if not (abilities.whole and abilities.symmetric):
+    found = hidden(tested.task, tested.at, tested.batch)
+    abilities = _Search(task, params, batch, tested, found).abilities(before)
+    if found.own or (found.stops and not abilities.symmetric):
+        abilities = abilities._replace(reason=found.own or found.stops)
+    elif before is not None and before.reason:
+        abilities = abilities._replace(reason=before.reason)
+    elif not (abilities.whole and abilities.symmetric):
         abilities = abilities._replace(reason=culprit(tested.task, tested.at, tested.batch))
     return None, abilities
 
@@ -50,7 +62,10 @@ def tried(task: Task, params: Params, batch: Any) -> tuple[str | None, Abilities
     """Return the task's abilities, tried but not compared."""
     if problem := _untransformed(task, params, batch):
         return problem, Abilities()
-    return None, _Search(task, params, batch, Trial(task.quiet(), batch, params)).abilities(None)
+    tested = Trial(task.quiet(), batch, params)
+    found = hidden(tested.task, params, batch)
+    abilities = _Search(task, params, batch, tested, found).abilities(None)
+    return None, abilities._replace(reason=found.own or found.stops)
 
 
 def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
@@ -71,7 +86,8 @@ def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
 class _Search:
     """The forms of each kind in order of preference, tried until one is correct."""
 
-    def __init__(self, task: Task, params: Params, batch: Any, tested: Trial) -> None:
+    def __init__(self, task: Task, params: Params, batch: Any, tested: Trial, found: Hidden) -> None:
+        self.found = found
         self.task, self.batch, self.point = tested.task, tested.batch, tested.point
         # A form that is correct in float64 must also run in the task's own dtype; float32 has all of float64's kernels.
         dtype = next(iter(params.values())).dtype
@@ -92,14 +108,19 @@ class _Search:
         if not self._as_before(brief, "vmap", "stacks"):
             self._switch("stacks", agreement.models, before)
         self._switch("symmetric", self._symmetric, before)
-        self._switch("slopes", agreement.weights, before)
+        stopped = bool(self.found.stops) or (before is not None and before.hidden)
+        self._set("hidden", stopped)
+        if stopped:
+            self._set("slopes", False)
+        else:
+            self._switch("slopes", agreement.weights, before)
         if self.result.slopes:
             self._set("reads", True)  # they are used where slopes cannot be
         else:
             self._switch("reads", agreement.weights, before)
         # Without a comparison, the form that is most often wrong is not used.
-        vector = VECTOR if self.point else VECTOR[1:]
-        self._set("vector", before.vector if before else vector[0])
+        vector = self._following(VECTOR if self.point else VECTOR[1:])
+        self._set("vector", before.vector if before and not stopped else vector[0])
         if not (large and self._joint(before)):
             self._choose("vector", vector, agreement.vector, before)
             self._joint(before)
@@ -108,9 +129,10 @@ class _Search:
         if not (self.result.symmetric and self._as_before(brief, "changes", "example")):
             self._choose("example", EXAMPLE if self.result.symmetric else (), agreement.example, before)
         if not (self.result.slopes and self._as_before(brief, "slopes", "forward", "outer")):
-            self._try([{"forward": True}, {"forward": False}, {"outer": False}], agreement.outer)
-        self._try([{"stops": False}, {"stops": True}, {"slope": False}], agreement.slope)
-        return self.result
+            self._try([{"forward": True}, {"forward": False}, {"outer": False}][stopped:], agreement.outer)
+        self._try([{"stops": False}, {"stops": True}, {"slope": False}][stopped:], agreement.slope)
+        own = self.found.own or (before is not None and not (before.vector or before.slope))
+        return self.result._replace(**NOTHING) if own else self.result
 
     def _joint(self, before: Abilities | None) -> bool:
         """Say whether one vector's product can be computed together with every example's gradient."""
@@ -128,7 +150,7 @@ class _Search:
         return True
 
     def _symmetric(self, _task: Task, _at: Params, _batch: Any, point: Point | None) -> bool:
-        return point is None or point.difference.symmetric
+        return not self.found.elsewhere and (point is None or point.difference.symmetric)
 
     def _switch(self, name: str, check: Check, before: Abilities | None) -> None:
         """Set an ability that is there or not; it is tried unless it was missing before."""
@@ -140,7 +162,7 @@ class _Search:
 
     def _choose(self, kind: str, order: Sequence[Form], check: Check, before: Abilities | None) -> None:
         """Set the first form that is correct, from the one chosen before; None if none is."""
-        for form in _later(order, getattr(before, kind)) if before else order:
+        for form in self._following(_later(order, getattr(before, kind)) if before else order):
             self._set(kind, form)
             if self._is_right(check):
                 return
@@ -153,6 +175,10 @@ class _Search:
                 self._set(name, value)
             if choice is choices[-1] or self._is_right(check):
                 return
+
+    def _following(self, order: Sequence[Form]) -> Sequence[Form]:
+        """Return the forms that are right even if gradients are stopped with an effect on other examples only."""
+        return [form for form in order if form in FOLLOWING] if self.result.hidden else order
 
     def _set(self, name: str, value: Any) -> None:
         self.result = self.result._replace(**{name: value})
@@ -174,4 +200,4 @@ class _Search:
 
 
 def _later(order: Sequence[Form], first: Form | None) -> Sequence[Form]:
-    return [form for form in order if first is not None and order.index(form) >= order.index(first)]
+    return order[order.index(first) if first in order else 0 :] if first is not None else ()

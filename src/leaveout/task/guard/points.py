@@ -77,7 +77,7 @@ def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
     What is correct at a point without symmetries is correct elsewhere, and the moved point has the fewest; without
     ``near`` the state itself comes first. At both, examples are checked for dependence on each other.
     """
-    wide, given, at = _wide(task, params, batch)
+    wide, at, given = widened(task, params, batch)
     moved = each(torch.add, at, like(at, torch.Generator().manual_seed(0), MOVED))
     point: Point | None = None
     for seed, place in enumerate((moved, at) if near else (at, moved)):
@@ -92,12 +92,12 @@ def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
 
 def mixing(task: Task, params: Params, batch: Any) -> str | None:
     """Say whether examples depend on each other at a state, using forward passes only."""
-    wide, given, at = _wide(task, params, batch)
+    wide, at, given = widened(task, params, batch)
     return _mixing(wide, at, given)
 
 
-def _wide(task: Task, params: Params, batch: Any) -> tuple[Task, Any, Params]:
-    """Return the task, a batch and a state in float64, if the model can be computed in it."""
+def widened(task: Task, params: Params, batch: Any) -> tuple[Task, Params, Any]:
+    """Return the task, a state and a batch in float64, if the model can be computed in it."""
     try:
         wide, given = task.widened(), batches.to_float64(batch)
         with torch.no_grad():
@@ -106,7 +106,7 @@ def _wide(task: Task, params: Params, batch: Any) -> tuple[Task, Any, Params]:
         raise
     except Exception:  # noqa: BLE001 - a model that insists on its own dtype is compared in that
         wide, given = task.quiet(), batch
-    return wide, given, batches.to_float64(params) if wide.is_wide else each(torch.clone, params)
+    return wide, batches.to_float64(params) if wide.is_wide else each(torch.clone, params), given
 
 
 def plain(task: Task, batch: Any) -> Callable[[Params], Params]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from threading import local
 from typing import Any, TypeAlias
@@ -167,7 +168,20 @@ transformable = Patch(_put).inside
 """A context that makes functions of the old style, functions that write to inputs, and checkpoints transformable."""
 
 
+@contextmanager
+def calls() -> Iterator[list[tuple[type[Function], tuple]]]:
+    """Yield a list of the functions that are called in this context under a transform, with their arguments."""
+    made: list[tuple[type[Function], tuple]] = []
+    ASKED.made = made
+    try:
+        yield made
+    finally:
+        del ASKED.made
+
+
 def _called(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if hasattr(ASKED, "made") and not cls.__module__.startswith("leaveout."):
+        ASKED.made.append((cls, tuple(map(_unwrapped, args))))
     if not (_is_old(cls) or _writes(cls)):
         return CALL(cls, *args, **kwargs)
     note = Note()
@@ -175,6 +189,15 @@ def _called(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     for place, i in note.written.items():
         outputs[place] = args[i].copy_(outputs[place])
     return outputs[0] if note.single else tuple(outputs)
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return a copy of the tensor inside all transforms."""
+    if not isinstance(value, Tensor):
+        return value
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value.detach().clone()
 
 
 def _called_at_once(function: Any, _preserve: bool, *inputs: Any) -> Any:  # torch.autograd.grad does not support it
