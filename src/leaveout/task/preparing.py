@@ -85,7 +85,7 @@ def is_large(task: Task) -> bool:
 def trial_ids(task: Task, among: Sequence[int] | None = None) -> list[int]:
     """Draw the training examples on which derivatives are compared, with a fixed seed."""
     among = range(task.size) if among is None else among
-    return Random(0).sample(among, min(TRIAL - is_large(task), len(among)))  # noqa: S311 - no secret
+    return sorted(Random(0).sample(among, min(TRIAL - is_large(task), len(among))))  # noqa: S311 - no secret
 
 
 def trial_batch(task: Task, params: Params, ids: Sequence[int]) -> TrainingBatch:
