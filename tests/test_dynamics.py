@@ -154,3 +154,45 @@ def test_states_of_a_memorised_run_count_alike(tmp_path):
     unseen = dynamics(run, task, states=8, folds=3)  # there is nothing to memorise out of sample
     shares = unseen.fitted.double().mean(1) ** 16
     assert unseen.weights.tolist() == pytest.approx((shares / shares.sum()).tolist() if shares.sum() else [1 / 8] * 8)
+
+
+def test_an_example_without_a_label_is_left_out_by_name(tmp_path):
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 4), torch.randint(3, (12,))
+    y[5] = -100
+    model, data = nn.Linear(4, 3), TensorDataset(x, y)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lo.Recorder(tmp_path / "run", model, optimizer) as recorder:
+        for x, y in recorder.watch(torch.utils.data.DataLoader(data, 4)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    run, task = lo.open_run(tmp_path / "run"), lo.Task(model, nn.CrossEntropyLoss(), data)
+    with pytest.warns(lo.LeaveoutWarning, match="left out of the search: 5"):
+        seen = dynamics(run, task)
+    assert bool((seen.margins[:, 5] >= 0).all())
+    assert bool((seen.losses[:, 5] == 0).all())
+    kept = torch.arange(12) != 5
+    assert torch.equal(seen.labels[kept], data.tensors[1][kept])
+
+
+def test_outputs_that_are_a_tuple_are_refused_by_name(tmp_path):
+    class Two(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    torch.manual_seed(0)
+    model, data = Two(4, 3), TensorDataset(torch.randn(8, 4), torch.randint(3, (8,)))
+
+    def loss(outputs, targets):
+        return nn.functional.cross_entropy(outputs[0], targets, reduction="none")
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lo.Recorder(tmp_path / "run", model, optimizer) as recorder:
+        for x, y in recorder.watch(torch.utils.data.DataLoader(data, 4)):
+            optimizer.zero_grad()
+            loss(model(x), y).mean().backward()
+            optimizer.step()
+    run, task = lo.open_run(tmp_path / "run"), lo.Task(model, loss, data)
+    with refused(lo.UnsupportedError, "labels-not-classes", "tuple"):
+        dynamics(run, task)

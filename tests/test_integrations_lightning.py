@@ -392,6 +392,34 @@ def test_a_loss_that_is_no_mean_is_refused(tmp_path) -> None:
     lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss(weight)), data(6, 9))
 
 
+def test_a_penalty_in_the_loss_is_said_after_the_first_step(tmp_path) -> None:
+    class Penalised(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 1e-3 * sum(p.square().sum() for p in self.parameters())
+
+    with pytest.warns(lo.LeaveoutWarning, match="weight_decay"):
+        fit(Penalised, {}, callbacks=[RecorderCallback(tmp_path / "run")])
+    with refused(lo.UnsupportedError, "model-loss-unknown", "weight_decay"):
+        fit(Penalised, {}, callbacks=[RecorderCallback(tmp_path / "again", on_problem="stop")])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_frozen_batch_norm(tmp_path, training: bool) -> None:
+    """As ``BaseFinetuning.freeze`` leaves it: frozen, and without following the running statistics."""
+
+    class Frozen(Net):
+        def on_train_epoch_start(self):
+            self.body[1].requires_grad_(False).train(training)
+            self.body[1].track_running_stats = False
+
+    recorder = RecorderCallback(tmp_path / "run")
+    module = fit(Frozen, {}, callbacks=[recorder], norm=True)
+    scores = lo.Replay().score(recorder.run, recorder.task(nn.CrossEntropyLoss()), data(6, 9), ids=LEFT_OUT)
+    if not training:  # its statistics are then constants
+        truth = [query_loss(fit(Frozen, {}, i, norm=True)) - query_loss(module) for i in LEFT_OUT]
+        assert scores.mean().tolist() == pytest.approx(truth, rel=1e-6, abs=1e-10)
+
+
 def test_a_loss_that_is_there_in_training_only_is_refused(tmp_path) -> None:
     class Silent(Net):
         def training_step(self, batch, batch_idx):

@@ -483,6 +483,22 @@ def test_a_model_without_logits_is_refused_and_scored_with_a_loss_of_its_own(tmp
     assert scores.values.abs().max() > 0
 
 
+def test_a_data_set_with_a_transform(tmp_path) -> None:
+    """As the library's scripts for images and sound set it: what it gives has other names than its columns."""
+
+    def transform(rows):
+        return {"input_ids": rows["words"], "labels": rows["kind"]}
+
+    words = rows("class", 12)
+    data = datasets.Dataset.from_dict({"words": [row[:4] for row in words["input_ids"]], "kind": words["labels"]})
+    recorder, quiet = RecorderCallback(tmp_path / "run"), {"use_cpu": True, "report_to": [], "save_strategy": "no"}
+    args = transformers.TrainingArguments(str(tmp_path), max_steps=3, remove_unused_columns=False, **quiet)
+    model = bert("BertForSequenceClassification", num_labels=3)
+    given = data.with_transform(transform)
+    transformers.Trainer(model, args, train_dataset=given, callbacks=[recorder]).train()
+    assert lo.SGDIE().score(recorder.run, recorder.task(), given).values.abs().max() > 0
+
+
 def test_the_example(tmp_path) -> None:
     main = runpy.run_path(str(Path(__file__).parents[1] / "examples/hugging_face_trainer.py"))["main"]
     harmful = main(tmp_path)

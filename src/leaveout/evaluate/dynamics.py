@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,12 @@ from leaveout._util.equality import Comparable
 from leaveout._util.trees import PARAM, Params, each
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, UnsupportedError, check_seed, is_whole
+from leaveout.errors import InputError, LeaveoutWarning, UnsupportedError, check_seed, is_whole
 from leaveout.run.model_match import warn_of_other_weights
 from leaveout.run.reader import Run
 from leaveout.task import batches
 from leaveout.task.batches import Batch
-from leaveout.task.classes import Reading, class_logits, label_numbers, own_probability, readings
+from leaveout.task.classes import IGNORED, Reading, class_logits, label_numbers, labelled, own_probability, readings
 from leaveout.task.classes import margins as margins_of
 from leaveout.task.task import Task
 from leaveout.trajectory.left_out import leave_out
@@ -41,6 +42,8 @@ MEMORISED = 0.05
 """A run that mispredicts less than this share of its labels may have memorised them."""
 SHARPNESS = 16
 """A state's weight as a judge is the share of labels that it predicts, to this power."""
+FEW = 10
+"""How many examples without a label are named."""
 PROBES = (4, 16, 64)
 """Steps after which it is checked whether a training stays within its budget."""
 
@@ -223,12 +226,16 @@ class _Collected:
         self.numbers = torch.zeros(3, states, task.size)
         self.predicted = torch.zeros(states, task.size, dtype=torch.long)
         self.sums = self.final = torch.zeros(0)
+        self.unlabelled: set[int] = set()
 
     def add(self, place: int, params: Params, ids: Sequence[int], batch: Batch) -> None:
         """Evaluate some examples at one state."""
         with torch.no_grad():
             outputs, targets = self.task.outputs(params, batch)
             losses = self.task.output_losses(outputs, targets)
+        targets, ignored = labelled(outputs, targets)
+        if ignored is not None:
+            self.unlabelled |= {number for number, without in zip(ids, ignored.tolist(), strict=True) if without}
         allowed = readings(outputs, targets, losses)
         if not allowed or (self.reading is not None and self.reading not in allowed):
             raise UnsupportedError(_refusal(outputs, targets), code="labels-not-classes")
@@ -249,6 +256,14 @@ class _Collected:
     def result(self, steps: tuple[int, ...], epochs: tuple[int, ...]) -> Dynamics:
         """Return the tables."""
         margins, losses, probabilities = self.numbers
+        if self.unlabelled:
+            few = ", ".join(map(str, sorted(self.unlabelled)[:FEW])) + (", ..." if len(self.unlabelled) > FEW else "")
+            warnings.warn(
+                f"{len(self.unlabelled)} examples have no label (target {IGNORED}) and are left out of the search: "
+                f"{few}.",
+                LeaveoutWarning,
+                stacklevel=3,
+            )
         opinions = self.sums / len(steps)
         return Dynamics(
             steps, epochs, self.labels, margins, losses, probabilities, self.predicted, opinions, self.final
@@ -319,15 +334,16 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def _refusal(outputs: Tensor, targets: Any) -> str:
+def _refusal(outputs: Any, targets: Any) -> str:
     kind = (
         f"{str(targets.dtype).removeprefix('torch.')} of shape {list(targets.shape)}"
         if isinstance(targets, Tensor)
         else f"of type {type(targets).__name__}"
     )
+    shape = f"shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else f"type {type(outputs).__name__}"
     return (
         "Labels can be checked where targets are class numbers and the model gives a row of logits, or where they are "
         "0 and 1 and the model gives one logit or probability and the loss is its cross-entropy; here outputs have "
-        f"shape {list(outputs.shape)} and targets are {kind}: give a Task of the same model with such a loss or "
+        f"{shape} and targets are {kind}: give a Task of the same model with such a loss or "
         "forward=, or leave labels alone."
     )

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params
 from leaveout.compute.resources import Resources
-from leaveout.task.classes import Reading, class_logits, class_names, label_numbers, own_probability, readings
+from leaveout.task.classes import Reading, class_logits, class_names, label_numbers, labelled, own_probability, readings
 from leaveout.task.task import Task
 
 BLOCK = 512
@@ -44,6 +44,7 @@ def opinions(
         with torch.no_grad():
             outputs, targets = task.outputs(params, batch)
             values.append(task.output_losses(outputs, targets))
+        targets, _ = labelled(outputs, targets)
         here = readings(outputs, targets, values[-1])
         allowed &= here
         blocks.append(_compact(outputs, targets, len(values[-1]), here))
@@ -68,7 +69,8 @@ def _compact(outputs: Tensor, targets: Any, count: int, allowed: set[Reading]) -
     if Reading.CLASSES in allowed:
         labels, logits = label_numbers(targets), class_logits(Reading.CLASSES, outputs)
         return torch.stack([labels.double(), logits.argmax(1).double(), own_probability(logits, labels)], dim=1)
-    if isinstance(targets, Tensor) and targets.numel() == outputs.numel() == count:
+    both = isinstance(targets, Tensor) and isinstance(outputs, Tensor)
+    if both and targets.numel() == outputs.numel() == count:
         return torch.stack([targets.flatten().double(), outputs.flatten().double()], dim=1)
     return None
 

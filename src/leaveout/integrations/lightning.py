@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader
 
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.integrations.model_loss import undisturbed
-from leaveout.integrations.step_loss import StepCall, StepOutputs, loss_of_step, module_of_step, step_losses
+from leaveout.integrations.step_loss import (
+    StepCall,
+    StepOutputs,
+    loss_of_step,
+    module_of_step,
+    rest_of_step,
+    step_losses,
+)
 from leaveout.integrations.tap import NotedLoader, resumed
 from leaveout.run.kept_batches import is_random
 from leaveout.run.reader import Run
@@ -213,8 +220,16 @@ class Converted:
 
 
 def _check_mean(module: LightningModule, batch: Any) -> None:
-    """Refuse a ``training_step`` whose loss is not the mean of per-example losses."""
+    """Refuse a ``training_step`` whose loss is not the mean of per-example losses, and nothing else."""
     with undisturbed(module):
+        added = rest_of_step(module, batch)
+        if isinstance(added, torch.Tensor) and bool((added != 0).any()):
+            raise UnsupportedError(
+                f"{type(module).__name__}.training_step adds {float(added.flatten()[0]):.3g} to the losses of its "
+                "examples, a penalty that would not leave with an example: give a penalty on the squares of weights "
+                "to the optimizer instead, as weight_decay=, or leave it out.",
+                code="model-loss-unknown",
+            )
         own, each = loss_of_step(module, batch), StepCall()(module, batch)[0]
     count = len(batches.leaves(batch)[0])
     if own is None or each.shape != (count,) or not torch.allclose(each.mean(), own, rtol=1e-4, atol=1e-7):

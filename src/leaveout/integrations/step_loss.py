@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -42,6 +43,14 @@ class PerExample(TorchFunctionMode):
             return function(*args, **kwargs)
         values = function(*args, **{**kwargs, "reduction": "none"})
         return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+class Nothing(PerExample):
+    """A context in which these losses are zero, so that what is added to them remains."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        value = super().__torch_function__(function, types, args, kwargs)
+        return torch.zeros_like(value) if function in MEANS else value
 
 
 class StepCall:
@@ -92,6 +101,12 @@ def module_of_step(module: nn.Module, batch: Any) -> nn.Module | None:
     with Compared() as compared:
         value = loss_of_step(module, batch)
     return compared.loss if value is compared.value and isinstance(compared.loss, nn.Module) else None
+
+
+def rest_of_step(module: nn.Module, batch: Any) -> Any:
+    """Return what ``training_step`` returns where the losses of examples are zero: 0 unless it adds something."""
+    with Nothing():
+        return loss_of_step(module, batch)
 
 
 def loss_of_step(module: Any, batch: Any) -> Any:

@@ -322,8 +322,10 @@ def _trainer_of(callback: RecorderCallback) -> Trainer:
 
 
 def _columns(data: Any) -> frozenset[str] | None:
-    names = getattr(data, "column_names", None)
-    return frozenset(names) if isinstance(names, list) else None
+    if not isinstance(getattr(data, "column_names", None), list):
+        return None
+    example = data[0]  # a transform that is set on the data set may give other names than its columns have
+    return frozenset(example) if isinstance(example, Mapping) else None
 
 
 def _without_checkpointing(model: nn.Module) -> list[Any]:

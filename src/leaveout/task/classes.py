@@ -35,7 +35,7 @@ def readings(outputs: Tensor, targets: Any, losses: Float[Tensor, " n"]) -> set[
     {<Reading.LOGIT: 'one logit, of class 1'>}
     """
     count = len(losses)
-    if not isinstance(targets, Tensor) or targets.numel() != count:
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.numel() != count:
         return set()
     targets = targets.flatten()
     whole = not targets.is_floating_point() and targets.dtype != torch.bool
@@ -81,6 +81,23 @@ def margins(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Fl
     own = labels[:, None]
     others = logits.scatter(1, own, -torch.inf)
     return (logits.gather(1, own) - others.max(1, keepdim=True).values)[:, 0]
+
+
+IGNORED = -100
+"""The target of examples that PyTorch's losses pass over."""
+
+
+def labelled(outputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Return targets with the predicted class in place of those that are passed over, and where; None if nowhere.
+
+    >>> labelled(torch.tensor([[1.0, 2.0], [0.0, 3.0]]), torch.tensor([0, -100]))
+    (tensor([0, 1]), tensor([False,  True]))
+    """
+    rows = isinstance(outputs, Tensor) and outputs.ndim == 2 and isinstance(targets, Tensor)
+    if not rows or targets.is_floating_point() or targets.shape != outputs.shape[:1]:
+        return targets, None
+    ignored = targets == IGNORED
+    return (torch.where(ignored, outputs.argmax(1), targets), ignored) if ignored.any() else (targets, None)
 
 
 def label_numbers(targets: Tensor) -> Int[Tensor, " n"]:

@@ -56,7 +56,7 @@ def _module_problem(module: nn.Module) -> str | None:
             "SyncBatchNorm, which takes statistics over several processes, of which only one is recorded; train with "
             "BatchNorm, or in one process"
         )
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
         return (
             f"{kind}(track_running_stats=False), which mixes the examples of a batch in evaluation mode too, so that a "
             "query's loss depends on the other queries; train with track_running_stats=True"
