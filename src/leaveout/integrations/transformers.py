@@ -19,6 +19,7 @@ from leaveout._util.wrappers import ORIGINAL
 from leaveout.errors import RunError, UnsupportedError
 from leaveout.integrations.fused import FUSED, FusedCall, unfused
 from leaveout.integrations.model_loss import (
+    CURE,
     ITEMS,
     LABELS,
     ClassLoss,
@@ -254,6 +255,7 @@ class RecorderCallback(TrainerCallback):
                 "recorder.step(ids) for each batch.",
                 code="loader-ids-unknown",
             )
+        following = following[0], without_words(following[1])
         if self._recorder is not None:
             take_back = self._recorder.step(*following, epoch=self._tap.epoch)
             self._current = take_back, following
@@ -276,9 +278,14 @@ class RecorderCallback(TrainerCallback):
     def _own_loss(self, model: nn.Module, data: Dataset, collate: Any) -> Any:
         if getattr(self._args, "loss_type", "nll") != "nll":
             raise UnsupportedError(
-                f"The loss {self._args.loss_type!r} of this trainer is not one that leaveout recognises: give "
-                "task(loss=...), a function of (logits, labels) that returns one loss per example, or (sums, counts).",
+                f"The loss {self._args.loss_type!r} of this trainer is not one that leaveout recognises: {CURE}",
                 code="model-loss-unknown",
+            )
+        if getattr(self._args, "packing", False) or getattr(self._args, "padding_free", False):
+            raise UnsupportedError(
+                "This trainer joins examples into one row, in which none can be left out alone: train with "
+                "packing=False and padding_free=False.",
+                code="training-not-supported",
             )
         smoothing = self._args.label_smoothing_factor
         if smoothing:
@@ -303,7 +310,7 @@ class Collated:
             examples = [
                 {name: value for name, value in example.items() if name in self._columns} for example in examples
             ]
-        return batches.map_leaves(lambda leaf: leaf, self._collate(examples))
+        return batches.map_leaves(lambda leaf: leaf, without_words(self._collate(examples)))
 
 
 def _trainer_of(callback: RecorderCallback) -> Trainer:
@@ -319,6 +326,17 @@ def _trainer_of(callback: RecorderCallback) -> Trainer:
         "lo.Recorder.",
         code="training-not-supported",
     )
+
+
+def without_words(batch: Any) -> Any:
+    """Return a batch without the words in it, which collators add to say what its tensors are.
+
+    >>> without_words({"modality": "text", "x": 1})
+    {'x': 1}
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: value for name, value in batch.items() if not isinstance(value, str)}
 
 
 def _columns(data: Any) -> frozenset[str] | None:
