@@ -34,6 +34,11 @@ class Tower(nn.Module):
         return self.body(x)
 
 
+def collate(examples: list[dict]) -> dict:
+    """With a word that says what the tensors are, as sentence-transformers adds one."""
+    return {**transformers.default_data_collator(examples), "modality": "numbers"}
+
+
 def likeness(model, batch):
     return nn.functional.cosine_similarity(model(batch["a"]), model(batch["b"])), batch["labels"]
 
@@ -72,7 +77,7 @@ def train(kind=Towers, callbacks=(), left_out=None, **options) -> nn.Module:
         remove_unused_columns=False,
         **{"num_train_epochs": 2, **options},
     )
-    trainer = kind(Tower(), args, train_dataset=pairs(), callbacks=list(callbacks))
+    trainer = kind(Tower(), args, train_dataset=pairs(), data_collator=collate, callbacks=list(callbacks))
     trainer.left_out = left_out
     trainer.train()
     return trainer.model

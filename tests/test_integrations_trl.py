@@ -18,6 +18,7 @@ datasets = pytest.importorskip("datasets")
 
 from leaveout.integrations.model_loss import ClassLoss  # noqa: E402
 from leaveout.integrations.transformers import RecorderCallback  # noqa: E402
+from refusal import refused  # noqa: E402
 from test_integrations_transformers import VOCABULARY, llama, tokenizer  # noqa: E402
 
 LEFT_OUT = [0, 5]
@@ -31,10 +32,10 @@ def texts(count: int = 20):
     return datasets.Dataset.from_dict({"text": [" ".join(map(str, sentence)) for sentence in words]})
 
 
-def train(path=None, left_out=None, peft_config=None, **options):
+def train(path=None, left_out=None, peft_config=None, on_problem="warn", **options):
     """Train on twenty sentences; with ``left_out``, the tokens of one, its loss weighs nothing."""
     transformers.set_seed(1)
-    recorder = None if path is None else RecorderCallback(path, keep="all")
+    recorder = None if path is None else RecorderCallback(path, keep="all", on_problem=on_problem)
 
     class Weighted(trl.SFTTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
@@ -101,8 +102,14 @@ def test_every_step_follows_and_replays_are_training_again(tmp_path, adapters: b
     assert error.value.code == "step-does-not-follow"
 
 
+def test_packed_rows_are_refused_at_the_first_step(tmp_path) -> None:
+    with refused(lo.UnsupportedError, "training-not-supported", "packing=False"):
+        train(tmp_path / "run", packing=True, max_length=16, on_problem="stop")
+
+
 def test_another_loss_has_to_be_given(tmp_path) -> None:
-    _, recorder = train(tmp_path / "run", loss_type="dft", max_steps=2)
+    with pytest.warns(lo.LeaveoutWarning, match="dft"):
+        _, recorder = train(tmp_path / "run", loss_type="dft", max_steps=2)
     with pytest.raises(lo.LeaveoutError) as error:
         recorder.task()
     assert error.value.code == "model-loss-unknown"
