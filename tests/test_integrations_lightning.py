@@ -403,6 +403,26 @@ def test_a_penalty_in_the_loss_is_said_after_the_first_step(tmp_path) -> None:
         fit(Penalised, {}, callbacks=[RecorderCallback(tmp_path / "again", on_problem="stop")])
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_averages_at_the_end_are_no_part_of_the_run(tmp_path, norm: bool) -> None:
+    """With BatchNorm, ``StochasticWeightAveraging`` adds an epoch that only moves statistics."""
+
+    class Plain(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.05)
+
+    def averaging():
+        return lightning.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+
+    recorder = RecorderCallback(tmp_path / "run")
+    module = fit(Plain, {}, callbacks=[averaging(), recorder], norm=norm)
+    plain = fit(Plain, {}, callbacks=[averaging()], norm=norm)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+    assert len(recorder.run) == 10
+    task = lo.Task(Plain(norm=norm), nn.CrossEntropyLoss(), data())
+    assert lo.Replay().score(recorder.run, task, data(6, 9), ids=LEFT_OUT).values.abs().max() > 0
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_frozen_batch_norm(tmp_path, training: bool) -> None:
     """As ``BaseFinetuning.freeze`` leaves it: frozen, and without following the running statistics."""

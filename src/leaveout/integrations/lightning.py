@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -185,6 +186,12 @@ class RecorderCallback(Callback):
         recorder.flush()
         loader, task_of = self._noted.loader, partial(self._task, None, dict(UNTRACED))
         recorder.problems.say(first_step_problem(self._path, task_of, loader.dataset, loader.collate_fn))
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        """End the run before averages take the place of the weights, and an epoch without steps follows."""
+        averaging = (one for one in trainer.callbacks if isinstance(one, StochasticWeightAveraging))
+        if any(trainer.current_epoch >= one.swa_end for one in averaging):
+            self.on_train_end()
 
     def on_save_checkpoint(self, *_: Any) -> None:
         """Write the run to disk before the checkpoint, so that every checkpoint has its run."""
