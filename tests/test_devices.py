@@ -13,7 +13,6 @@ from leaveout.compute.resources import Resources, free_memory
 from leaveout.optim.adamw import AdamW
 from leaveout.sweep import budget
 from leaveout.task.rewrites.elementary import Elementary
-from leaveout.task.trace.in_place import _has_kernel
 
 
 def test_rows_are_added_by_an_index_that_is_elsewhere():
@@ -33,13 +32,6 @@ def test_vectors_elsewhere_go_one_after_the_other():
     """Threads share out a processor's cores; another device has its own."""
     assert [budget.cores(torch.device(kind)) for kind in ("cuda", "meta")] == [1, 1]
     assert budget.cores(torch.device("cpu")) == torch.get_num_threads()
-
-
-def test_what_is_written_in_place_has_a_kernel_on_its_device():
-    """Where a device has none, or is not known, operations stay as they are."""
-    add = torch.ops.aten.add.out
-    assert _has_kernel(add, torch.device("cpu"))
-    assert not _has_kernel(add, torch.device("meta"))
 
 
 def test_closed_forms_and_elementary_functions_stay_where_they_are():

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout.task import batches
 from leaveout.task import derivatives as products
-from leaveout.task.trace import fusing, layout
+from leaveout.task.trace import layout
 from leaveout.task.trace import tracer as tracing
 from problems import mostly_full
 
@@ -80,9 +80,8 @@ class _Plain:
 
 @pytest.fixture
 def relaid(monkeypatch):
-    """The graphs that were laid out anew; sums of products are fused in them, however small."""
+    """The graphs that were laid out anew."""
     made, real = [], layout.for_images
-    monkeypatch.setattr(fusing, "SMALLEST", 1)
 
     def noting(*given):
         made.append(real(*given))

@@ -10,7 +10,6 @@ from leaveout.task import batches
 from leaveout.task import derivatives as products
 from leaveout.task.trace import tracer as tracing
 from leaveout.task.trace.tracer import Tracer
-from leaveout.task.trace.transposes import without_copies
 from problems import mostly_full
 from refusal import refused
 
@@ -179,24 +178,6 @@ def test_what_has_no_effect_is_dropped(function, operations):
     tracing.call_directly(module)
     for given in (x, y):
         assert torch.equal(module(given), function(given))
-
-
-def test_a_transposed_product_is_multiplied_the_other_way_round():
-    """Its copy goes; one whose product is used elsewhere, or that is left transposed, stays as it is."""
-    a, b = torch.randn(4, 5, 3), torch.randn(4, 5, 2)
-
-    def products(x, y):
-        shared = x.mT @ y
-        return (x.mT @ y.sin()).mT.contiguous(), shared.mT.contiguous(), shared.exp(), (x.mT @ y.cos()).mT
-
-    module = tracing.make_fx(products)(a, b)
-    tracing.simplify(module)
-    other = without_copies(module)
-    assert sum(node.target is torch.ops.aten.clone.default for node in other.graph.nodes) == 1
-    for given, wanted in zip(other(a, b), products(a, b), strict=True):
-        assert given.stride() == wanted.stride()
-        torch.testing.assert_close(given, wanted)
-    assert without_copies(other) is None
 
 
 def test_random_numbers_are_no_constants():

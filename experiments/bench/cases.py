@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from experiments.bench import costs, jumps, sweeps
+from experiments.bench.ablation import ablation
 from experiments.bench.problems import QUIET, binary, digits, images, plain_training, quickest, seconds
 from experiments.bench.table import Row
 from experiments.bench.trainers import adapters, trainer_recording
@@ -195,5 +196,6 @@ CASES = {
         *costs.CASES,
         *sweeps.CASES,
         *jumps.CASES,
+        ablation,
     )
 }

@@ -68,6 +68,33 @@ make the product slower by more.
 *Plans*: the larger of planned and real time is at most 1.4 times the smaller, for runs of 152 and 313 steps. Before
 images were planned from traces, ACC(free) on the MNIST network was planned to take eight times as long as it does.
 
+## What each pass brings
+
+A pass that only saves time stays if on one of four networks (the MNIST network, the GPT, the ResNet-18 and the tiny
+BERT) something takes 1.2 times as long without it, or 1.5 times if it helps on one maker's processors only. What a step
+computes was measured alone, with and without in turns, in processor time on one thread, the least of four to nine each,
+on a machine with other work (two figures of one kind differ by up to a tenth). `--only ablation` measures the passes
+that are there.
+
+- *traces in two stages* (47 lines), at most 1.66: three products: MNIST network 1.66, GPT 1.57. **Stays.**
+- *layout of images* (346 lines), at most 1.33: MNIST network: a product 1.12, three 1.07, with gradients 0.95, a
+  replay's gradient 1.33; ResNet-18: a product 1.10. **Stays.**
+- *oneDNN's products, on AMD's processors* (133 lines), at most 1.32: GPT: a product 1.30, three 1.32, with gradients
+  1.25, a replay's gradient 1.27; MNIST network at most 1.03. **Stays until measured on two quiet threads, where 64
+  replays had taken 1.6 to 2 times as long without.**
+- *folded linear layers* (32 lines), at most 1.06: BERT: a product 1.06; but the gradients of a hundred 8-8 networks
+  1.59, a hundred rows of exact ACC there 1.19. **Stays, for small networks.**
+- *operations in place* (158 lines), at most 1.15: a product: MNIST network 1.14, GPT 1.14, ResNet-18 1.15, BERT 1.06;
+  with gradients 1.05 and 1.10; three products 1.03 and 1.09; a replay's gradient 1.15 and 1.05. **Gone.**
+- *sums and products in one operation (images)* (102 lines), at most 1.08: MNIST network: a product 1.02, with gradients
+  1.08, three 0.99, a replay's gradient 1.02; ResNet-18: a product 1.02. **Gone.**
+- *transposed products* (56 lines), at most 1.05: MNIST network: a product 1.03, with gradients 0.99; GPT: 0.98 and
+  1.05; ResNet-18 and BERT: a product 1.01. **Gone.**
+
+Rows above that were measured with the passes that are gone cost up to that much more now: SGD-IE and ACC on the GPT and
+on the MNIST network a tenth, SGD-IE on the ResNet-18 a tenth (3.00 instead of 2.72 times training), replays of the
+MNIST network a seventh, the rest less.
+
 ## What the limits are
 
 Counted in matrix products: a linear layer takes one forward and two backward in training, three in all. With x its
@@ -96,13 +123,12 @@ gradient each and weighs more the shorter a run is.
 The targets of the products alone are this count, or near it, not goals that were set beforehand. A whole sweep takes
 more than its products: a step also reads its state and takes the optimizer's derivative, some twenty elementwise passes
 over the parameters; the rest is paid once per sweep: three steps recomputed, the queries' gradient, memory that is
-returned and requested again. Elementwise operations of a trace write over operands that nothing needs any more, which
-makes the product 5% faster on the GPT and the ResNet.
+returned and requested again.
 
-*ResNet-18*: 2.72, 3.00 before operations were in place. BatchNorm takes some 20 elementwise passes over the images,
-where a step of training has one fused kernel each way. The jump under BatchNorm takes the gradient of the batch without
-each example, one by one on each thread: 21 times training, 34 before. One such gradient takes as long as a step of
-training.
+*ResNet-18*: 2.72 was measured with operations in place, 3.00 without, as it is now (above). BatchNorm takes some 20
+elementwise passes over the images, where a step of training has one fused kernel each way. The jump under BatchNorm
+takes the gradient of the batch without each example, one by one on each thread: 21 times training, 34 before. One such
+gradient takes as long as a step of training.
 
 *From cold*: 2.12 to 2.43, and 2.37 to 2.70 before; a sweep with everything traced takes 1.9. Of 2.7 s, the trace takes
 0.3, the comparison of derivatives at the last state 0.13, the gradient of the 1,000 queries 0.13, the ten steps
@@ -131,9 +157,9 @@ The jump's limit is not a product. The examples' gradients come with SGD-IE's pr
 layer, as counted (a ninth). The optimizer's step is then taken once per example of the batch: 18 passes over 42 million
 numbers on the GPT, and three inner products; the rows of the embedding that an example does not touch, a fifth of the
 numbers, are skipped. The faster the products, the more this weighs: with two threads the row is 1.43 to 1.55 with MKL's
-products and with oneDNN's 1.49, and 1.56 over 32 steps, where less of the time is what a sweep pays once. Square roots
-are taken as powers, which PyTorch computes faster on AMD's processors. A single kernel by `torch.compile` was tried: it
-is faster, but compiling it takes longer than a sweep of a few dozen steps can save, so it is not used.
+products and with oneDNN's 1.49 to 1.51, and 1.56 over 32 steps, where less of the time is what a sweep pays once.
+Square roots are taken as powers, which PyTorch computes faster on AMD's processors. A single kernel by `torch.compile`
+was tried: it is faster, but compiling it takes longer than a sweep of a few dozen steps can save, so it is not used.
 """
 
 LOAD = """

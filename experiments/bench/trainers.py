@@ -19,6 +19,21 @@ WORDS = 200
 
 def trainer_recording() -> list[Row]:
     """Measure what recording with its defaults adds to a Hugging Face ``Trainer`` on a tiny BERT."""
+
+    def train(path: Path | None) -> None:
+        tiny_bert(512, path, epochs=2)
+
+    train(folder())  # imports and allocations that happen only once
+    plain, recorded, on_disk = quickest(
+        6, lambda: train(None), lambda: train(folder(memory=True)), lambda: train(folder())
+    )
+    how = f"128 steps of 8, AdamW, keep='auto', {plain:.2f} s and {recorded:.2f} s, with the files in memory; on this "
+    how += f"machine's disk {on_disk:.2f} s; the quickest of six each"
+    return [Row("recorded / unrecorded Trainer, tiny BERT", recorded / plain, "<=", 1.15, how)]
+
+
+def tiny_bert(count: int, path: Path | None, epochs: int = 1) -> Any:
+    """Train a tiny BERT to tell sentences apart with a Hugging Face ``Trainer``; return its recorder, if it has one."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes: dict[str, Any] = {
@@ -28,19 +43,9 @@ def trainer_recording() -> list[Row]:
         "intermediate_size": 128,
     }
     config = BertConfig(vocab_size=WORDS, max_position_embeddings=64, **sizes)
-    data = _sentences(512, 32, lambda words: int(words[0] % 2))
-
-    def train(path: Path | None) -> None:
-        torch.manual_seed(0)
-        _trained(BertForSequenceClassification(config), data, path, epochs=2)
-
-    train(folder())  # imports and allocations that happen only once
-    plain, recorded, on_disk = quickest(
-        6, lambda: train(None), lambda: train(folder(memory=True)), lambda: train(folder())
-    )
-    how = f"128 steps of 8, AdamW, keep='auto', {plain:.2f} s and {recorded:.2f} s, with the files in memory; on this "
-    how += f"machine's disk {on_disk:.2f} s; the quickest of six each"
-    return [Row("recorded / unrecorded Trainer, tiny BERT", recorded / plain, "<=", 1.15, how)]
+    torch.manual_seed(0)
+    data = _sentences(count, 32, lambda words: int(words[0] % 2))
+    return _trained(BertForSequenceClassification(config), data, path, epochs)
 
 
 def adapters() -> list[Row]:

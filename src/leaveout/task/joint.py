@@ -40,7 +40,6 @@ def directional_by_example(
         stack = each(lambda t: t.expand(size, *t.shape), v)
         with Elementary(), quiet_loops():
             (curved, gradients), slopes = grad(along, (0, 1), has_aux=True)(task.variables(p), stack)
-        # Gradients of weight matrices are transposed here; a trace computes their transpose instead of copying them.
         return curved, slopes, each(Tensor.contiguous, gradients)
 
     return run(task, "directional_by_example", products, params, batch, vector)

@@ -23,11 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leaveout._util.trees import memory
 from leaveout.task.batches import leaves, map_leaves
 from leaveout.task.trace import layout
-from leaveout.task.trace.fusing import fuse
-from leaveout.task.trace.in_place import Observations, observe, write_in_place
 from leaveout.task.trace.simplify import call_directly, kind, simplify
 from leaveout.task.trace.stages import stages
-from leaveout.task.trace.transposes import without_copies
 
 LOG = logging.getLogger("leaveout")
 
@@ -162,7 +159,6 @@ def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool 
     if trial is None:
         return None, expected
     nest = map_leaves(lambda _: 0, expected)
-    trial = _in_place(trial, inputs)
     _separate(trial.module, inputs, trial.values)
     repeat = call_directly(trial.module)
 
@@ -181,14 +177,12 @@ def _staged(name: str, function: Callable, shared: tuple, others: tuple, anew: b
         return None
     nest = map_leaves(lambda _: 0, expected)
     first, second = stages(trial.module, len(fixed))
-    once = _in_place(_Trial(first, *observe(first, fixed)), fixed)
-    inputs = [*once.values, *varying]
+    inputs = [*_run(first, fixed), *varying]
     each = _equal_to(trial.values, inputs, second)
     if each is None:
         return None
-    each = _in_place(each, inputs)
     _separate(each.module, inputs, each.values)
-    prepare, repeat = call_directly(once.module), call_directly(each.module)
+    prepare, repeat = call_directly(first), call_directly(each.module)
 
     @torch.no_grad()
     def begin(*now: Any) -> Callable:
@@ -236,17 +230,11 @@ def _captured(
         return None, expected
     simplify(module)
     layout.pool_by_channels(module)
-    trusted = _equal_to(leaves(expected), inputs, without_copies(module), module)
+    trusted = _equal_to(leaves(expected), inputs, module)
     if trusted is None:
         LOG.info("%s is not traced, and slower for it: its trace gives other values", name)
         return None, expected
     return (_laid_out(trusted, inputs, whole) if anew else None) or trusted, expected
-
-
-def _in_place(trial: _Trial, inputs: list[Any]) -> _Trial:
-    """Return the same with operations in place, if its results are the same."""
-    written = write_in_place(trial.module, trial.observed)
-    return (written and _equal_to(trial.values, inputs, written)) or trial
 
 
 class _Trial(NamedTuple):
@@ -254,16 +242,18 @@ class _Trial(NamedTuple):
 
     module: fx.GraphModule
     values: list[Tensor]
-    observed: Observations
 
 
-def _equal_to(expected: list[Tensor], inputs: list[Any], *modules: fx.GraphModule | None) -> _Trial | None:
-    """Return the first module whose results equal the function's own to the last bit."""
-    for module in filter(None, modules):
-        trial = _Trial(module, *observe(module, inputs))
-        if all(torch.equal(a, b) for a, b in zip(trial.values, expected, strict=True)):
-            return trial
-    return None
+@torch.no_grad()
+def _run(module: fx.GraphModule, inputs: list[Any]) -> list[Tensor]:
+    return module(*inputs)
+
+
+def _equal_to(expected: list[Tensor], inputs: list[Any], module: fx.GraphModule) -> _Trial | None:
+    """Return the module with its results, if they equal the function's own to the last bit."""
+    values = _run(module, inputs)
+    same = all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+    return _Trial(module, values) if same else None
 
 
 def _laid_out(trusted: _Trial, inputs: list[Any], whole: bool) -> _Trial | None:
@@ -284,10 +274,8 @@ def _laid_out(trusted: _Trial, inputs: list[Any], whole: bool) -> _Trial | None:
         if other is None:
             return None
         simplify(other)
-        fuse(other)
-        trial = _Trial(other, *observe(other, inputs))
-        with torch.no_grad():
-            pairs = [*zip(other(*random), trusted.module(*random), strict=True)]
+        trial = _Trial(other, _run(other, inputs))
+        pairs = [*zip(_run(other, random), _run(trusted.module, random), strict=True)]
     except Exception:  # noqa: BLE001 - an operation that depends on the layout
         return None
     if whole:
