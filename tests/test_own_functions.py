@@ -236,17 +236,15 @@ def test_the_last_of_several_threads_puts_pytorchs_own_back() -> None:
 
 
 @pytest.mark.parametrize("function", [Inner, Hidden])
-def test_what_cannot_be_transformed_is_refused_before_anything_is_recorded(function, tmp_path) -> None:
+def test_what_cannot_be_transformed_is_said_after_the_first_step(function, tmp_path) -> None:
     model = Net(lambda x: function.apply(x * 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    recorder = lo.Recorder(tmp_path / "run", model, optimizer)
-    (x, _), *_ = recorder.watch(torch.utils.data.DataLoader(data(), 4))
-    with refused(lo.UnsupportedError, "model-not-supported", function.__name__, "setup_context", unchanged=tmp_path):
-        model(x)
-    with refused(lo.RunError, "nothing-recorded"):
-        recorder.finish()
-    with refused(lo.RunError, "run-not-found"):
-        lo.open_run(tmp_path / "run")
+    recorder = lo.Recorder(tmp_path / "run", model, optimizer, on_problem="stop")
+    x, y = next(iter(recorder.watch(torch.utils.data.DataLoader(data(), 4))))
+    nn.functional.cross_entropy(model(x), y).backward()
+    with refused(lo.UnsupportedError, "model-not-supported", function.__name__, "setup_context"):
+        optimizer.step()
+    assert len(recorder.finish()) == 1
 
 
 class Counting(Net):

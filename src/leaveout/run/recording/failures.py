@@ -95,6 +95,69 @@ def moved_without_step(kind: str) -> UnsupportedError:
     )
 
 
+def input_drawn() -> UnsupportedError:
+    """Return the error for inputs that the loop made with random numbers, which are not recorded."""
+    return UnsupportedError(
+        "In the first step the model was given something else than the loader yielded, and random numbers were drawn "
+        "in between. If they went into it (mixup, noise, masking), this run cannot be scored: do that in the data set "
+        "or its collate function, or give recorder.step(ids, batch) what the model is given, with keep_batches=True.",
+        code="input-drawn",
+    )
+
+
+def pass_differs(*, compiled: bool, outside: bool) -> UnsupportedError:
+    """Return the error for a forward pass that gives something else when it is computed again from the record."""
+    if outside:
+        why = "it draws from numpy's or Python's generator, whose state is not recorded: draw from PyTorch's"
+    elif compiled:
+        why = (
+            "it was compiled, and compiled layers draw random numbers of their own: set "
+            "torch._inductor.config.fallback_random = True before compiling, or train without torch.compile"
+        )
+    else:
+        why = (
+            "it depends on something that is not recorded, such as a generator, counter or cache of its own: make it a "
+            "function of parameters, buffers, inputs and PyTorch's random generators"
+        )
+    return UnsupportedError(
+        f"The model's first forward pass gives other outputs when it is computed again: {why}. Otherwise this run "
+        "cannot be scored.",
+        code="pass-differs",
+    )
+
+
+def not_transformed(reason: str, names: list[str]) -> UnsupportedError:
+    """Return the error for a model that ``torch.func`` cannot differentiate."""
+    own = f", which has autograd functions of its own ({', '.join(names)})" if names else ""
+    cure = (
+        "Write what they do with PyTorch's own functions, or give them a setup_context and generate_vmap_rule = True."
+        if names
+        else "Leave what it names out of the forward pass."
+    )
+    return UnsupportedError(
+        f"torch.func cannot take the gradient of this model{own}: {reason}. This run cannot be scored. {cure}",
+        code="model-not-supported",
+    )
+
+
+def outputs_stay() -> UnsupportedError:
+    """Return the error for outputs that do not depend on the parameters that the model is called with."""
+    return UnsupportedError(
+        "The model's outputs do not follow its parameters when these are replaced (torch.func.functional_call), so "
+        "this run cannot be scored: let the forward pass read them from the module itself, not from copies elsewhere.",
+        code="outputs-do-not-follow",
+    )
+
+
+def rows_differ(ids: int, place: int, found: str) -> UnsupportedError:
+    """Return the error for a batch without a row for each of its examples."""
+    return UnsupportedError(
+        f"The first batch has {ids} examples, and its item {place} is {found}: such a run cannot be scored. Let the "
+        "loader's collate function return tensors alone, with a row for each example.",
+        code="rows-differ",
+    )
+
+
 def average_late(step: int) -> UnsupportedError:
     """Return the error for an average that was updated after its step had been written."""
     return UnsupportedError(

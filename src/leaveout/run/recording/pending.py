@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from leaveout._util.generators import RandomState
+from leaveout._util.trees import Params
+from leaveout.errors import LeaveoutError
 from leaveout.run.micro import Micro
 from leaveout.run.recording.first_pass import FirstPass
-from leaveout.run.recording.forwards import Forwards, random_of
+from leaveout.run.recording.forwards import Forwards, Pass, random_of
 from leaveout.run.recording.moving_buffers import MovingBuffers
 from leaveout.run.recording.noting import Noting
+from leaveout.run.seen import PASSES
 from leaveout.task import batches
 
 
@@ -27,6 +30,7 @@ class DrawnBatch(NamedTuple):
     random: RandomState | None = None
     denominator: float | None = None
     autocast: str | None = None
+    watched: bool = False
 
 
 class StepInputs(NamedTuple):
@@ -51,12 +55,19 @@ class Pending:
     Args:
         model: the model that is trained.
         moving: the model's moving buffers.
+        note: writes down what is seen of the loop.
         unused: called when a batch is drawn while the one before it, which was used, had no step yet.
         fresh: whether a new run begins, in which case its first forward pass is checked.
     """
 
     def __init__(
-        self, model: nn.Module, moving: MovingBuffers, unused: Callable[[], None], *, fresh: bool = True
+        self,
+        model: nn.Module,
+        moving: MovingBuffers,
+        note: Callable[[str, str], None],
+        unused: Callable[[], None],
+        *,
+        fresh: bool = True,
     ) -> None:
         self._unused = unused
         self._batches: list[DrawnBatch] = []
@@ -64,7 +75,10 @@ class Pending:
         self._moving = moving
         self._noting = Noting()
         self._params = [param for param in model.parameters() if param.requires_grad]
-        self._first_pass = FirstPass(model if fresh else None)
+        self._note = note
+        self._first_pass = FirstPass(model if fresh else None, note)
+        self._start: Params = {}
+        self._proof: Callable[[], LeaveoutError | None] = lambda: None
         self._forwards = Forwards(model, lambda: len(self._batches), moving.begin, self._forget_dropped)
 
     def __bool__(self) -> bool:
@@ -101,7 +115,8 @@ class Pending:
             self._unused()
             if self._without_gradients():
                 self._drop()
-        self._batches.append(DrawnBatch(ids, batch, self._noting(batch), self._forwards.state()))
+        self._first_pass.arrive()
+        self._batches.append(DrawnBatch(ids, batch, self._noting(batch), self._forwards.state(), watched=True))
 
     def _drop(self) -> None:
         """Forget the batches, or what their losses gave if their passes moved buffers, which stay moved."""
@@ -140,6 +155,10 @@ class Pending:
             Micro(len(batch.ids), random_of(own) if own else self._random_if_changed(batch), batch.denominator)
             for batch, own in zip(drawn, passes, strict=True)
         )
+        if self._first_pass.waits:
+            self._prove_later(drawn[0], passes[0])
+        if len(self._forwards.passes) > len(drawn):
+            self._note(PASSES, str(-(-len(self._forwards.passes) // len(drawn))))
         last = self._forwards.passes[-1] if self._forwards.passes else None
         inputs = StepInputs(
             ids=torch.cat([batch.ids for batch in drawn]) if len(drawn) > 1 else drawn[0].ids,
@@ -153,6 +172,21 @@ class Pending:
         )
         self.clear()
         return inputs
+
+    def _prove_later(self, drawn: DrawnBatch, passes: Sequence[Pass]) -> None:
+        """Have the first step's first pass proven once the step is recorded."""
+        self._first_pass.release()
+        first, state, start = (passes[0] if passes else None), drawn.random if drawn.watched else None, self._start
+        self._proof = lambda: self._first_pass.problem(first, drawn.ids, drawn.batch, state, start)
+
+    def begin(self, start: Params) -> None:
+        """Note the parameters and moving buffers before the first step."""
+        self._start = start
+
+    def problem(self) -> LeaveoutError | None:
+        """Return what keeps the first step, just taken, from being scored, as far as that shows without its loss."""
+        proof, self._proof, self._start = self._proof, lambda: None, {}
+        return proof()
 
     def broken(self) -> tuple[list[int], list[int]]:
         """Return all ids, and those of the examples that hold NaN or infinite values."""
@@ -170,6 +204,7 @@ class Pending:
     def clear(self) -> None:
         """Forget the batches: the step was taken, or there will be none."""
         self._batches, self._left = [], False
+        self._first_pass.forget()
         self._forwards.clear()
 
     def skip_check(self) -> None:

@@ -123,7 +123,7 @@ class Recorder:
         self._moving = MovingBuffers(model, None if self.before is None else tuple(self.before.manifest.buffers))
         if self.before is not None:
             self._take_up(self.before, restored=at is not None)
-        self._pending = Pending(called, self._moving, self._drawn_again, fresh=self.before is None)
+        self._pending = Pending(called, self._moving, self._writer.note, self._drawn_again, fresh=self.before is None)
         self._last = LastState(model, optimizer, self._params, self._state)
         self._forget = until_finished(self, self._writer, optimizer)
         self._others = OtherOptimizers(optimizer, self._params, self._moved_by_other, self._writer.note)
@@ -229,11 +229,10 @@ class Recorder:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if not self._hooks:
-            return
-        self._release()
-        self._cut = kind is not None
-        self._close(complete=not self._cut and self._steps > 0)
+        if self._hooks:
+            self._release()
+            self._cut = kind is not None
+            self._close(complete=not self._cut and self._steps > 0)
 
     def _take_up(self, run: Run, *, restored: bool) -> None:
         """Continue a run: restore everything to where it was cut short, or check that the loop has done so."""
@@ -341,6 +340,7 @@ class Recorder:
         averaged = self._average.follow(self._params, moving)
         start = {**start, PARAM: {**start[PARAM], **self._moving.start()}, **self._average.state()}
         self._storage.begin(start)
+        self._pending.begin(start[PARAM])
         manifest = described(self._model, self._rule, self._params, moving, self._loaders.size)
         try:
             self._writer.begin(replace(manifest, averaged=averaged), start)
@@ -374,6 +374,7 @@ class Recorder:
         except OSError as error:
             self._give_up(error)
         self._average.stepped()
+        self._problems.say(self._pending.problem() if self._steps == 1 else None)
 
     def _settle(self) -> None:
         """Record what the loop has done since the last step: to its gradients, and to its average."""
@@ -387,12 +388,9 @@ class Recorder:
 
     def _stop_at_nan(self) -> None:
         broken = [name for name, param in self._params.items() if not torch.isfinite(param).all()]
-        if not broken:
-            return  # large finite values whose sum overflows
-        self._release()
-        self._cut = True
-        self._close(complete=False)
-        raise failures.not_finite(self._steps, broken[0], *self._pending.broken())
+        if broken:  # otherwise they are large finite values whose sum overflows
+            self.__exit__(FloatingPointError)
+            raise failures.not_finite(self._steps, broken[0], *self._pending.broken())
 
     def _state(self, copied: Sequence[Piece] = ()) -> State:
         state = state_of(self._optimizer, self._rule, self._params, copied)
