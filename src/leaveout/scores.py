@@ -62,7 +62,7 @@ class Scores(Comparable):
     ``run_fingerprint`` the run, to compare with other scores; ``groups`` says which examples the rows leave out, if
     they are groups; ``spread`` is the standard deviation over several runs, if these are averages (``lo.average``);
     ``precision`` is that of the computation: the parameters' dtype and, if the training ran under ``torch.autocast``,
-    its dtype too.
+    its dtype too; ``held`` says what of the training is held as it happened, though it may depend on the parameters.
 
     >>> scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (0, 1, 2), ("mean",), "ACC")
     >>> scores.harmful(1), scores.helpful(2)
@@ -83,6 +83,7 @@ class Scores(Comparable):
     run_fingerprint: int | None = None
     spread: Float[Tensor, "train query"] | None = None
     precision: str = ""
+    held: str = ""
 
     @property
     def mixed(self) -> str:
@@ -148,7 +149,8 @@ class Scores(Comparable):
             trust = f"{exact} of {len(self.train_ids)} scores are exact replays, the others are estimates"
         else:
             trust = "These are estimates; verify compares them with exact replays"
-        return f"{'. '.join(part[:1].upper() + part[1:] for part in (trust, self.mixed, self.sign) if part)}."
+        parts = [part for part in (trust, self.mixed, self.held, self.sign) if part]
+        return f"{'. '.join(part[:1].upper() + part[1:] for part in parts)}."
 
     def _repr_html_(self) -> str:
         count, values = len(self.train_ids), self.mean().tolist()
@@ -359,12 +361,10 @@ class Scores(Comparable):
             "groups": self.groups,
             "run_fingerprint": self.run_fingerprint,
             "precision": self.precision,
+            "held": self.held,
         }
-        tensors = {"values": self.values}
-        if self.exact is not None:
-            tensors["exact"] = self.exact
-        if self.spread is not None:
-            tensors["spread"] = self.spread
+        given = {"values": self.values, "exact": self.exact, "spread": self.spread}
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
         tensors |= {f"displacements/{name}": tensor for name, tensor in (self.displacements or {}).items()}
         save_sealed(path, tensors, facts)
         return path
@@ -392,6 +392,7 @@ class Scores(Comparable):
                 facts.get("run_fingerprint"),
                 tensors.get("spread"),
                 facts.get("precision", ""),
+                facts.get("held", ""),
             )
         except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RunError(

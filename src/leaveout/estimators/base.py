@@ -140,6 +140,7 @@ class Estimator(ABC):
             sign=OWN_SIGN,
             unit=unit_of(task.measure) or UNIT if self.unit == UNIT else self.unit,
             precision=run.precision,
+            held=run.held,
             run_fingerprint=run.fingerprint,
         )
 

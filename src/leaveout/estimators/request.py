@@ -152,6 +152,7 @@ class Request:
             groups=self.left_out.named(),
             run_fingerprint=self.trajectory.run.fingerprint,
             precision=self.trajectory.run.precision,
+            held=self.trajectory.run.held,
         )
 
 

@@ -66,6 +66,7 @@ def average(scores: Sequence[Scores]) -> Scores:
         unit=first.unit,
         groups=first.groups,
         precision=first.precision,
+        held=first.held,
         spread=stack.std(0),
     )
 

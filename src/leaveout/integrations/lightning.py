@@ -158,6 +158,7 @@ class RecorderCallback(Callback):
         if options.get("keep_batches") is None:
             options["keep_batches"] = is_random(loader.dataset, loader.collate_fn)
         self._recorder = Recorder(self._path, pl_module, trainer.optimizers[0], **options)
+        self._recorder.takes_loaders_batches()
 
     def on_train_batch_start(self, trainer: Trainer, _module: LightningModule, batch: Any, _idx: int) -> None:
         """Tell the recorder which batch comes next."""

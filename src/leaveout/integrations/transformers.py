@@ -165,6 +165,7 @@ class RecorderCallback(TrainerCallback):
         if options.get("keep_batches") is None:
             options["keep_batches"] = is_random(loader.dataset, loader.collate_fn)
         self._recorder = Recorder(self._path, self._model, kwargs["optimizer"], **options)
+        self._recorder.takes_loaders_batches()
         setattr(self._adapter, INNER, self._tap)
         if state.global_step > 0:
             self._skipping = Skipping(self._adapter, self._follow)

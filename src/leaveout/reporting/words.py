@@ -74,7 +74,8 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
         return f"{scores.method} ranked {whose} by its effect on {what}, measured in {scores.unit}."
     how = "measured by exact replays" if scores.all_exact else "estimated"
     mixed = f" Mixed precision: {scores.mixed}." if scores.mixed else ""
-    return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out of training.{mixed}"
+    held = f" {scores.held}." if scores.held else ""
+    return f"{scores.method} {how}, for {whose}, how {what} would change had it been left out of training.{mixed}{held}"
 
 
 def outcome(

@@ -32,6 +32,7 @@ from leaveout.run.manifest import AGAIN, INITIAL, Manifest, check_config, read_m
 from leaveout.run.micro import AFTER, MODES, SCALES, micro_of
 from leaveout.run.record import Record
 from leaveout.run.remote import local, source
+from leaveout.run.seen import held
 from leaveout.run.shard_reader import load, read_shard
 
 
@@ -100,6 +101,11 @@ class Run:
         rows = [("steps", len(self)), ("epochs", last.epoch + 1), ("optimizer", self.rule.kind), ("batches", batches)]
         rows.append(("states kept", kept))
         return notebook.card(f"Run {self.path}", (), ("", ""), rows)
+
+    @property
+    def held(self) -> str:
+        """What of the kept batches is held as it happened, in a sentence; empty if they cannot depend on parameters."""
+        return held(self.manifest.seen)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self)} steps of {self.rule.kind})"

@@ -29,7 +29,7 @@ DEPENDS = "depends"
 
 
 def held(seen: Mapping[str, str]) -> str:
-    """Say what is held as it happened, in a sentence; an empty string if kept batches cannot depend on parameters.
+    """Say what is held as it happened, in a sentence without its full stop; nothing if that is nothing.
 
     >>> held({}), held({BY_LOOP: "yes"})[:52]
     ('', 'Kept batches are held as the loop gave them: where th')
@@ -45,12 +45,12 @@ def held(seen: Mapping[str, str]) -> str:
     if sure:
         return (
             f"Kept batches are held as they happened: they hold {sure}, which depends on the parameters and does not "
-            "change when an example is left out."
+            "change when an example is left out"
         )
-    noticed = f" There were {' and '.join(signs)}, which such batches come with." if signs else ""
+    noticed = f". There were {' and '.join(signs)}, which such batches come with" if signs else ""
     return (
         "Kept batches are held as the loop gave them: where they depended on the parameters (carried state, "
-        f"adversarial inputs, generated samples), they do not change when an example is left out.{noticed}"
+        f"adversarial inputs, generated samples), they do not change when an example is left out{noticed}"
     )
 
 

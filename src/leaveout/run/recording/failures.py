@@ -95,6 +95,15 @@ def moved_without_step(kind: str) -> UnsupportedError:
     )
 
 
+def batch_not_given() -> InputError:
+    """Return the error for a step without its batch, which was to be kept."""
+    return InputError(
+        "keep_batches=True keeps what the loop trains on, and this step's batch is not given: call "
+        "recorder.step(ids, batch).",
+        code="batch-not-given",
+    )
+
+
 def input_drawn() -> UnsupportedError:
     """Return the error for inputs that the loop made with random numbers, which are not recorded."""
     return UnsupportedError(

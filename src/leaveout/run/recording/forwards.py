@@ -79,6 +79,8 @@ class Forwards:
         self._modes: list[bool] = []
         self._training: tuple[str, ...] = ()
         self.passes: list[Pass] = []
+        self.aside = False
+        """Whether the model was called without gradients while a batch waited for its step."""
         self._within: str | None = None
         self._hooks = [
             model.register_forward_pre_hook(MethodHook(self._before)),
@@ -104,7 +106,9 @@ class Forwards:
         return str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None
 
     def _before(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not _ASIDE:
+        if not torch.is_grad_enabled():
+            self.aside = self.aside or self._drawn() > 0
+        elif not _ASIDE:
             if self.passes:
                 self._before_later()
             if not self.passes:

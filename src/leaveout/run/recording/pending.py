@@ -13,11 +13,13 @@ from leaveout._util.generators import RandomState
 from leaveout._util.trees import Params
 from leaveout.errors import LeaveoutError
 from leaveout.run.micro import Micro
+from leaveout.run.recording import failures
 from leaveout.run.recording.first_pass import FirstPass
 from leaveout.run.recording.forwards import Forwards, Pass, random_of
 from leaveout.run.recording.moving_buffers import MovingBuffers
 from leaveout.run.recording.noting import Noting
-from leaveout.run.seen import PASSES
+from leaveout.run.recording.results import Results
+from leaveout.run.seen import ASIDE, BY_LOOP, DEPENDS, PASSES
 from leaveout.task import batches
 
 
@@ -78,6 +80,8 @@ class Pending:
         self._note = note
         self._first_pass = FirstPass(model if fresh else None, note)
         self._start: Params = {}
+        self.from_loader = False
+        self._results = Results(model)
         self._proof: Callable[[], LeaveoutError | None] = lambda: None
         self._forwards = Forwards(model, lambda: len(self._batches), moving.begin, self._forget_dropped)
 
@@ -166,12 +170,24 @@ class Pending:
             micro=micro,
             training=self._forwards.training() if last is None else last.training,
             after=self._forwards.state() if any(part.random for part in micro) else None,
-            batches=tuple(batch.batch for batch in drawn) if keep_batches else (),
+            batches=tuple(map(self._kept, drawn)) if keep_batches else (),
             autocast=self.autocast,
             unhashed=[leaf for batch in drawn for leaf in batch.unhashed],
         )
         self.clear()
         return inputs
+
+    def _kept(self, drawn: DrawnBatch) -> Any:
+        """Return a batch to keep, and note what shows that it depends on the parameters."""
+        if drawn.batch is None:
+            raise failures.batch_not_given()
+        if not drawn.watched and not self.from_loader:
+            self._note(BY_LOOP, "yes")
+            if sign := self._results.sign(drawn.batch):
+                self._note(DEPENDS, sign)
+            if self._forwards.aside:
+                self._note(ASIDE, "yes")
+        return batches.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, drawn.batch)
 
     def _prove_later(self, drawn: DrawnBatch, passes: Sequence[Pass]) -> None:
         """Have the first step's first pass proven once the step is recorded."""
@@ -205,6 +221,7 @@ class Pending:
         """Forget the batches: the step was taken, or there will be none."""
         self._batches, self._left = [], False
         self._first_pass.forget()
+        self._results.turn()
         self._forwards.clear()
 
     def skip_check(self) -> None:
@@ -214,6 +231,7 @@ class Pending:
     def release(self) -> None:
         """Remove all hooks from the model."""
         self._forwards.release()
+        self._results.release()
         self._first_pass.release()
 
     def _without_gradients(self) -> bool:

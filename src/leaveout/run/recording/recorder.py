@@ -195,6 +195,10 @@ class Recorder:
         """Say that the task will call the model in another way: its current autograd functions do not matter."""
         self._pending.skip_check()
 
+    def takes_loaders_batches(self) -> None:
+        """Say that the batches given to ``step`` are those of a loader, which do not depend on the parameters."""
+        self._pending.from_loader = True
+
     def flush(self) -> None:
         """Write what is recorded so far; call it at each checkpoint, so that ``resume=steps`` can continue from it."""
         if not self._hooks or self._steps == 0:
@@ -290,7 +294,6 @@ class Recorder:
         self._hooks = []
 
     def _drawn_again(self) -> None:
-        """Say if the parameters moved since the last step, though a batch is drawn after one without a step."""
         if self._last.drifts():
             self.problems.say(failures.moved_without_step(self._rule.kind))
 
@@ -381,9 +384,8 @@ class Recorder:
         if self._writer.settle(self._last.final):
             self._storage.note_in_place_writes()
         update = self._average.updates(first=self._steps == 0)
-        if update is None or self._steps == 0:
-            return
-        if not self._writer.amend(update, self._average.state()) and update.added:
+        late = update and self._steps and not self._writer.amend(update, self._average.state())
+        if update and late and update.added:
             raise failures.average_late(self._steps - 1)
 
     def _stop_at_nan(self) -> None:
