@@ -107,7 +107,7 @@ class Forwards:
 
     def _before(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
-            self.aside = self.aside or self._drawn() > 0
+            self.aside = self.aside or (not _ASIDE and self._drawn() > 0)
         elif not _ASIDE:
             if self.passes:
                 self._before_later()

@@ -377,7 +377,7 @@ class Recorder:
         except OSError as error:
             self._give_up(error)
         self._average.stepped()
-        self._problems.say(self._pending.problem() if self._steps == 1 else None)
+        self.problems.say(self._pending.problem() if self._steps == 1 else None)
 
     def _settle(self) -> None:
         """Record what the loop has done since the last step: to its gradients, and to its average."""
