@@ -166,3 +166,37 @@ def test_a_compiled_model_with_dropout_is_told_so(tmp_path):
     torch._dynamo.reset()
     with torch._inductor.config.patch(fallback_random=True):
         train(tmp_path / "run", model, called=torch.compile(model))
+
+
+SEEN = {
+    "attack": (lambda model, x, y: attacked(model, x, y), "2 forward passes for a batch"),
+    "drawn": (lambda _model, x, _y: x + torch.randn_like(x), "with random numbers drawn in between"),
+    "scaled": (lambda _model, x, _y: 3 * x.flip(1), "a forward= that makes the same"),
+    "loss": (lambda _model, x, _y: x, "Is the loss, l2 or a class weight another"),
+}
+
+
+def attacked(model, x, y):
+    x = x.clone().requires_grad_()
+    nn.functional.cross_entropy(model(x), y).backward()
+    model.zero_grad()
+    return (x + x.grad.sign()).detach()
+
+
+@pytest.mark.parametrize("what", SEEN)
+@pytest.mark.filterwarnings("ignore::leaveout.LeaveoutWarning")
+def test_a_step_that_does_not_follow_is_answered_from_what_was_seen(what, tmp_path):
+    prepare, words = SEEN[what]
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lo.Recorder(tmp_path / "run", model, optimizer) as recorder:
+        for x, y in recorder.watch(DataLoader(DATA, 4)):
+            given = prepare(model, x, y)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(given), y, label_smoothing=0.3 * (what == "loss")).backward()
+            optimizer.step()
+    with refused(lo.MismatchError, "step-does-not-follow", words) as caught:
+        lo.SGDIE().score(lo.open_run(tmp_path / "run"), lo.Task(Net(), nn.CrossEntropyLoss(), DATA), DATA)
+    assert sum(words in str(caught.value) for _, words in SEEN.values()) == 1
+    assert "skipped batches" not in str(caught.value)

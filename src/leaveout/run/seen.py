@@ -54,32 +54,37 @@ def held(seen: Mapping[str, str]) -> str:
     )
 
 
-def open_questions(seen: Mapping[str, str]) -> list[str]:
-    """Return what a step that does not follow leaves to be asked of the loop, given what was seen of it."""
-    asked = []
+def causes(seen: Mapping[str, str]) -> list[str]:
+    """Return what was seen of the loop that can make a step end elsewhere, each with what to do.
+
+    >>> causes({GIVEN: YIELDED}), [cause[:28] for cause in causes({PASSES: "2"})]
+    ([], ['a step had 2 forward passes '])
+    """
+    found = []
     if seen.get(GIVEN) == DRAWN:
-        asked.append(
-            "the model was given something else than the loader yielded, drawn at random in the loop (mixup, noise, "
-            "masking): do it in the data set or its collate function, so that it is recorded with the batch"
+        found.append(
+            "the model was given something else than the loader yielded, with random numbers drawn in between (mixup, "
+            "noise, masking): do that in the data set or its collate function, or give recorder.step(ids, batch) what "
+            "the model is given, with keep_batches=True"
         )
     elif seen.get(GIVEN) == OTHERWISE:
-        asked.append(
-            "the model was given something else than the loader yielded: give the Task a forward= that makes the same "
-            "of the batch"
+        found.append(
+            "the model was given something else than the batch that was recorded: if other examples were part of it, "
+            "record them all; if the loop prepared it, give the Task a forward= that makes the same of a batch"
         )
     if PASSES in seen:
-        asked.append(
+        found.append(
             f"a step had {seen[PASSES]} forward passes for a batch (an attack, SAM, two views): give the Task a "
-            "forward= that makes them all, or record the inputs of the last one by recorder.step(ids, batch) and "
+            "forward= that makes them all, or give recorder.step(ids, batch) what the last one is given, with "
             "keep_batches=True"
         )
     if COMPILED in seen:
-        asked.append(
-            "the model was compiled, and compiled layers draw random numbers of their own: set "
-            "torch._inductor.config.fallback_random = True, or train uncompiled, if it has dropout"
+        found.append(
+            "the model was compiled, and compiled layers draw random numbers of their own: if it has dropout, set "
+            "torch._inductor.config.fallback_random = True, or train without torch.compile"
         )
     if OTHER in seen:
-        asked.append(f"another optimizer stepped too ({seen[OTHER]}): did it move what the loss is computed from?")
-    if GIVEN not in seen:
-        asked.append("was the model given what the data set holds, or was it changed in the loop?")
-    return asked
+        found.append(
+            f"another optimizer ({seen[OTHER]}) took steps: what it moves must be part of the batch, not of the loss"
+        )
+    return found

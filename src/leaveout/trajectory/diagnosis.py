@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.optim import IDLE, STILL, Hyper, Rule
+from leaveout.run.seen import GIVEN, causes
 from leaveout.trajectory.recorded_step import RecordedStep
 
 CLIPS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -48,7 +49,10 @@ def consumed_gradient(rule: Rule, before: State, after: State, hypers: list[Hype
 
 
 def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
-    """Describe the difference, with likely causes in order, and what to do."""
+    """Describe the difference, with likely causes in order, and what to do.
+
+    What was seen of the loop comes first if it alone explains the difference, and else before what remains to be asked.
+    """
     hypers, buffers, clip = recorded.record.hypers, rule.assigned, rule.clip
     received = rule.received(recomputed, hypers)
     clipped = rule.clipped(received)
@@ -78,7 +82,7 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
             "The gradient that was used is the recomputed one before clipping: the loop did not clip it. Give the Task "
             "no clip_norm or clip_value, or the ones of the loop."
         )
-    return _compared(used, clipped, len(recorded.record.ids), _divisor(recorded)) + _hooks(recorded.trained.model)
+    return _compared(used, clipped, recorded) + _hooks(recorded.trained.model)
 
 
 def _hooks(model: nn.Module) -> str:
@@ -100,13 +104,8 @@ def _only(rule: Rule, state: State) -> State:
     return {slot: {name: params[name] for name in rule.groups} for slot, params in state.items()}
 
 
-def _compared(used: Params, recomputed: Params, examples: int, divisor: int = 1) -> str:
-    """Compare the directions and lengths of the two gradients, in words.
-
-    >>> g = {"w": torch.tensor([3.0, 4.0])}
-    >>> _compared({"w": g["w"] / 4}, g, 8)[:106]
-    'The gradient that was used has the direction of the recomputed one (cosine 1.0000), its length is 0.25 tim'
-    """
+def _compared(used: Params, recomputed: Params, recorded: RecordedStep) -> str:
+    """Compare the directions and lengths of the two gradients, in words."""
     length, expected = norm(used), norm(recomputed)
     if length == 0 or expected == 0:
         which = "that was used" if length == 0 else "computed again"
@@ -116,20 +115,36 @@ def _compared(used: Params, recomputed: Params, examples: int, divisor: int = 1)
     start = "The gradient that was used "
     if cosine < -0.999:
         return f"{start}points the other way (cosine {cosine:.4f}): was the loss maximised? {REMEDY}"
-    if cosine < 0.2:
-        return (
-            f"{start}has little in common with the recomputed one (cosine {cosine:.2f}): is it another model, other "
-            "data, another order of examples, or another loss? Give the Task what was trained."
-        )
     if cosine < 0.999:
-        return (
-            f"{start}has only partly the direction of the recomputed one (cosine {cosine:.3f}, {ratio:.3g} times as "
-            "long): were other examples part of the step (skipped batches), were gradients clipped by value, were "
-            "micro-batches or tokens counted otherwise, was the forward pass random by other means than PyTorch's "
-            f"generators, or is the loss, l2 or a class weight another? {REMEDY}"
-        )
+        how = "little in common with" if cosine < 0.2 else "only partly the direction of"
+        what = f"{start}has {how} the recomputed one (cosine {cosine:.3f}, {ratio:.3g} times as long)."
+        return f"{what} {_asked(recorded, alike=cosine >= 0.2)}"
     start += f"has the direction of the recomputed one (cosine {cosine:.4f}), its length is {ratio:.3g} times: "
-    return f"{start}{_length_cause(length, ratio, examples, divisor)} {REMEDY}"
+    cause = _length_cause(length, ratio, len(recorded.record.ids), _divisor(recorded))
+    return f"{start}{cause} {REMEDY}"
+
+
+def _asked(recorded: RecordedStep, *, alike: bool) -> str:
+    """Name what was seen of the loop that leads elsewhere; if nothing was, ask what a record leaves open."""
+    found = causes(recorded.seen)
+    if found:
+        return "While it was recorded, " + "; ".join(found) + "."
+    if not alike:
+        return (
+            "Is it another model, other data, another order of examples, or another loss? Give the Task what was "
+            "trained."
+        )
+    several = ", were micro-batches counted otherwise" if len(recorded.record.parts) > 1 else ""
+    unseen = (
+        ""
+        if GIVEN in recorded.seen  # then its first forward pass was proven
+        else ", were other examples part of the step (skipped batches), or did the forward pass draw by other means "
+        "than PyTorch's generators"
+    )
+    return (
+        f"Is the loss, l2 or a class weight another, was the mean taken over tokens or weights, or were gradients "
+        f"clipped by value{several}{unseen}? {REMEDY}"
+    )
 
 
 def _length_cause(length: float, ratio: float, examples: int, divisor: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from leaveout._util.trees import Params, State
 from leaveout.run.record import Record
@@ -17,6 +18,7 @@ class RecordedStep:
     ``params`` are all parameters before the step, even if the states hold only chosen ones. ``task`` is the task in the
     modes of this step, for derivatives; ``trained`` is the same with the rounding of mixed precision, for values.
     ``exact`` is false if the states are interpolated, so that one does not lead to the other.
+    ``seen`` is what was seen of the loop besides its steps.
     """
 
     record: Record
@@ -27,3 +29,4 @@ class RecordedStep:
     task: Task
     trained: Task
     exact: bool = True
+    seen: Mapping[str, str] = field(default_factory=dict)

@@ -310,7 +310,8 @@ class Trajectory:
         view = self._modes.of(record)
         batch = self._batch(record, before[PARAM])
         states = (self._of_task(before), self._of_task(after))
-        return RecordedStep(record, *states, batch, before[PARAM], view.task, view.trained, self.run.exact)
+        seen = self.run.manifest.seen
+        return RecordedStep(record, *states, batch, before[PARAM], view.task, view.trained, self.run.exact, seen)
 
     def trained_at(self, record: Record) -> Task:
         """Return the task in the modes of a step, with the rounding of mixed precision."""

@@ -19,7 +19,7 @@ from leaveout.run.recording.forwards import Forwards, Pass, random_of
 from leaveout.run.recording.moving_buffers import MovingBuffers
 from leaveout.run.recording.noting import Noting
 from leaveout.run.recording.results import Results
-from leaveout.run.seen import ASIDE, BY_LOOP, DEPENDS, PASSES
+from leaveout.run.seen import ASIDE, BY_LOOP, COMPILED, DEPENDS, PASSES
 from leaveout.task import batches
 
 
@@ -78,6 +78,8 @@ class Pending:
         self._noting = Noting()
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._note = note
+        if hasattr(model, "_orig_mod"):
+            note(COMPILED, "yes")
         self._first_pass = FirstPass(model if fresh else None, note)
         self._start: Params = {}
         self.from_loader = False
