@@ -126,8 +126,8 @@ def pass_differs(*, compiled: bool, outside: bool) -> UnsupportedError:
     else:
         why = (
             "it depends on something that is not recorded (a generator, counter or cache of its own), or parameters "
-            "were changed between the pass and the step: make it a function of parameters, buffers, inputs and PyTorch's "
-            "random generators, and leave parameters to the optimizer"
+            "were changed between the pass and the step: make it a function of parameters, buffers, inputs and "
+            "PyTorch's random generators, and leave parameters to the optimizer"
         )
     return UnsupportedError(
         f"The model's first forward pass gives other outputs when it is computed again: {why}. Otherwise this run "

@@ -81,8 +81,9 @@ class FirstPass:
             hook.remove()
         self._hooks = []
 
-    def _before(self, _model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._given is None and torch.is_grad_enabled():
+    def _before(self, _model: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        # Libraries that move hooks to another module forget that some want keywords: then the inputs are not known.
+        if self._given is None and torch.is_grad_enabled() and kwargs is not None:
             self._state = _unrecorded_state()
             self._between = self._arrived is not None and self._arrived != self._state
             self._given = _copied((args, kwargs))
