@@ -23,6 +23,7 @@ step_check damage sweep_checkpoints which_weights layers memory plan models_work
 """Files that begin first, so that all processes end at about the same time; the others follow in any order."""
 
 LONGEST_REST = """
+random_programs
 memory soak engine layers plan integrations_transformers estimators transports examples docs tracing family reproduce
 layout data shards commands every_kind resume models_work integrations_trl scaling end_to_end recorder trajectory
 real_runs truth_experiments optimizers

@@ -70,9 +70,8 @@ class Hessian(CurvatureMap):
         if form is Form.FORWARD_REVERSE:
             value = task.gradient(params, ones(params, batch), batch)
             return value, task.over(lambda vector: pushed(task, params, batch, vector)[1:])(vectors)
-        value, pull = pullback(lambda w: task.gradient(params, w, batch), ones(params, batch))
-        back = transposed(task, params, batch)
-        return value, task.over(lambda vector: (back(vector), pull(vector)[0]))(vectors)
+        value = task.gradient(params, ones(params, batch), batch)
+        return value, task.over(transposed(task, params, batch))(vectors)
 
     def changes(
         self, task: Task, params: Params, batch: Batch, vectors: Params, weights: Tensor, added: Tensor
@@ -84,6 +83,9 @@ class Hessian(CurvatureMap):
             return task.gradient({**params, **q}, w, batch)
 
         def one(vector: Params, w: Tensor, change: Tensor) -> Params:
+            if form is Form.REVERSE_REVERSE and task.coupled:  # neither symmetric nor linear in the weights
+                here, pull = pullback(slope, task.variables(params), w)
+                return pullback(pull, each(torch.zeros_like, here))[1]((vector, change))[0]
             if form is Form.REVERSE_REVERSE:
                 _, pull = pullback(lambda q: slope(q, w), task.variables(params))
                 return each(torch.add, pull(vector)[0], slope(task.variables(params), change))
@@ -193,16 +195,18 @@ def pushed(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Pa
     return values[0], changes[0], changes[1] / size
 
 
-def transposed(task: Task, params: Params, batch: Batch) -> Callable[[Params], Params]:
-    """Return u ↦ Jᵀ·u, as the transpose of v ↦ J·v with gradients stopped once."""
-    units = ones(params, batch)
+def transposed(task: Task, params: Params, batch: Batch) -> Callable[[Params], tuple[Params, Tensor]]:
+    """Return u ↦ Jᵀ·u and ⟨u, g(z)⟩/|Z|, as the transpose of the derivative of ḡ with gradients stopped once.
 
-    def push(vector: Params) -> Params:
+    That is its derivative in the weights too: a stopped value may depend on them, by statistics of the batch.
+    """
+    here, units = task.variables(params), ones(params, batch)
+
+    def push(vector: Params, change: Tensor) -> Params:
         with Elementary(), Passing():
-            return jvp(lambda q: task.gradient({**params, **q}, units, batch), (task.variables(params),), (vector,))[1]
+            return jvp(lambda q, w: task.gradient({**params, **q}, w, batch), (here, units), (vector, change))[1]
 
-    _, pull = pullback(push, each(torch.zeros_like, task.variables(params)))
-    return lambda vector: pull(vector)[0]
+    return pullback(push, each(torch.zeros_like, here), torch.zeros_like(units))[1]
 
 
 def _along(task: Task, function: Callable, at: Any, vector: Any) -> Any:

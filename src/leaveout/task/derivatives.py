@@ -103,8 +103,7 @@ def _product(task: Task, form: Form, params: Params, batch: Batch, vector: Param
         units = ones(params, batch)
         value, pull = pullback(lambda q, w: task.gradient({**params, **q}, w, batch), task.variables(params), units)
         return (value, *pull(vector))
-    value, pull = pullback(lambda w: task.gradient(params, w, batch), ones(params, batch))
-    return value, transposed(task, params, batch)(vector), pull(vector)[0]
+    return (task.gradient(params, ones(params, batch), batch), *transposed(task, params, batch)(vector))
 
 
 def _slope(task: Task, params: Params, batch: Batch, vector: Params) -> tuple[Params, Tensor]:
@@ -173,6 +172,9 @@ def weight_products(
         return each(lambda t: t.mean(0), gradients), inner(vectors, gradients) / size_of(batch)
 
     def products(p: Params, b: Batch, v: Params) -> tuple[Params, Tensor]:
+        if task.coupled and task.abilities.vectors is Form.TRANSPOSED:
+            value, (_, reads) = HESSIAN.products(task, p, b, v)
+            return value, reads
         value, pull = pullback(lambda w: task.gradient(p, w, b), ones(p, b))
         return value, task.over(lambda vector: pull(vector)[0])(v)
 

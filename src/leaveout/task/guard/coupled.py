@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from leaveout._util.trees import Params, distance, each, norm, sum_of
 from leaveout.errors import LeaveoutError, first_line
@@ -20,7 +21,7 @@ from leaveout.task import batches
 from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
 from leaveout.task.forms import COUPLED, Abilities, Form
-from leaveout.task.guard.differences import MISSING, Difference, difference, like, padding_rows
+from leaveout.task.guard.differences import MISSING, Difference, difference, inner, like, padding_rows
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def _fallbacks(abilities: Abilities) -> list[dict[str, Any]]:
         {},
         {"vmap": False},
         {"stacks": False},
-        {**batched, "vector": Form.TRANSPOSED, "vectors": Form.TRANSPOSED},
+        {**batched, "changes": Form.REVERSE_REVERSE},
+        {"vmap": False},
+        {**batched, "changes": abilities.changes, "vector": Form.TRANSPOSED, "vectors": Form.TRANSPOSED},
         {"vmap": False},
         {"changes": Form.THROUGH},
         {"changes": None},
@@ -126,7 +129,7 @@ def _differs(
     if measured is None:
         return None
     stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.variables(at)}
-    _, curved, _ = batch_products(task, at, batch, stack)
+    _, curved, reads = batch_products(task, at, batch, stack)
     for which in (0, 1):
         if not measured.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
             return "pull-back"
@@ -135,7 +138,22 @@ def _differs(
         _, pushed = weighted_changes(task, at, batch, (stack, ones, torch.zeros_like(ones)))
         if not measured.agrees(each(lambda t: t[0], pushed), 0):
             return "derivative along a vector"
-    return None
+    return None if _reads_right(task, at, batch, measured, reads) else "derivative in the weights"
+
+
+def _reads_right(task: Task, at: Params, batch: TrainingBatch, measured: Difference, reads: Tensor) -> bool:
+    """Compare the derivative in the examples' weights with differences of the gradient."""
+    step = 1e-5 if task.is_wide else 1e-2
+    change = torch.linspace(-1, 1, reads.shape[1], dtype=reads.dtype, device=reads.device)
+    weights = 1 + step * torch.stack([change, -change])
+    moved = stacked_gradients(task, each(lambda t: torch.stack([t, t]), at), weights, batch)
+    slope = each(lambda t: (t[0] - t[1]) / (2 * step), moved)
+    scale = norm(slope) + 1e-3 * norm(measured.gradient)
+    near = 1e-5 if task.is_wide else 2e-2
+    return all(
+        abs(float(own @ change) - inner(slope, u)) <= near * norm(u) * scale
+        for own, u in zip(reads, measured.directions, strict=True)
+    )
 
 
 def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Params], Params]:
