@@ -428,9 +428,9 @@ def test_examples_that_cannot_be_joined_or_read() -> None:
     for odd in ((torch.zeros(3), torch.tensor(1)), (torch.zeros(4), None), (torch.zeros(4),), {"x": torch.zeros(4)}):
         with refused(lo.InputError, "examples-do-not-join", "[0, 1]", "collate="):
             task_of(network(), Listed([fine, odd]))
-        late = task_of(network(), Listed([fine] * 3 + [odd]))
-        with refused(lo.InputError, "examples-do-not-join", "[2, 3]", "collate="):
-            late.read([2, 3])
+        late = task_of(network(), Listed([fine] * 30 + [odd]))
+        with refused(lo.InputError, "examples-do-not-join", "[29, 30]", "collate="):
+            late.read([29, 30])
 
     def broken(rows: list) -> Any:
         raise KeyError("labels")
