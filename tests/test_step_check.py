@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.evaluate.dynamics import dynamics
 from leaveout.trajectory.diagnosis import consumed_gradient
 from leaveout.trajectory.step_check import StepCheck
 from leaveout.trajectory.trajectory import Trajectory
@@ -216,3 +217,38 @@ def test_gradients_that_are_rounding_noise_follow(optimizer: str, tmp_path: Path
         task = lo.Task(model, nn.MSELoss(), data)
         for method in (lo.SGDIE(), lo.Replay((0, 1))):
             assert torch.isfinite(method.score(run, task, data).values).all()
+
+
+def with_classes(path: Path, optimizer: str, keep: str | int) -> tuple[lo.Run, lo.Task, nn.Module, TensorDataset]:
+    order = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(SIZE, 4, generator=order), torch.randint(3, (SIZE,), generator=order))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    task = lo.Task(model, nn.CrossEntropyLoss(), data)
+    run = lo.train(task, OPTIMIZERS[optimizer](model), 6, 6, 0, path / "run", keep=keep)
+    return run, task, model, data
+
+
+@pytest.mark.parametrize("keep", ["all", 5])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda run, task, data: lo.AdamIE().score(run, task, data),
+        lambda run, task, data: lo.InfluenceFunction(damping=1.0).score(run, task, data),
+        lambda run, task, data: lo.TracIn(checkpoints="epochs").score(run, task, data),
+        lambda run, task, data: lo.TracIn(learning_rate=False).score(run, task, data),
+        lambda run, task, data: lo.labels(run, task, folds=None),
+        lambda run, task, data: dynamics(run, task),
+    ],
+    ids=["AdamIE", "InfluenceFunction", "TracIn at epochs", "TracIn without rate", "labels", "dynamics"],
+)
+def test_methods_that_pass_no_steps_check_some(tmp_path, ask, keep):
+    """A wrong loss and a wrong activation are refused by every method, even where it takes only the last state."""
+    run, task, model, data = with_classes(tmp_path, "adam", keep)
+    ask(run, task, data)
+    smoothed = lo.Task(model, nn.CrossEntropyLoss(label_smoothing=0.2), data)
+    with refused(lo.MismatchError, "step-does-not-follow"):
+        ask(run, smoothed, data)
+    other = nn.Sequential(model[0], nn.ReLU(), model[2])
+    with refused(lo.MismatchError, "step-does-not-follow"):
+        ask(run, lo.Task(other, nn.CrossEntropyLoss(), data), data)

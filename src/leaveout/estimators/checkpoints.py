@@ -46,6 +46,7 @@ class Checkpoint:
 def checkpoints(request: Request) -> Iterator[Checkpoint]:
     """Yield the ends of all epochs; a run whose loop did not mark epochs has one."""
     trajectory = request.trajectory
+    trajectory.check_steps()
     vector_bytes = budget.backward_bytes(trajectory)
     budget.check(request.resources, trajectory, vector_bytes, "one query vector")
     size = request.resources.part(2 * vector_bytes, len(request.query.ids))

@@ -87,6 +87,7 @@ class InfluenceFunction(Estimator):
 
     def _values(self, request: Request) -> tuple[Tensor, Params | None]:
         readout, width = readout_of(self.readout), budget.param_bytes(request.trajectory)
+        request.trajectory.check_steps()
         if self.solver == "direct":
             like = next(iter(request.trajectory.final()[PARAM].values()))
             request.resources.check(

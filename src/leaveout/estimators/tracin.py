@@ -148,6 +148,7 @@ def _counted(request: Request) -> Task:
 
 def _inner_products(request: Request, vectors: Params) -> dict[str, Tensor]:
     trajectory = request.trajectory
+    trajectory.check_steps()
     total = next(iter(vectors.values())).new_zeros((len(request.left_out), height(vectors)))
     chunk = budget.chunk(request.resources, trajectory, height(vectors))
     for recorded in request.resources.track(trajectory.forward(), len(trajectory), "forward"):

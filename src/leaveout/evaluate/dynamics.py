@@ -175,7 +175,8 @@ def dynamics(
         )
     resources = resources or Resources()
     trajectory = Trajectory(run, task)
-    trajectory.batch(0)  # compared with what was recorded
+    if folds is None:
+        trajectory.check_steps()  # a replay checks all of them
     warn_of_other_weights(run, task.parameters(), trajectory.final_whole()[PARAM])
     steps = chosen_states(range(len(run) + 1) if folds else run.kept, states)
     tables = _Collected(task, len(steps))
@@ -344,6 +345,6 @@ def _refusal(outputs: Any, targets: Any) -> str:
     return (
         "Labels can be checked where targets are class numbers and the model gives a row of logits, or where they are "
         "0 and 1 and the model gives one logit or probability and the loss is its cross-entropy; here outputs have "
-        f"{shape} and targets are {kind}: give a Task of the same model with such a loss or "
-        "forward=, or leave labels alone."
+        f"{shape} and targets are {kind}: give Task a forward= that returns logits, if the loss takes them, or leave "
+        "labels alone."
     )

@@ -38,6 +38,9 @@ from leaveout.trajectory.step_check import StepCheck
 FEWEST = 8
 """States that are held going backward even if they are large: the fewer, the more often steps are repeated."""
 
+DRAWN, LONGEST = 3, 64
+"""How many steps are drawn at random to be checked, and how many in a row are computed for that."""
+
 
 DRAWN = 8
 """The most steps from which examples are drawn to compare derivatives on."""
@@ -126,6 +129,21 @@ class Trajectory:
         problem = None if batch.whole else mixing(self.task, params, batch)
         if problem:
             refuse([f"at the run's last state, {problem}"])
+
+    def check_steps(self) -> None:
+        """Check the first steps, the last ones and some at random, for methods that do not go through all of them.
+
+        A step between states that are not kept is checked with the others there, if these are not too many.
+        """
+        drawn = torch.randint(len(self._anchors) - 1, (DRAWN,), generator=torch.Generator().manual_seed(0)).tolist()
+        for place in sorted({0, len(self._anchors) - 2, *drawn}):
+            start, stop = self._anchors[place], self._anchors[place + 1]
+            if stop == start + 1:
+                recorded = self.recorded_step(start)
+                self.check.step(recorded, self.check.recomputed(recorded, recorded.params))
+            elif stop - start <= LONGEST and not self.run.interpolate:
+                for _ in self._between(self._state(start), self._state(stop), start, stop):
+                    pass  # compares where they lead
 
     def initial(self) -> State:
         """Return the state before the first step."""
