@@ -19,7 +19,7 @@ from experiments.bench.networks import slim_resnet, small_gpt
 from experiments.bench.problems import QUIET, folder, images, quickest
 from experiments.bench.table import Row
 from experiments.bench.trainers import tiny_bert
-from leaveout._util import allocator, blocks
+from leaveout._util import blocks
 from leaveout._util.trees import Params
 from leaveout.estimators import ACC, query
 from leaveout.run.reader import Run
@@ -55,7 +55,6 @@ PASSES: dict[str, list[tuple[Any, str, Any]]] = {
     ONEDNN: [(module, "fast_products", _plain) for module in (calls, stack, query)],
     "folded linear layers": [(module, "Folded", _plain) for module in (task, curvature_maps, query)],
     "elementary operations of replays": [(stack, "Quicker", _plain)],
-    "kept memory": [(allocator, "kept_memory", nullcontext)],
     "blocks of coordinates": [(linear_step, "blocks", lambda rows, *_: map(blocks.Block, rows))],
 }
 """What stands in place of each pass's functions where the pass is left out."""
@@ -148,7 +147,7 @@ def _variant(name: str, compute: Callable[[task.Task], object], subject: Subject
     own.check, own.tracer._calls = False, Often()
 
     def call() -> object:
-        with without(name), allocator.kept_memory():
+        with without(name):
             return compute(own)
 
     return call

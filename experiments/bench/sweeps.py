@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from experiments.bench.networks import Problem, slim_resnet, small_gpt
 from experiments.bench.problems import QUIET, binary, images, plain_training, quickest, seconds
 from experiments.bench.table import Row
-from leaveout._util.allocator import kept_memory
 from leaveout.estimators import ACC, SGDIE, Estimator, TracIn
 from leaveout.task.derivatives import directional, directional_each, weight_products
 from leaveout.task.joint import directional_by_example
@@ -59,10 +58,9 @@ def gpt_products() -> list[Row]:
     def eight() -> object:
         return directional_each(task, recorded.params, recorded.batch, many, torch.get_num_threads())
 
-    with kept_memory():  # as while scoring
-        quickest(8, *calls)  # traced from then on
-        eight()
-        training, product, reads, joint, each = quickest(4, problem.train, *calls, eight)
+    quickest(8, *calls)  # traced from then on
+    eight()
+    training, product, reads, joint, each = quickest(4, problem.train, *calls, eight)
     how = f"{GPT}: a step of training {training / 2 * 1e3:.0f} ms, the product {product * 1e3:.0f} ms, the losses "
     how += f"along a vector {reads * 1e3:.0f} ms, the product with gradients {joint * 1e3:.0f} ms, eight products "
     how += f"{each * 1e3:.0f} ms, the quickest of four each, traced before"

@@ -1,1 +1,1 @@
-"""Helpers that know nothing about training: trees of tensors, files, hashing, PNG, the allocator."""
+"""Helpers that know nothing about training: trees of tensors, files, hashing, PNG."""

@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from leaveout._util.allocator import kept_memory
 from leaveout._util.trees import Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
@@ -93,7 +92,7 @@ class Estimator(ABC):
         """Estimate what ``score`` does, given the question as one object."""
         chosen = self.resolved(question.run, question.task, displacements=question.displacements)
         request = chosen.request(question)
-        with request.cost.metered(request.trajectory.task.device), kept_memory():
+        with request.cost.metered(request.trajectory.task.device):
             values, moved = chosen._values(request)
         scores = request.scores(chosen.name, values, moved)
         unit = scores.unit if self.unit == UNIT else self.unit
@@ -125,7 +124,7 @@ class Estimator(ABC):
         for part in everyone.chunks(resources.part(bytes_each, len(everyone))):
             own = Subset(task.train_set, part.examples.tolist())
             request = replace(chosen.request(Question(run, task, own, "each", resources=resources)), left_out=part)
-            with request.cost.metered(request.trajectory.task.device), kept_memory():
+            with request.cost.metered(request.trajectory.task.device):
                 values.append(chosen._diagonal(request))
             cost = cost + request.cost
         whole = torch.cat(values)[:, None]

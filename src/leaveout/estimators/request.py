@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.allocator import kept_memory, returned
 from leaveout._util.trees import Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
-from leaveout.compute.resources import VECTORS, Resources
+from leaveout.compute.resources import VECTORS, Resources, return_memory
 from leaveout.errors import MismatchError
 from leaveout.estimators.query import Query
 from leaveout.estimators.readout import Collected, Projected
@@ -59,10 +58,9 @@ class Request:
             with ExitStack() as metered:
                 if elsewhere:  # another process, whose cost is not counted elsewhere
                     metered.enter_context(request.cost.metered(request.trajectory.task.device))
-                    metered.enter_context(kept_memory())
                 tensors = function(request, item)
             if request.resources.memory != "auto":  # a fragmented heap grows from shard to shard
-                returned()
+                return_memory()
             return Shard(tensors, request.cost)
 
         for shard in completed(self.resources, work, items, keys, what):

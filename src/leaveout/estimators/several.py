@@ -7,7 +7,6 @@ from typing import TypeGuard
 
 from torch.utils.data import Dataset
 
-from leaveout._util.allocator import kept_memory
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError
 from leaveout.estimators.acc import ACC
@@ -91,7 +90,7 @@ def _has_plain(estimator: Estimator) -> TypeGuard[ACC]:
 
 def _swept(acc: ACC, request: Request) -> Products:
     """Compute the scores of ACC with a cheap transport, and those of SGD-IE, which its sweep has as well."""
-    with request.cost.metered(request.trajectory.task.device), kept_memory():
+    with request.cost.metered(request.trajectory.task.device):
         choice = acc.choice()
         choice.schedule.check(request.trajectory.run)
         return choice.scores(request)

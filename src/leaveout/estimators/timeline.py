@@ -14,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from leaveout._util.allocator import kept_memory
 from leaveout._util.trees import add_rows
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
@@ -87,10 +86,9 @@ def timeline(
     names, column = spans([run.record(i).epoch for i in range(len(run))])
     vectors = Linear().vectors(asked)
     values = next(iter(vectors.values())).new_zeros((len(left_out), len(names)))
-    with kept_memory():
-        for recorded, pulled in Sweep(trajectory).pulled(vectors, resources, Cost()):
-            row, position = left_out.pairs(recorded.record.ids)
-            add_rows(values[:, column[recorded.record.index]], row, pulled.weights[0, position], alpha=-1)
+    for recorded, pulled in Sweep(trajectory).pulled(vectors, resources, Cost()):
+        row, position = left_out.pairs(recorded.record.ids)
+        add_rows(values[:, column[recorded.record.index]], row, pulled.weights[0, position], alpha=-1)
     return Timeline(values.cpu(), left_out.names, names, asked.fingerprint())
 
 

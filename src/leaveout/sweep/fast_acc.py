@@ -21,10 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from leaveout._util.allocator import returned
 from leaveout._util.trees import Params, add_rows, each, height, split
 from leaveout.compute.cost import Cost
-from leaveout.compute.resources import Resources
+from leaveout.compute.resources import Resources, return_memory
 from leaveout.errors import UnsupportedError
 from leaveout.sweep import budget
 from leaveout.sweep.checkpoint import SweepCheckpoint
@@ -106,7 +105,7 @@ class Correction:
         rank = min(subspace.rank, layout.width)
         basis = top_directions(self.trajectory, layout, self.sweep.kind, rank, self.resources, self.cost)
         if self.resources.memory != "auto":  # the search needs more memory than what comes after it
-            returned()
+            return_memory()
         return basis
 
     def _by_chunks(self, queries: Params, basis: Float[Tensor, "rank width"] | None) -> Products:
