@@ -17,7 +17,7 @@ from leaveout.evaluate.ceiling import Ceiling
 from leaveout.evaluate.labels import influence_weight
 from leaveout.evaluate.metrics import Interval
 from leaveout.evaluate.verdict import Verdict
-from leaveout.reporting.words import trusted
+from leaveout.reporting.trust import trusted
 
 
 def trained(path, activation: type[nn.Module], lr: float, epochs: int = 6):
@@ -127,7 +127,8 @@ def test_exact_scores_of_a_run_with_a_truth_are_reproducible(smooth):
     assert "every score is an exact replay" in str(check)
     assert "a property of the training" in str(check)
     assert trusted(scores, check).headline == "Every score is exact, and reproducible"
-    assert trusted(scores, None).headline == "Every score is exact"
+    assert trusted(scores, None).headline == "Exact for this run; whether it repeats is not known"
+    assert trusted(scores, None).level == "unchecked"
     assert influence_weight(check, 0.0) == min(check.ceiling.extreme.low, check.ceiling.random.low) < 1
 
 
@@ -137,13 +138,13 @@ def test_exact_scores_of_a_run_without_a_truth_are_called_what_they_are(rough, t
     assert check.reproducible is False
     assert "exact scores answer for its last digits alone" in str(check)
     assert "the scores are wrong" not in str(check)
-    assert trusted(scores, check).headline == "Every score is exact, but single examples have no reproducible effect"
+    assert trusted(scores, check).headline == "Single examples have no reproducible effect"
     assert trusted(scores, check).level == "none"
     assert _advice([(check, scores)])[1] == "labels"
     assert influence_weight(check, 0.0) == 0
     part = replace(check, ceiling=replace(check.ceiling, extreme=Interval(0.9, 0.8, 1.0)))
     assert "rely on the extremes" in str(part)
-    assert trusted(scores, part).headline == "Every score is exact, but only the largest effects are reproducible"
+    assert trusted(scores, part).headline == "Exact, but only the largest effects are reproducible"
     assert _advice([(part, scores)])[1] == "report"
     assert lo.Check.load(check.save(tmp_path / "check.json")) == check
     without = lo.verify(scores, *rough, replays=24, moves=0)

@@ -247,3 +247,17 @@ def test_an_average_has_the_mean_and_the_spread(tmp_path):
         assert error.value.code == "scores-not-alike"
     with pytest.raises(lo.InputError):
         lo.average(runs[:1])
+
+
+def test_one_candidate_that_breaks_does_not_stop_the_choice(with_batch_norm, monkeypatch):
+    def broken(*_args, **_options):
+        raise RuntimeError("out of luck\nand more")
+
+    monkeypatch.setattr(lo.TracIn, "answer", broken)
+    only_estimated(monkeypatch, 32)
+    chosen = lo.choose(*with_batch_norm, methods=[lo.TracIn(), lo.SGDIE()])
+    assert chosen.scores.method == "SGD-IE + Replay"
+    assert "out of luck" in chosen.table.loc["TracIn", "missing"]
+    assert "and more" not in chosen.table.loc["TracIn", "missing"]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        lo.choose(*with_batch_norm, methods=[lo.TracIn()])

@@ -3,6 +3,7 @@
 import copy
 import json
 import tempfile
+import warnings
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -143,6 +144,7 @@ def test_fresh_orders_train_on_permuted_examples(case):
             )
 
 
+@pytest.mark.filterwarnings("ignore:The test set is the training set")
 def test_every_epoch_has_a_fresh_order_and_sees_every_example_once(tmp_path, monkeypatch):
     model = nn.Linear(3, 1).double()
     data = TensorDataset(torch.randn(10, 3).double(), torch.randn(10, 1).double())
@@ -337,3 +339,19 @@ def test_nonsense_is_refused(case):
     ):
         with refused(lo.InputError, code):
             lo.cleanse(given, run, task, query, **options)
+
+
+@pytest.mark.parametrize("which", ["query", "train", "copy"])
+def test_a_test_set_that_was_seen_is_said_to_be_none(case, tmp_path, which):
+    problem = case[0]
+    sets = {"query": problem.query, "train": problem.task.train_set, "copy": TensorDataset(*problem.train.tensors)}
+    scores = lo.SGDIE().score(problem.run, problem.task, problem.query)
+    with pytest.warns(lo.LeaveoutWarning, match="the query set" if which == "query" else "the training set"):
+        curve = lo.cleanse(scores, problem.run, problem.task, sets[which], [1], random=0)
+    assert lo.Curve.load(curve.save(tmp_path / "curve.json")).seen == curve.seen
+    page = lo.report(tmp_path / "page.html", problem.run, scores, curve=curve)
+    assert f"no test: they are {curve.seen}" in page.read_text()
+    half = TensorDataset(*(tensor[:-1] for tensor in problem.query.tensors))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert lo.cleanse(scores, problem.run, problem.task, half, [1], random=0).seen == ""

@@ -423,7 +423,9 @@ def test_a_run_without_a_config_asks_for_the_task(own):
 def test_an_own_task_is_scored_and_verified(own):
     import mine
 
-    told = own("score", "runs/own", "--task", "mine:make_task", "--method", "acc(exact, exact)", "--json").told
+    done = own("score", "runs/own", "--task", "mine:make_task", "--method", "acc(exact, exact)", "--json")
+    assert "--task runs the code of mine.py in this directory" in done.refusal
+    told = done.told
     task, query = mine.make_task()
     expected = lo.ACC("exact", "exact").score(lo.open_run("runs/own"), task, query)
     torch.testing.assert_close(lo.Scores.load(told["scores"][0]["file"]).values, expected.values)

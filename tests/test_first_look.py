@@ -70,7 +70,7 @@ def test_every_result_shows_itself(kernel):
     for line, words in {
         "run": "300",
         "labels": "labels look wrong",
-        "scores": "did harm",
+        "scores": "below zero",
         "check": "exact replays",
         "curve": "the test error falls by 1.7 points",
         "study": "SGD-IE",

@@ -60,15 +60,15 @@ def test_results_show_themselves(study):
         (
             scores,
             [
-                f"{scores.harmful_count} of 60 training examples did harm",
+                f"{scores.harmful_count} of 60 training examples have a score below zero",
                 *(f" {i} " for i in scores.harmful(5) + scores.helpful(5)),
             ],
         ),
-        (check, [check.verdict.value, "8 exact replays"]),
+        (check, [check.short, "8 exact replays"]),
         (study.issues, [study.issues.issues["why"].iloc[0]]),
         (study.curve, ["in pairs", "SGD-IE"]),
         (study.run, ["12", "SGD"]),
-        (study, [study.issues.sentence, "SGD-IE", check.verdict.value]),
+        (study, [study.issues.sentence, "SGD-IE", check.short]),
     ):
         shown = Balanced(thing._repr_html_()).words
         for word in words:

@@ -285,7 +285,7 @@ def test_points_and_rows_open_their_example(visit, reports):
     point.click(force=True)
     box = page.locator("dialog[open]")
     assert f"#{number}" in box.inner_text()
-    assert "exact replay" in box.inner_text()
+    assert "retrained without it" in box.inner_text()
     box.get_by_role("button", name="Close").click()
     page.locator("#scatter summary").click()
     page.locator("#scatter tbody button").nth(2).click()
@@ -344,7 +344,7 @@ def test_charts_have_their_numbers_as_tables(visit, reports):
 def test_unverified_scores_say_so(visit):
     page = visit("texts")
     assert "Not verified" in page.locator("#answer").inner_text()
-    assert "Not verified" in page.locator("aside.trust").inner_text()
+    assert "Not verified" in page.locator("#verdict").inner_text()
     assert page.locator("#scatter").count() == 0
 
 

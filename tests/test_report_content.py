@@ -17,12 +17,15 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util.png import pixels, png
+from leaveout.evaluate.metrics import Interval
 from leaveout.evaluate.opinions import opinions
+from leaveout.evaluate.verdict import Verdict
 from leaveout.reporting import rows
 from leaveout.reporting.answer import answers
 from leaveout.reporting.cleansing import cleansing
 from leaveout.reporting.content import Trust
 from leaveout.reporting.show import built_in, present
+from leaveout.reporting.trust import trusted
 from problems import recorded
 from refusal import refused
 from reports import EVIL, FEATURES, pictures, table, texts, trained
@@ -203,7 +206,7 @@ def test_what_does_not_change_measurably_is_said_to_be_so(pictured):
     few = TensorDataset(*test[:12])
     curve = lo.cleanse(report.scores, report.run, report.task, few, [1, 2], random=0)
     assert not curve.changes()["measurable"].any()
-    answer = answers(None, curve, report.scores.method, 9, 160, Trust("good", "", ""), groups=False)[0]
+    answer = answers(None, curve, report.scores.method, Trust("good", "", "", ""), [-1.0] * 9, groups=False)[0]
     assert answer.headline == "Without the 2 most harmful examples: no measurable change"
     assert curve.interval(report.scores.method, 2) in answer.sentence
 
@@ -323,7 +326,7 @@ def test_trust_is_the_worse_of_both_samples(pictured, tmp_path):
     worst = min((report.check.extreme.kendall, report.check.random.kendall), key=lambda tau: tau.low)
     assert said["level"] == next(level for level, low in LEVELS if worst.low >= low)
     assert data(texts(tmp_path / "texts").path)["methods"][0]["trust"]["level"] == "unchecked"
-    assert data(table(tmp_path / "groups", left_out="groups").path)["methods"][0]["trust"]["level"] == "exact"
+    assert data(table(tmp_path / "groups", left_out="groups").path)["methods"][0]["trust"]["level"] == "unchecked"
 
 
 def test_scores_of_groups(tmp_path):
@@ -477,7 +480,7 @@ def test_exact_scores_show_no_estimates(rowed, tmp_path):
 def test_groups_that_are_too_few_to_verify_are_to_be_replayed(rowed, tmp_path):
     scores = lo.SGDIE().score(rowed.run, rowed.task, rowed.query, groups={"a": [0, 1], "b": [2]})
     page = lo.report(tmp_path / "page.html", rowed.run, scores)
-    assert "lo.Replay()" in data(page)["methods"][0]["trust"]["sentence"]
+    assert "lo.Replay()" in data(page)["methods"][0]["trust"]["brief"]
 
 
 def test_when_influence_arose_is_doubted_where_sgdie_ranks_otherwise(rowed, tmp_path):
@@ -512,3 +515,58 @@ def test_the_page_is_made_without_torch():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert all(n.split(".")[0] != "torch" for n in names), name
             assert all(not n.startswith("leaveout") or n == "leaveout.reporting.content" for n in names), name
+
+
+def test_a_failed_training_mutes_every_score(tmp_path):
+    digits = lo.data.load("digits", n_train=60, n_val=12)
+    torch.manual_seed(0)
+    run, task = trained(tmp_path, nn.Linear(64, 10), nn.CrossEntropyLoss(), digits.train, lr=1e-9)
+    scores = lo.Replay().score(run, task, digits.val)
+    said = data(lo.report(tmp_path / "page.html", run, scores, task=task, query=digits.val))
+    trust = said["methods"][0]["trust"]
+    assert (trust["level"], trust["headline"], trust["act"]) == ("none", "The training failed", "")
+    assert "Every score is exact" not in json.dumps(said)
+    assert [answer["level"] for answer in said["answers"] if answer["about"] != "labels"] == ["none", "none"]
+
+
+def test_a_bad_verdict_mutes_the_list_and_says_what_to_do_instead(rowed, tmp_path):
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    wrong = replace(rowed.scores, values=rowed.scores.values[order])
+    check = lo.verify(wrong, rowed.run, rowed.task, rowed.query, replays=32, moves=0)
+    assert check.verdict is Verdict.NONE
+    assert not check.too_few
+    said = data(lo.report(tmp_path / "page.html", rowed.run, wrong, check, task=rowed.task))
+    removal, trust = said["answers"][-2:]
+    assert removal["headline"] == "Which examples did harm cannot be told from this"
+    assert removal["sentence"] == said["methods"][0]["trust"]["instead"] != ""
+    assert "did harm" not in said["methods"][0]["sentence"]
+    assert said["methods"][0]["trust"]["act"] == "exact", "what was retrained without is what it is"
+    assert "tau" not in trust["sentence"], "figures are in the fold"
+    assert "tau" in said["methods"][0]["trust"]["sentence"]
+
+
+def test_too_few_replays_are_said_to_be_too_few(rowed):
+    check = lo.verify(rowed.scores, rowed.run, rowed.task, rowed.query, replays=8, moves=0)
+    wide = replace(check.extreme, kendall=Interval(0.33, -0.5, 1.0))
+    check = replace(check, extreme=wide)
+    assert check.verdict is Verdict.NONE
+    assert check.too_few
+    assert check.short == "8 replays are too few to tell"
+    assert "verify with more" in check.sentence
+    assert trusted(rowed.scores, check).headline == "Too few replays to tell"
+    sure = replace(check, extreme=replace(wide, kendall=Interval(0.0, -0.2, 0.2)))
+    assert not sure.too_few
+
+
+def test_console_and_page_count_alike(rowed, tmp_path):
+    study = lo.Study(rowed.run, rowed.task, rowed.query)
+    scores = study.score(lo.TracIn())
+    study.verify(scores, replays=16)
+    method = data(study.report(tmp_path / "page.html"))["methods"][0]
+    assert f"{method['harmful']} of 40 training examples" in str(study)
+
+
+def test_scores_that_are_all_zero_are_no_good_news(rowed, tmp_path):
+    nothing = replace(rowed.scores, values=torch.zeros_like(rowed.scores.values))
+    answer = data(lo.report(tmp_path / "page.html", rowed.run, nothing))["answers"][0]
+    assert (answer["headline"], answer["level"]) == ("No example had any effect", "none")

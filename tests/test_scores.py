@@ -135,14 +135,14 @@ def test_the_repr_says_what_it_is() -> None:
 def test_printed_scores_begin_with_the_answer_and_say_what_to_do_next() -> None:
     scores = Scores(torch.tensor([[0.5], [-1.0], [0.1]]), (7, 3, 11), ("mean",), "SGD-IE")
     assert str(scores).splitlines() == [
-        "SGD-IE: 1 of 3 training examples did harm, 2 helped.",
+        "SGD-IE: 1 of 3 training examples have a score below zero, 2 above.",
         "  most harmful: 3 (-1)",
         "  most helpful: 7 (+0.5), 11 (+0.1)",
         "These are estimates; verify compares them with exact replays. Positive: the query loss would rise without "
         "this example; it helped.",
     ]
     some = replace(scores, exact=torch.tensor([True, False, False]), groups={"7": [0]})
-    assert "1 of 3 groups did harm" in str(some)
+    assert "1 of 3 groups have a score below zero" in str(some)
     assert "1 of 3 scores are exact replays, the others are estimates." in str(some)
     assert "Every score is an exact replay." in str(replace(scores, exact=torch.ones(3, dtype=torch.bool)))
     assert "on average over 2 queries" in str(example())

@@ -92,3 +92,10 @@ def test_what_cannot_be_measured_is_refused(option, code):
     with pytest.raises(lo.InputError) as error:
         lo.smoothness(problem.run, problem.task, **option)
     assert error.value.code == code
+
+
+def test_a_training_that_does_not_move_is_not_called_rough(tmp_path):
+    run, task = trained(tmp_path / "run", nn.Tanh, 0.0)
+    measured = lo.smoothness(run, task)
+    assert str(measured).startswith("The weights of the examples change nothing in this training")
+    assert not measured.smooth

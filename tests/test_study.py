@@ -57,7 +57,7 @@ def test_printed_it_says_the_answers(study):
     scores = study.score(lo.SGDIE())
     labels = study.labels()
     assert str(labels) in str(study)
-    assert f"SGD-IE: {scores.harmful_count} of 80 did harm; not verified" in str(study)
+    assert f"SGD-IE: {scores.harmful_count} of 80 training examples have a score below zero; not verified" in str(study)
 
 
 def test_labels_take_the_check_of_the_scores_that_are_given(study):
@@ -106,7 +106,7 @@ def test_groups_do_not_replace_single_examples(problem, study):
     assert study.scores["SGD-IE"] is single
     assert "SGD-IE" in study.checks, "the check of the single examples stays"
     assert {groups.train_ids, single.train_ids} == {one.train_ids for one in study.answers.values()}
-    assert "2 groups did harm" in str(study)
+    assert "of 2 groups have" in str(study)
 
 
 @pytest.mark.parametrize("mean_first", [True, False])

@@ -137,3 +137,16 @@ def test_scores_of_each_query_are_said_to_be_compared_by_their_mean(tmp_path):
     assert check.table["truth"].tolist() == pytest.approx(truth.tolist(), abs=1e-12)
     assert f"exact replays of the mean over {count} queries: " in check.sentence
     assert lo.Check.load(check.save(tmp_path / "check.json")).sentence == check.sentence
+
+
+def test_where_nothing_moves_no_move_is_replayed_and_nothing_is_blamed(tmp_path):
+    digits = lo.data.load("digits", n_train=30, n_val=10)
+    task = lo.Task(torch.nn.Linear(64, 10), torch.nn.CrossEntropyLoss(), digits.train)
+    run = lo.train(task, torch.optim.SGD(task.model.parameters(), lr=0.0), 2, 10, 0, tmp_path / "run")
+    for method in (lo.SGDIE(), lo.Replay()):
+        check = lo.verify(method.score(run, task, digits.val), run, task, digits.val, replays=12)
+        assert check.ceiling is None
+        assert "none of the replays changes the query loss; train with a learning rate above zero" in str(check)
+        assert "nan" not in str(check)
+        assert check.short == "no example has any effect"
+        assert lo.Check.load(check.save(tmp_path / f"{check.method}.json")).void

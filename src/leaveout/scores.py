@@ -35,6 +35,12 @@ MEAN, SELF, EACH = "mean", "self", "each"
 FEW = 5
 """How many of the most harmful and of the most helpful examples are shown where scores are printed."""
 
+FACTS = (
+    *("method", "sign", "unit", "query_fingerprint", "train_ids", "query_ids", "groups", "run_fingerprint"),
+    *("precision", "held"),
+)
+"""What is saved with the values, besides the cost."""
+
 LABELS = "labels"
 """The name for removing the labels that look wrong, in a cleansing curve."""
 
@@ -131,13 +137,17 @@ class Scores(Comparable):
         return "\n".join([*lines, self._trust])
 
     @property
-    def _counts(self) -> str:
-        """How many examples did harm and how many helped, in words."""
+    def harm(self) -> str:
+        """How many rows did harm, in words; of estimates, which close to zero are noise, how many are below zero."""
         named = self.groups is not None or any(isinstance(i, str) for i in self.train_ids)
-        kind = "groups" if named else "training examples"
+        did = "did harm" if self.all_exact else "have a score below zero"
+        return f"{self.harmful_count} of {len(self.train_ids)} {'groups' if named else 'training examples'} {did}"
+
+    @property
+    def _counts(self) -> str:
+        """How many rows are below and how many above zero, in words."""
         mean_of = f", on average over {len(self.query_ids)} queries" if len(self.query_ids) > 1 else ""
-        count = len(self.train_ids)
-        return f"{self.harmful_count} of {count} {kind} did harm, {self.helpful_count} helped{mean_of}"
+        return f"{self.harm}, {self.helpful_count} {'helped' if self.all_exact else 'above'}{mean_of}"
 
     @property
     def _trust(self) -> str:
@@ -350,19 +360,7 @@ class Scores(Comparable):
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the scores to one safetensors file, atomically."""
         path = free(path, overwrite=overwrite)
-        facts = {
-            "method": self.method,
-            "sign": self.sign,
-            "unit": self.unit,
-            "cost": asdict(self.cost),
-            "query_fingerprint": self.query_fingerprint,
-            "train_ids": self.train_ids,
-            "query_ids": self.query_ids,
-            "groups": self.groups,
-            "run_fingerprint": self.run_fingerprint,
-            "precision": self.precision,
-            "held": self.held,
-        }
+        facts = {name: getattr(self, name) for name in FACTS} | {"cost": asdict(self.cost)}
         given = {"values": self.values, "exact": self.exact, "spread": self.spread}
         tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
         tensors |= {f"displacements/{name}": tensor for name, tensor in (self.displacements or {}).items()}

@@ -216,10 +216,8 @@ def _show(scores: Scores, file: Path, top: int, new: bool, flipped: tuple[int, .
     facts = _facts(scores, file, top, new)
     products = f", {facts['hvps']} Hessian-vector products" if facts["hvps"] else ""
     took = f"{facts['seconds']:.1f} s{products}" if new else "already there"
-    who = "groups" if isinstance(scores.train_ids[0], str) else "training examples"
-    harm = f"{facts['harmful_count']} of {len(scores.train_ids)} {who} did harm"
     how = ", each replayed exactly" if scores.all_exact else ""
-    console.print(f"\n[bold]{escape(scores.method)}[/bold]: {harm}{how} ({took}).", highlight=False)
+    console.print(f"\n[bold]{escape(scores.method)}[/bold]: {scores.harm}{how} ({took}).", highlight=False)
     console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
     if scores.mixed:
         console.print(f"  {scores.mixed}", highlight=False)

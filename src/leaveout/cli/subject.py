@@ -14,6 +14,7 @@ import typer
 
 from leaveout.builtin import config
 from leaveout.builtin.config import Subject
+from leaveout.cli.app import complaints
 from leaveout.errors import InputError, LeaveoutError, closest
 from leaveout.run.manifest import check_config
 from leaveout.run.paths import RunPaths
@@ -23,8 +24,8 @@ TaskOption = Annotated[
     str | None,
     typer.Option(
         "--task",
-        help="package.module:function that returns (task, query set), or (task, query set, test set); not needed for "
-        "runs of leaveout train.",
+        help="package.module:function that returns (task, query set), or (task, query set, test set); its code is run, "
+        "also from this directory. Not needed for runs of leaveout train.",
     ),
 ]
 
@@ -86,6 +87,9 @@ def named(where: str, option: str) -> Any:
         raise
     except Exception as error:  # noqa: BLE001 - whatever the user's own module raises
         raise _failed(where, error) from None
+    file = members.get("__file__")
+    if file is not None and Path(file).resolve().is_relative_to(Path.cwd().resolve()):
+        complaints.print(f"{option} runs the code of {Path(file).name} in this directory.", style="dim", markup=False)
     if name not in members:
         raise typer.BadParameter(f"{where}: {module} has no {name!r}{closest(name, members)}.", param_hint=option)
     return members[name]

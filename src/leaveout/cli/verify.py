@@ -35,6 +35,7 @@ from leaveout.evaluate.verdict import Verdict
 from leaveout.evaluate.verify import BUDGET, comparable
 from leaveout.evaluate.verify import chosen as sample
 from leaveout.evaluate.verify import verify as lo_verify
+from leaveout.reporting.trust import verdict_of
 from leaveout.run.paths import RunPaths, slug
 from leaveout.run.reader import Run
 from leaveout.scores import Scores
@@ -128,6 +129,10 @@ def verify(
 
 def _print(checks: list[Check], files: list[str]) -> None:
     estimates = [check for check in checks if not check.exact]
+    for check in estimates:
+        trust = verdict_of(check)
+        words = f"{check.method}: {trust.headline[0].lower()}{trust.headline[1:]}. {trust.brief}"
+        console.print(words, highlight=False, markup=False)
     if estimates:
         console.print(_table(estimates))
     for check in checks:
@@ -150,7 +155,7 @@ def _table(checks: list[Check]) -> Table:
             f"{part.rmse.value / check.spread[name]:.0%}" for name, part in parts.items() if check.spread[name] > 0
         ]
         taus = [str(part.kendall) if check.verdict is not Verdict.FEW else "-" for part in parts.values()]
-        table.add_row(Text(check.method), check.verdict.value, *taus, ", ".join(errors) or "-")
+        table.add_row(Text(check.method), check.short, *taus, ", ".join(errors) or "-")
     table.caption = (
         "tau: rank correlation with the truth (95% interval); typical error: as a share of the truth's spread"
     )
@@ -165,6 +170,9 @@ def _advice(checks: list[tuple[Check, Scores]]) -> tuple[str, str]:
     if exact:
         vain = all(check.ceiling is not None and not check.ceiling.largest for check in exact)
         return ("The labels do not depend on such effects.", "labels") if vain else ("", "report")
+    if all(check.too_few for check, _ in checks):
+        more = max(64, 2 * max(len(check.table) for check, _ in checks))
+        return "These replays are too few to tell.", f"verify --again --replays {more}"
     verdict = min((check.verdict for check, _ in checks), key=list(Verdict).index)
     if verdict in (Verdict.GOOD, Verdict.COARSE):
         return "", "report"

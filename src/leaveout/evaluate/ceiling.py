@@ -65,17 +65,18 @@ class Ceiling:
             return 1
         return next((size for size, tau in self.groups.items() if tau >= REPRODUCIBLE), None)
 
-    def diagnosis(self, right: bool) -> str:
+    def diagnosis(self, right: bool, *, few: bool = False) -> str:
         """Say why scores and replays disagree, if they do, and what to do about it.
 
         Args:
             right: whether the scores rank like the replays of the recorded run, at least overall.
+            few: whether there are too few replays to tell.
         """
         mean = " and ".join(f"{self.agreement[sample]:.2f}" for sample in ("extreme", "random"))
         means = f"with their mean the scores agree at tau {mean}"
         if self.reproducible and right:
             return f"{self._starts} ({self._taus}): there is a truth, and the scores follow it; {means}."
-        if self.undecided:
+        if self.undecided or few:
             return (
                 f"{self._starts} ({self._taus}), so there is a truth, and the scores may well follow it ({means}): "
                 "these replays are too few to tell. Replay more, or the examples that matter (lo.refine)."

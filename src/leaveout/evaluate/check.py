@@ -24,6 +24,7 @@ MINIMUM = 4
 """The fewest rows of a sample whose ranking can be judged."""
 COLUMNS = ("score", "truth", "sample")
 
+NOTHING = "none of the replays changes the query loss; train with a learning rate above zero."
 EXACT = "every score is an exact replay, nothing is estimated."
 
 
@@ -63,20 +64,42 @@ class Check(Comparable):
         return Verdict.worst(*(Verdict.of(part.kendall) for part in (self.extreme, self.random)))
 
     @property
+    def void(self) -> bool:
+        """Whether no replay changed anything, as after a training with learning rate 0."""
+        return not self.table["truth"].any()
+
+    @property
+    def bad(self) -> bool:
+        """Whether the ranking is only a hint, or worse."""
+        return self.verdict in (Verdict.HINT, Verdict.NONE)
+
+    @property
+    def too_few(self) -> bool:
+        """Whether these replays cannot tell a ranking that is right overall from one that cannot be trusted."""
+        if self.exact or self.void or self.verdict is Verdict.FEW:
+            return not self.exact and not self.void
+        taus = [part.kendall for part in (self.extreme, self.random)]
+        wide = self.verdict is Verdict.NONE and all(tau.high >= Verdict.COARSE.least for tau in taus)
+        if self.ceiling is None:
+            return wide
+        return self.bad and (self.ceiling.undecided or (wide and self.ceiling.reproducible))
+
+    @property
     def sentence(self) -> str:
         """The verdict in one sentence and, if the ceiling was measured, the cause of disagreement and what to do."""
         return " ".join(part for part in (self._found, self.diagnosis, self.omitted) if part)
 
     @property
     def _found(self) -> str:
-        if self.exact:
-            return f"{self.method}: {EXACT}"
+        if self.void or self.exact:
+            return f"{self.method}: {NOTHING if self.void else EXACT}"
         besides = f" of the mean over {self.queries} queries" if self.queries > 1 else ""
         besides += f" besides the {self.replaced} scores that are replays" if self.replaced else ""
         begin = f"{self.method}, compared with {len(self.table)} exact replays{besides}: "
         if self.verdict is Verdict.FEW:
             return f"{begin}these are too few to tell how far the ranking can be trusted."
-        return f"{begin}{self._part('extreme', self.extreme)}, and {self._part('random', self.random)}."
+        few = f" {len(self.table)} replays are too few to tell: verify with more." if self.too_few else ""
+        return f"{begin}{self._part('extreme', self.extreme)}, and {self._part('random', self.random)}.{few}"
 
     @property
     def reproducible(self) -> bool | None:
@@ -90,7 +113,12 @@ class Check(Comparable):
             return ""
         if self.exact:
             return self.ceiling.of_exact()
-        return self.ceiling.diagnosis(self.verdict in (Verdict.GOOD, Verdict.COARSE))
+        return self.ceiling.diagnosis(not self.bad, few=self.too_few)
+
+    @property
+    def truths(self) -> dict[int | str, float]:
+        """The true change without each row that was replayed."""
+        return dict(zip(self.table.index.tolist(), self.table["truth"].tolist(), strict=True))
 
     def __str__(self) -> str:
         return self.sentence
@@ -98,8 +126,10 @@ class Check(Comparable):
     @property
     def short(self) -> str:
         """The verdict in a few words."""
+        if self.void:
+            return "no example has any effect"
         if not self.exact:
-            return self.verdict.value
+            return f"{len(self.table)} replays are too few to tell" if self.too_few else self.verdict.value
         return "exact" if self.ceiling is None else f"exact, {self.ceiling.short}"
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from leaveout._util import notebook
 from leaveout.compute.clock import Clock, OutOfTimeError, check_budget, practical
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
-from leaveout.errors import InputError, LeaveoutError, check_seed
+from leaveout.errors import InputError, LeaveoutError, check_seed, first_line
 from leaveout.estimators import ACC, SGDIE, DVEmb, Estimator, Replay, TracIn
 from leaveout.estimators.question import Question
 from leaveout.estimators.several import one_by_one, sharing
@@ -227,6 +227,10 @@ def methods_for(run: Run, task: Task) -> tuple[Estimator, ...]:
     return (*KINKED, *METHODS) if mild else METHODS
 
 
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, LeaveoutError) else first_line(error)
+
+
 def _about(seconds: float) -> str:
     """Write a duration as a round number.
 
@@ -247,7 +251,7 @@ def _scored(
     methods = methods_for(run, task) if methods is None else methods
     scored: dict[Estimator, Scores] = {}
     missing: dict[str, str] = {}
-    first: LeaveoutError | None = None
+    first: Exception | None = None
     least, most = math.inf, clock.part(ESTIMATES)
     waiting = sorted(sharing(methods, run, task), key=lambda unit: not isinstance(unit[0], TracIn))  # the quickest
     while waiting:
@@ -265,12 +269,12 @@ def _scored(
             suffices = practical(clock.seconds * error.seconds / max(left, clock.seconds / 10))
             needed = f"{SLOW}{_about(error.seconds)}; budget={suffices} for it"
             missing[unit[0].resolved(run, task).name] = needed
-        except LeaveoutError as error:
+        except Exception as error:  # noqa: BLE001 - whatever one method meets, the others may still answer
             if len(unit) > 1:  # which of them cannot be used?
                 waiting = [[method] for method in unit] + waiting
                 continue
             first = first or error
-            missing[unit[0].resolved(run, task).name] = f"cannot be used: {error}"
+            missing[unit[0].resolved(run, task).name] = f"cannot be used: {_words(error)}"
     if not scored and least < math.inf:
         raise InputError(
             f"No method fits into budget={clock.seconds:g}, seconds of processor time: the quickest takes about "

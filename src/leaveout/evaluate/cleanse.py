@@ -19,7 +19,7 @@ from leaveout.compute.cost import Cost
 from leaveout.compute.jobs import Shard, completed
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutWarning, check_seed
-from leaveout.estimators.query import Query
+from leaveout.estimators.query import Query, query_fingerprint
 from leaveout.evaluate.curve import COLUMNS, MEASURED, NOTHING, RANDOM, Curve
 from leaveout.evaluate.label_issues import Labels
 from leaveout.run.reader import Run
@@ -75,6 +75,7 @@ def cleanse(
     trajectory = Trajectory(run, task)
     query = Query(task, trajectory.scored(trajectory.final()), test_set, single=True, resources=resources.inside())
     query.check()
+    seen = _seen(methods, query, task, test_set)
     rows: list[dict[str, Any]] = []
     with cost.metered(task.device):
         for order in range(max(1, shuffles)):
@@ -83,7 +84,7 @@ def cleanse(
             rows += [{**row, "order": order} for row in _trained(again, chosen, resources, cost)]
     table = pd.DataFrame(rows)[list(COLUMNS)]
     harmful = {scores.method: scores.harmful_count for scores in methods}
-    return Curve(table, "shuffled" if shuffles else "recorded", query.size, cost, run.fingerprint, harmful)
+    return Curve(table, "shuffled" if shuffles else "recorded", query.size, cost, run.fingerprint, harmful, seen)
 
 
 def _checked(
@@ -121,6 +122,24 @@ def _checked(
             f"random={random} and shuffles={shuffles} count trainings: give 0 or more.", code="trainings-not-a-count"
         )
     return amounts
+
+
+def _seen(methods: list[Scores], query: Query, task: Task, test_set: Dataset) -> str:
+    """Return where training or scores have seen the test set, with a warning; empty if they have not."""
+    fingerprint, same_size = query.fingerprint(), query.size == task.size
+    if test_set is task.train_set or (same_size and fingerprint == query_fingerprint(task, task.train_set)):
+        seen = "the training set"
+    elif any(scores.query_fingerprint == fingerprint for scores in methods):
+        seen = "the query set, whose loss the scores explain"
+    else:
+        return ""
+    warnings.warn(
+        f"The test set is {seen}: what is removed was chosen by it, so that the result looks better than it is. Give "
+        "examples that neither training nor the scores have seen, such as half of the query set kept apart.",
+        LeaveoutWarning,
+        stacklevel=3,
+    )
+    return seen
 
 
 def _ranked(methods: list[Scores], most: int) -> dict[str, list[int]]:

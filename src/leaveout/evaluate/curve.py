@@ -37,7 +37,7 @@ class Curve(Comparable):
     difference from the training with every example, test example by test example (NaN in files that do not have
     them). ``error`` is NaN if outputs are not class scores.
     ``run_fingerprint`` identifies the run that was trained again; ``harmful`` is how many examples each method calls
-    harmful, which is the most that were removed by it.
+    harmful, which is the most that were removed by it; ``seen`` says where training or scores had seen the test set.
     """
 
     table: pd.DataFrame
@@ -46,6 +46,7 @@ class Curve(Comparable):
     cost: Cost
     run_fingerprint: int | None = None
     harmful: dict[str, int] = field(default_factory=dict)
+    seen: str = ""
 
     @property
     def measure(self) -> str:
@@ -217,6 +218,7 @@ class Curve(Comparable):
         columns = {name: [or_null(value) for value in self.table[name].tolist()] for name in COLUMNS}
         content = {"batches": self.batches, "test_size": self.test_size, "cost": asdict(self.cost), "table": columns}
         content |= {"run_fingerprint": self.run_fingerprint, "harmful": self.harmful}
+        content |= {"seen": self.seen} if self.seen else {}
         save_json(path, content)
         return path
 
@@ -244,7 +246,15 @@ class Curve(Comparable):
                 raise ValueError("it does not say what removing nothing gives")
             harmful = {str(name): int(count) for name, count in content.get("harmful", {}).items()}
             size, fingerprint = int(content["test_size"]), content.get("run_fingerprint")
-            return cls(table, str(content["batches"]), size, Cost(**content["cost"]), fingerprint, harmful)
+            return cls(
+                table,
+                str(content["batches"]),
+                size,
+                Cost(**content["cost"]),
+                fingerprint,
+                harmful,
+                str(content.get("seen", "")),
+            )
         except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise RunError(
                 f"{path} does not hold a cleansing curve ({error}): give a file that Curve.save wrote.",

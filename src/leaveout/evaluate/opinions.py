@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ from leaveout.task.classes import Reading, class_logits, class_names, label_numb
 from leaveout.task.task import Task
 
 BLOCK = 512
+GUESSED = 0.02
+"""How much better than the most frequent class a model must be on the training labels to have learned something."""
+LITTLE = 0.6
+"""The share of its training labels that a model should predict before its mistakes are worth examining."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,35 @@ class Opinions:
     says: list[str]
     p: Float[Tensor, " examples"] | None
     losses: Float[Tensor, " examples"]
+
+    @property
+    def right(self) -> float:
+        """The share of the labels that the model predicts."""
+        return sum(a == b for a, b in zip(self.labels, self.says, strict=True)) / len(self.labels)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a classifier predicts these labels, those of its training, no better than their most frequent one."""
+        return self.p is not None and self.right < self._guessed + GUESSED
+
+    @property
+    def weakness(self) -> str:
+        """What scores and labels are worth if a classifier has not learned its training labels; else nothing."""
+        if self.p is None or self.right >= max(LITTLE, self._guessed + GUESSED):
+            return ""
+        if self.right >= self._guessed + GUESSED:
+            return (
+                f"The model is right for only {self.right:.1%} of its training labels. Labels and scores will be about "
+                "this model: train longer, or with another learning rate, first."
+            )
+        return (
+            f"The training failed: guessing the most frequent class is right for {self._guessed:.1%} of the labels. "
+            "Scores would explain a model that has learned nothing: try another learning rate, or more epochs."
+        )
+
+    @property
+    def _guessed(self) -> float:
+        return Counter(self.labels).most_common(1)[0][1] / len(self.labels)
 
 
 def opinions(

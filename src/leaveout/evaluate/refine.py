@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,7 @@ from leaveout.errors import InputError
 from leaveout.estimators.question import Question
 from leaveout.estimators.replay import replayed
 from leaveout.run.reader import Run
-from leaveout.scores import UNIT, Scores
+from leaveout.scores import MEAN, UNIT, Scores
 from leaveout.task.task import Task
 
 
@@ -47,3 +48,16 @@ def refine(
     exact[rows] = True
     method = scores.method if scores.method.endswith("+ Replay") else f"{scores.method} + Replay"
     return replace(scores, values=values, method=method, exact=exact, cost=scores.cost + truth.cost)
+
+
+def with_truths(scores: Scores, truths: Mapping[int | str, float]) -> Scores:
+    """Return the mean scores with the true change of every row that was replayed, for a check or another method.
+
+    Scores that are not changes of the loss cannot be replaced.
+    """
+    values = scores.mean().detach().double().cpu().clone()
+    exact = torch.zeros(len(values), dtype=torch.bool) if scores.exact is None else scores.exact.cpu().clone()
+    for row, name in enumerate(scores.train_ids if scores.is_effect else ()):
+        if name in truths and not exact[row]:
+            values[row], exact[row] = truths[name], True
+    return replace(scores, values=values[:, None], query_ids=(MEAN,), exact=exact, spread=None)

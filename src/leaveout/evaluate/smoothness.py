@@ -43,9 +43,9 @@ class Smoothness:
     """How smooth a training is in the weights of its examples.
 
     ``agreement`` is the mean of ``per_direction``: 1 if the parameters move on a straight line as the weights change,
-    0 or less if the second part of the way is unrelated to the first. ``growth`` is the factor by which a vector grows
-    when it is transported back through the linearised run, between the steps ``steps``; NaN if the run cannot be
-    linearised. ``advice`` is what to change in the training, what helped most first.
+    0 or less if the second part of the way is unrelated to the first, NaN if they do not move. ``growth`` is the factor
+    by which a vector grows when it is transported back through the linearised run, between the steps ``steps``; NaN if
+    the run cannot be linearised. ``advice`` is what to change in the training, what helped most first.
     """
 
     agreement: float
@@ -63,6 +63,8 @@ class Smoothness:
     @property
     def sentence(self) -> str:
         """What was measured, what it means for scores, and what to do, in words."""
+        if math.isnan(self.agreement):
+            return "The weights of the examples change nothing in this training: train with a learning rate above zero."
         if self.agreement >= SMOOTH:
             words = "this training is smooth in its examples' weights"
             meaning = "linearised scores can hold"
@@ -140,7 +142,7 @@ def _measured(
     second = each(lambda stack: stack[count:-1] - stack[:count], ends)
     trained = list(trajectory.rule.groups)  # not the model's buffers
     a, b = (torch.cat([flat_rows(part[name]).double() for name in trained], dim=1) for part in (first, second))
-    agreement = (a * b.sign()).sum(1) / a.abs().sum(1).clamp_min(torch.finfo(a.dtype).tiny)
+    agreement = (a * b.sign()).sum(1) / a.abs().sum(1)  # NaN if nothing moves
     return agreement, each(lambda stack: stack[:1], first)
 
 

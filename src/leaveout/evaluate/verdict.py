@@ -23,11 +23,16 @@ class Verdict(Enum):
         >>> Verdict.of(Interval(0.95, 0.9, 0.98)).value
         'the ranking can be trusted'
         """
-        if tau.low >= 0.8:
+        if tau.low >= cls.GOOD.least:
             return cls.GOOD
-        if tau.low >= 0.5:
+        if tau.low >= cls.COARSE.least:
             return cls.COARSE
         return cls.HINT if tau.low > 0 else cls.NONE
+
+    @property
+    def least(self) -> float:
+        """The least that the lower end of a rank correlation's interval must be for this verdict."""
+        return {"GOOD": 0.8, "COARSE": 0.5, "HINT": 0.0, "NONE": -1.0}[self.name]
 
     @property
     def level(self) -> str:

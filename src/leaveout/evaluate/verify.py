@@ -100,7 +100,7 @@ def verify(
             recorded.take(rows[len(recorded.rows) :], clock)
             check = work.check(recorded.rows, recorded.values)
     if moves is None:
-        moves = MOVES if exact or check.verdict in DOUBTED else 0
+        moves = MOVES if (exact or check.verdict in DOUBTED) and not check.void else 0
     cost, rate, fitted = recorded.cost, recorded.rate, 0
     while fitted < moves:
         moved = work.replays(Replay(move=seed + fitted + 1, jitter=jitter), rate)

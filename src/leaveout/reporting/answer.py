@@ -11,15 +11,23 @@ from leaveout.scores import LABELS
 
 
 def answers(
-    labels: Labels | None, curve: Curve | None, method: str, harmful: int, total: int, trust: Trust, *, groups: bool
+    labels: Labels | None,
+    curve: Curve | None,
+    method: str,
+    trust: Trust,
+    values: Sequence[float],
+    *,
+    failed: str = "",
+    groups: bool,
 ) -> list[Answer]:
-    """Return the answers in the order in which one acts on them."""
-    parts = []
-    if labels is not None:
-        parts.append(_labels(labels))
-    parts.append(_removal(curve, method, harmful, total, None if labels is None else len(labels), groups=groups))
-    parts.append(Answer("trust", trust.level, trust.headline, trust.brief or trust.sentence))
-    return parts
+    """Return the answers in the order in which one acts on them; ``values`` are the scores of ``method``."""
+    parts = [] if labels is None else [_labels(labels)]
+    if parts and failed:
+        words = "A model that has learned nothing finds nearly every label wrong."
+        parts = [Answer("labels", "none", "The labels cannot be judged", words)]
+    parts.append(_removal(curve, method, trust, values, None if labels is None else len(labels), groups=groups))
+    words = f"{trust.brief} {trust.instead}".rstrip()
+    return [*parts, Answer("trust", trust.level, trust.headline, words)]
 
 
 def amount(curve: Curve, method: str, wanted: int | None) -> int:
@@ -41,7 +49,7 @@ def removals(curve: Curve, choices: Sequence[tuple[str, int]]) -> str:
 
 def removal(curve: Curve, method: str, removed: int, *, control: bool = True) -> str:
     """Say what removing this many changed, compared with as many at random."""
-    size = f"{curve.test_size:,} test examples"
+    size = f"{curve.test_size:,} test examples" + (f" that are no test: they are {curve.seen}" if curve.seen else "")
     words = f"Retrained without {chosen(method, removed)}, the test {curve.measure} on {size} "
     words += f"{curve.change(method, removed)}."
     drawn = curve.table[(curve.table["choice"] == RANDOM) & (curve.table["removed"] == removed)]
@@ -61,17 +69,24 @@ def _labels(labels: Labels) -> Answer:
     return Answer("labels", "hint", headline + (" to a weak model" if labels.doubtful else ""), more)
 
 
-def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted: int | None, *, groups: bool) -> Answer:
-    what = "group" if groups else "example"
-    if not harmful:
-        return Answer(
-            "removal", "good", f"No {what} did harm", f"By {method}, without any of {total:,} the loss would rise."
-        )
+def _removal(
+    curve: Curve | None, method: str, trust: Trust, values: Sequence[float], wanted: int | None, *, groups: bool
+) -> Answer:
+    what, total, harmful = "group" if groups else "example", len(values), sum(value < 0 for value in values)
     measured = [] if curve is None else [name for name in (LABELS, method) if name in curve.choices]
     if curve is None or not measured:
-        words = f"{harmful:,} of {total:,} {what}s did harm by {method}. What removing them brings was not measured"
+        if not any(values):
+            words = f"By {method}, leaving out any of {total:,} changes nothing."
+            return Answer("removal", "none", f"No {what} had any effect", words)
+        if trust.instead:
+            return Answer("removal", trust.level, f"Which {what}s did harm cannot be told from this", trust.instead)
+        if not harmful:
+            words = f"By {method}, without any of {total:,} the loss would rise."
+            return Answer("removal", trust.level, f"No {what} did harm", words)
+        did = "did harm" if trust.level == "exact" else f"{'has' if harmful == 1 else 'have'} a score below zero"
+        words = f"Of {total:,}, by {method}. What removing them brings was not measured"
         words += "." if groups else ": study.cleanse(), or leaveout cleanse, retrains without them."
-        return Answer("removal", "unchecked", f"{harmful:,} {what}{'' if harmful == 1 else 's'} did harm", words)
+        return Answer("removal", "unchecked", f"{harmful:,} {what}{'s' * (harmful > 1)} {did}", words)
     rows = curve.changes()
     numbers = [amount(curve, name, wanted) for name in measured]
     row = rows[(rows["choice"] == measured[0]) & (rows["removed"] == numbers[0])].iloc[0]
@@ -87,6 +102,8 @@ def _removal(curve: Curve | None, method: str, harmful: int, total: int, wanted:
         if row["usual"]:
             headline, level = f"{headline}, {USUAL}", "unchecked"
     size = f"{curve.test_size:,} test examples"
+    if curve.seen:
+        level, size = "unchecked", f"{size} that are no test: they are {curve.seen}"
     sentences = [
         f"Retrained without {chosen(name, number)}: {curve.interval(name, number)} on {size}."
         for name, number in zip(measured, numbers, strict=True)

@@ -34,13 +34,16 @@ class Shown:
 class Trust:
     """How far the scores can be trusted: ``level`` is exact, good, coarse, hint, none or unchecked.
 
-    ``brief`` is a shorter sentence for the page's first screen, if the whole one is too long for that.
+    ``brief`` says it plainly, ``sentence`` with figures. With a bad verdict, ``instead`` says what to do instead of
+    going by the list, and ``act`` which of its rows one may decide on: ``"all"``, those that are ``"exact"``, or none.
     """
 
     level: str
     headline: str
     sentence: str
-    brief: str = ""
+    brief: str
+    instead: str = ""
+    act: str = "all"
 
 
 @dataclass(frozen=True)

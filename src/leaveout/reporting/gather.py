@@ -14,6 +14,7 @@ from leaveout.reporting.answer import answers
 from leaveout.reporting.cleansing import cleansing
 from leaveout.reporting.content import digits, rounded
 from leaveout.reporting.topic import Topic, membership
+from leaveout.reporting.trust import trusted
 from leaveout.scores import UNIT, Scores
 
 PARTS = 50
@@ -30,7 +31,7 @@ def gather(topic: Topic, curve: Curve | None) -> content.Content:
     when, notes, by_query = topic.when, list(topic.notes), topic.by_query
     columns = rows.chosen_queries(topic)
     drivers = {column: rows.drivers(by_query.values[:, column]) for column in columns if by_query is not None}
-    suspects = rows.suspects(topic)
+    suspects = [] if topic.failed else rows.suspects(topic)
     listed = rows.listed(mean, {row for pairs in drivers.values() for row, _ in pairs} | set(suspects))
     place = {row: i for i, row in enumerate(listed)}
     # In order of importance: labels that look wrong, the extremes of the mean, then the drivers of each query.
@@ -44,17 +45,19 @@ def gather(topic: Topic, curve: Curve | None) -> content.Content:
     if len(listed) < len(mean):
         notes.append(f"The {len(listed):,} most extreme of {len(mean):,} scores are listed; sums are over all scores.")
     table = rows.table(topic, listed)
-    issues = rows.issues(topic, place, table.names)
+    issues = None if topic.failed else rows.issues(topic, place, table.names)
     parts_of, kinds = _kinds(topic)
     methods = [_method(one, topic, listed, table, kinds, when) for one in topic.methods]
-    harmful, wanted = methods[0].harmful, None if topic.labels is None else len(topic.labels)
-    trust = methods[0].trust
+    wanted = None if topic.labels is None else len(topic.labels)
+    top = answers(
+        topic.labels, curve, scores.method, methods[0].trust, mean.tolist(), failed=topic.failed, groups=topic.groups
+    )
     return content.Content(
         title=show.title or f"Training data influence: {topic.run.path.name}",
         made=date.today().isoformat(),
         key=f"{topic.run.fingerprint:08x}",
         groups=topic.groups,
-        answers=answers(topic.labels, curve, scores.method, harmful, len(mean), trust, groups=topic.groups),
+        answers=top,
         summary=[words.trained(topic.run, topic.task), words.scored(scores, topic.queries, groups=topic.groups)],
         facts=_facts(topic),
         notes=notes,
@@ -88,14 +91,16 @@ def _method(
     check = topic.checks.get(scores.method)
     score, sure = rounded(mean[listed].tolist()), exact[listed].tolist()
     harmful = int((mean < 0).sum())
+    trust = trusted(scores, check, topic.failed)
+    said = {"groups": topic.groups, "loss": loss, "sure": trust.level == "exact"}
     return content.Method(
         name=scores.method,
         unit="" if loss else scores.unit,
         score=score,
         exact=sure,
         harmful=harmful,
-        sentence=words.outcome(table, score, sure, len(mean), harmful, groups=topic.groups, loss=loss),
-        trust=words.trusted(scores, check),
+        sentence=words.outcome(table, score, sure, len(mean), harmful, **said),
+        trust=trust,
         histogram=rows.histogram(mean),
         parts=[_part(name, members, mean, when) for name, members in kinds.items()],
         check=_checked(check) if check and not scores.all_exact else None,

@@ -35,7 +35,9 @@ class Page(PosixPath):
     def _repr_html_(self) -> str:
         style = "width:100%;height:46rem;border:1px solid #8888;border-radius:8px"
         text = escape(self.read_text(encoding="utf-8"))
-        return f'<iframe srcdoc="{text}" style="{style}" title="{escape(self.name)}"></iframe>'
+        # Scripts of a page that was sent along must not reach the notebook; its decisions are kept while it is open.
+        allowed = "allow-scripts allow-downloads"
+        return f'<iframe sandbox="{allowed}" srcdoc="{text}" style="{style}" title="{escape(self.name)}"></iframe>'
 
 
 def page(content: Content) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -15,6 +14,7 @@ from leaveout.estimators.timeline import Timeline
 from leaveout.evaluate.check import Check
 from leaveout.evaluate.label_issues import Labels
 from leaveout.evaluate.opinions import Opinions
+from leaveout.evaluate.refine import with_truths
 from leaveout.reporting.show import Show
 from leaveout.run.reader import Run
 from leaveout.scores import SELF, UNIT, Scores
@@ -110,23 +110,21 @@ class Topic:
             if scores.exact is not None and scores.is_effect:
                 exact = zip(scores.train_ids, scores.mean().tolist(), scores.exact.tolist(), strict=True)
                 values |= {name: value for name, value, sure in exact if sure}
-            check = self.checks.get(scores.method)
-            if check is not None:
-                values |= dict(zip(check.table.index.tolist(), check.table["truth"].tolist(), strict=True))
+            if scores.method in self.checks:
+                values |= self.checks[scores.method].truths
         return values
 
     def column(self, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Return a method's scores with replayed values in place of estimates, and which rows are exact.
+        """Return a method's scores with replayed values in place of estimates, and which rows are exact."""
+        known = with_truths(scores, self.truths)
+        assert known.exact is not None  # noqa: S101 - with_truths says it
+        return known.values[:, 0], known.exact
 
-        Scores in another unit than the loss cannot be replaced.
-        """
-        mean = scores.mean().detach().double().cpu().clone()
-        exact = torch.zeros(len(mean), dtype=torch.bool) if scores.exact is None else scores.exact.cpu().clone()
-        if scores.is_effect:
-            for row, name in enumerate(scores.train_ids):
-                if name in self.truths and not exact[row]:
-                    mean[row], exact[row] = self.truths[name], True
-        return mean, exact
+    @cached_property
+    def failed(self) -> str:
+        """Why the training taught the model nothing, in words; empty if it did."""
+        whole = self.own is not None and self.task is not None and len(self.own.losses) == self.task.size
+        return self.own.weakness if whole and self.own is not None and self.own.failed else ""
 
 
 def membership(size: int, groups: Groups) -> dict[str, list[int]]:

@@ -8,24 +8,16 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from leaveout.evaluate.ceiling import Ceiling
-from leaveout.evaluate.check import MINIMUM, Check
+from leaveout.evaluate.check import Check
 from leaveout.evaluate.metrics import kendall
 from leaveout.evaluate.verdict import Verdict
-from leaveout.reporting.content import Table, Trust, Verdicts
+from leaveout.reporting.content import Table, Verdicts
 from leaveout.run.reader import Run
 from leaveout.scores import MEAN, SELF, UNIT, Scores
 from leaveout.task.task import Task
 
 ALIKE = 0.8
 """Two methods with at least this rank correlation count as agreeing."""
-TITLES = {
-    Verdict.GOOD: "The ranking can be trusted",
-    Verdict.COARSE: "The ranking is right overall, not in detail",
-    Verdict.HINT: "The ranking is only a hint",
-    Verdict.NONE: "The ranking cannot be trusted",
-    Verdict.FEW: "Too few replays to tell",
-}
 
 
 def trained(run: Run, task: Task | None) -> str:
@@ -79,22 +71,31 @@ def scored(scores: Scores, queries: int | None, *, groups: bool) -> str:
 
 
 def outcome(
-    table: Table, score: Sequence[float], exact: Sequence[bool], total: int, harmful: int, *, groups: bool, loss: bool
+    table: Table,
+    score: Sequence[float],
+    exact: Sequence[bool],
+    total: int,
+    harmful: int,
+    *,
+    groups: bool,
+    loss: bool,
+    sure: bool,
 ) -> str:
     """Say how many did harm, and name the worst, by place in the table: among replayed rows, if there are any.
 
-    An estimate is named only if nothing was replayed: it might contradict the exact values beside it.
+    An estimate is named only if nothing was replayed: it might contradict the exact values beside it. Unless it is
+    ``sure`` that effects are what they seem, only the signs of the scores are counted: half of all noise is below zero.
     """
     what = "groups" if groups else "examples"
     if not harmful:
-        return f"None of the {total:,} {what} did harm: leaving out any of them would raise the loss."
-    begin = f"{harmful:,} of the {total:,} {what} did harm."
+        return f"None of the {total:,} {what} has a score below zero."
+    begin = f"{harmful:,} of the {total:,} {what} {'did harm' if sure else 'have a score below zero'}."
     worst, replayed = min(range(len(score)), key=score.__getitem__), [i for i, sure in enumerate(exact) if sure]
     which = "The most harmful is"
     if replayed and not exact[worst]:
         worst = min(replayed, key=score.__getitem__)
         if score[worst] >= 0:
-            return f"{begin[:-1]} by their estimates, but none of the {len(replayed):,} that were replayed exactly."
+            return f"{begin[:-1]}, but none of the {len(replayed):,} that were replayed exactly."
         which = f"Of the {len(replayed):,} that were replayed exactly, the most harmful is"
     named = ""
     if table.label and table.label[worst] >= 0:
@@ -122,72 +123,9 @@ def verdicts(scores: Sequence[Scores], checks: Mapping[str, Check]) -> Verdicts:
             parts = ((check.extreme, check.spread["extreme"]), (check.random, check.spread["random"]))
             errors = ", ".join(f"{part.rmse.value / spread:.0%}" for part, spread in parts if spread > 0)
             taus = ["" if check.verdict is Verdict.FEW else str(part.kendall) for part, _ in parts]
-            rows.append([one.method, check.verdict.value, *taus, errors, seconds])
+            rows.append([one.method, check.short, *taus, errors, seconds])
     heads = ["Method", "Verdict", "Tau, most extreme", "Tau, at random", "Typical error, of the spread", "Scoring took"]
     return Verdicts(heads, rows)
-
-
-def trusted(scores: Scores, check: Check | None) -> Trust:
-    """Say how far the scores can be trusted."""
-    if scores.all_exact:
-        return _exact(None if check is None else check.ceiling, "example" if scores.groups is None else "group")
-    if check is None:
-        few = len(scores.train_ids) < 2 * MINIMUM  # too few for verify to compare rankings
-        find_out = "Score them with lo.Replay() to be sure." if few else "Run study.verify(), or leaveout verify."
-        return Trust(
-            "unchecked",
-            "Not verified",
-            "These scores have not been compared with exact replays, so it is not known how far they can be trusted. "
-            f"{find_out}",
-        )
-    return Trust(check.verdict.level, _title(check), check.sentence, _brief(check))
-
-
-def _exact(ceiling: Ceiling | None, what: str) -> Trust:
-    """Say that every score is exact and, if that was measured, whether the effects are reproducible."""
-    words = f"Each comes from retraining exactly without its {what}: nothing is estimated."
-    if ceiling is None:
-        ask = "Whether the effects are a property of the training, or of its last digits, was not measured: "
-        ask += "study.verify(), or leaveout verify, does that."
-        return Trust("exact", "Every score is exact", f"{words} {ask}", words)
-    level = "exact" if ceiling.reproducible else "coarse" if ceiling.largest else "none"
-    taus = f"{ceiling.extreme.value:.2f} among the most extreme, {ceiling.random.value:.2f} among those drawn at random"
-    brief = f"{words} Rank correlation (tau) between replays from slightly moved starts: {taus}."
-    if not ceiling.largest:
-        brief += " Look at labels, or at groups, instead."
-    return Trust(level, f"Every score is exact, {ceiling.short}", f"{words} {ceiling.of_exact()}", brief)
-
-
-def _brief(check: Check) -> str:
-    """Say what the verdict is based on and, if it is bad, what to do, in two sentences."""
-    if check.verdict is Verdict.FEW:
-        return check.sentence
-    extreme, random = check.extreme.kendall.value, check.random.kendall.value
-    words = (
-        f"{check.method}, compared with {len(check.table)} exact replays: rank correlation (tau) {extreme:.2f} among "
-        f"the most extreme, {random:.2f} among those drawn at random."
-    )
-    if check.verdict in (Verdict.GOOD, Verdict.COARSE):
-        return words
-    if check.ceiling is not None and not check.ceiling.largest:
-        return f"{words} Look at labels, or at groups, instead."
-    if check.ceiling is not None and check.ceiling.undecided:
-        return f"{words} Verify with more replays."
-    return f"{words} Go by those that are marked exact, and make more of them so: refine."
-
-
-def _title(check: Check) -> str:
-    """Say the verdict in a few words and, if it is bad and its cause was measured, the cause."""
-    if check.ceiling is None or check.verdict in (Verdict.GOOD, Verdict.COARSE):
-        return TITLES[check.verdict]
-    if check.ceiling.undecided:
-        return "Too few replays to tell"
-    if check.ceiling.reproducible:
-        hint = f"{TITLES[Verdict.HINT]}: the scores are off"
-        return "The scores are wrong" if check.verdict is Verdict.NONE else hint
-    if check.ceiling.largest:
-        return "Only the largest effects are reproducible"
-    return check.ceiling.nothing.capitalize()
 
 
 def timing(sums: Sequence[float], scores: Sequence[float], method: str) -> str:

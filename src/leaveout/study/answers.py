@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from leaveout.evaluate.check import Check
+from leaveout.evaluate.refine import with_truths
 from leaveout.scores import Scores
 from leaveout.study.asked import Asked
 
@@ -48,6 +49,5 @@ def in_words(scores: Scores, check: Check | None) -> str:
     """Say how many did harm, and how far that can be trusted, in one line."""
     verdict = "not verified" if check is None else check.short
     if scores.all_exact and not (check and check.exact):
-        verdict = "exact"
-    groups = " groups" if scores.groups is not None else ""
-    return f"{scores.harmful_count} of {len(scores.train_ids)}{groups} did harm; {verdict}"
+        verdict = "exact for this run"
+    return f"{(scores if check is None else with_truths(scores, check.truths)).harm}; {verdict}"

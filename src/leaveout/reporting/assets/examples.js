@@ -41,6 +41,12 @@ function change(given, suggested) {
   return el("p", { class: "label" }, el("span", { class: "was" }, given), " → ", el("b", {}, suggested));
 }
 
+// Under a bad verdict only labels, and examples that were retrained without, are to be decided on.
+function mayDecide(row, issue) {
+  const { act } = METHOD().trust;
+  return !DATA.groups && (issue !== undefined || act === "all" || (act === "exact" && exactOf(row)));
+}
+
 // `score` is the one shown: that of the mean loss, or that of one query. In the list of labels it says what it is.
 function card(row, score, line, issue = ISSUE.get(row), what = "") {
   const kind = score < 0 ? "harm" : "help";
@@ -52,9 +58,9 @@ function card(row, score, line, issue = ISSUE.get(row), what = "") {
     issue === undefined ? target(label) : change(label, nameOf(DATA.issues.suggested[issue])),
     issue === undefined ? null : el("p", { class: "why" }, DATA.issues.why[issue]),
     opinion(label, nameOf(TABLE.says[row]), TABLE.p[row]),
-    exactOf(row) && score === scoreOf(row) ? el("span", { class: "badge" }, "exact replay") : null,
+    exactOf(row) && score === scoreOf(row) ? el("span", { class: "badge" }, "retrained without it") : null,
     line && DATA.lines[row] ? spark(DATA.lines[row]) : null,
-    DATA.groups ? null : marker(row, issue));
+    mayDecide(row, issue) ? marker(row, issue) : null);
   return el("li", { class: "card", "data-id": TABLE.id[row] }, seen(DATA.shown[row], described(row)), body);
 }
 

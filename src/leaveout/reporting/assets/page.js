@@ -34,6 +34,17 @@ function queries() {
   show();
 }
 
+// A bad verdict closes the list, and says what to do instead.
+function mute() {
+  const { level, headline, instead } = METHOD().trust;
+  if (!DATA.groups) $("examples-title").textContent = instead ? "Examples by their score" : "Examples to remove";
+  $("instead").hidden = !instead;
+  $("instead").className = `trust ${level}`;
+  $("instead").replaceChildren(el("p", { class: "headline" }, `${headline}.`), el("p", {}, instead));
+  $("list").classList.toggle("plain", !instead);
+  $("list").open = !instead;
+}
+
 // Another method's scores in every list and chart that shows them.
 function methods(update) {
   const show = () => {
@@ -47,9 +58,11 @@ function methods(update) {
       $("measures").replaceChildren(table("Agreement with exact replays, with 95% intervals in brackets", ["Measure", "Most extreme", "At random"], METHOD().check.measures));
     }
     $("found").textContent = METHOD().sentence;
-    const { level, headline, sentence } = METHOD().trust;
+    const { level, headline, sentence, brief, instead } = METHOD().trust;
     $("verdict").className = `trust ${level}`;
-    $("verdict").replaceChildren(el("p", { class: "headline" }, `${METHOD().name}: ${headline}`), el("p", {}, sentence));
+    $("verdict").replaceChildren(el("p", { class: "headline" }, `${METHOD().name}: ${headline}`), el("p", {}, `${brief} ${instead}`),
+      sentence ? el("details", {}, el("summary", {}, "The figures"), el("p", {}, sentence)) : "");
+    mute();
   };
   $("method")?.addEventListener("change", () => { CURRENT = Number($("method").value); show(); });
   show();
