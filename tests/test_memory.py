@@ -83,9 +83,9 @@ for place, one, kind in cases:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = resident()
-    _reset_peak()
+    _reset_peak(None)
     ask(count, lo.Resources(int(sys.argv[2])))
-    print(json.dumps([place, getattr(one, "name", one), kind, _peak() - before]), flush=True)
+    print(json.dumps([place, getattr(one, "name", one), kind, _peak(None) - before]), flush=True)
 """
 
 
