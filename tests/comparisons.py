@@ -39,23 +39,30 @@ def _settings(module: nn.Module) -> tuple:
     return tuple(plain.items()), len(module._forward_hooks), len(module._forward_pre_hooks)
 
 
-def _question(task: Any, params: Any, batch: Any, before: Any) -> Any:
-    settings = (task.l2, task.chosen, task.coupled, task.statistics, task.accumulation, task.buffers, task.training)
+def _question(objective: Any, params: Any, batch: Any, before: Any) -> Any:
+    settings = (
+        objective.l2,
+        objective.chosen,
+        objective.coupled,
+        objective.statistics,
+        objective.accumulation,
+        objective.mode,
+    )
     leaves, shape = tree_flatten((params, batch))
     kinds = tuple(map(_kind, leaves))
-    values = _structure(task.model), _structure(task.loss), task.called.rule, task.autocast, task.kinks, task.clip
+    values = _structure(objective.model), _structure(objective.loss), objective.called.rule, objective.clip
     return (*settings, *values, kinds, str(shape), before, torch.get_default_dtype())
 
 
-def remembered(task: Any, params: Any, batch: Any, before: Any = None) -> Any:
+def remembered(objective: Any, params: Any, batch: Any, before: Any = None) -> Any:
     """As ``compared``."""
-    key = _question(task, params, batch, before)
+    key = _question(objective, params, batch, before)
     try:
         known = REMEMBERED.get(key)
     except TypeError:  # something in it has no hash
-        return compared(task, params, batch, before)
+        return compared(objective, params, batch, before)
     if known is None:
-        known = compared(task, params, batch, before)
+        known = compared(objective, params, batch, before)
         if known[0] is None:
             REMEMBERED[key] = known
     return known

@@ -200,3 +200,8 @@ def only_estimated(monkeypatch, replays):
     """Let ``choose`` estimate at once, as where replays are slow, and compare with this many of them."""
     monkeypatch.setattr(choose, "PROBE", 0.0)
     monkeypatch.setattr(choose, "MOST", replays)
+
+
+def call_traced(tracer, name: str, function: Callable, *args):
+    """What a function gives, by its trace if the tracer has one."""
+    return (tracer.find(name, function, args) or function)(*args)

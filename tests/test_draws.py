@@ -11,11 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import leaveout as lo
 from leaveout.task.batches import leaves, map_leaves
-from leaveout.task.batching import looped
 from leaveout.task.draws import has_randomness, note, random_state, replay, set_random_state
 from leaveout.task.example_draws import by_example, example_axes
+from leaveout.task.execution import looped
 from leaveout.task.trace import tracer as tracing
 from leaveout.task.trace.tracer import Tracer
+from problems import call_traced
 from refusal import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -265,7 +266,7 @@ def test_a_trace_takes_draws_as_inputs(subject):
 def test_the_tracer_repeats_a_pass_with_other_draws():
     subject, tracer = Subject("TransformerEncoderLayer, batch first"), Tracer()
     for draws in (*[subject.draws] * (tracing.WARM_UP + 2), subject.others()):
-        found = tracer("gradient", grad(subject.loss), subject.params, subject.x, draws)
+        found = call_traced(tracer, "gradient", grad(subject.loss), subject.params, subject.x, draws)
         assert difference(found, grad(subject.loss)(subject.params, subject.x, draws)) == 0
     assert [trace is not None for trace in tracer._traces.values()] == [True]
     assert difference(found, subject.eager()) > 0

@@ -13,10 +13,11 @@ from torch.utils.data import TensorDataset
 
 import leaveout as lo
 from leaveout._util.trees import PARAM
+from leaveout.diff.forms import Form
+from leaveout.diff.hessian import Hessian
+from leaveout.diff.operator import example_gradients, reads
 from leaveout.optim.adam import Adam
 from leaveout.optim.adamw import AdamW
-from leaveout.task.derivatives import directional, example_gradients, weight_products
-from leaveout.task.forms import Form
 from leaveout.task.rewrites.elementary import Elementary
 from leaveout.trajectory.trajectory import Trajectory
 
@@ -107,9 +108,9 @@ def test_the_gradient_of_a_recorded_step_is_read_off_its_states(tmp_path):
     run, task = _adam_run(tmp_path)
     for recorded in Trajectory(run, task).forward():
         used = run.rule.consumed(recorded.before, recorded.after, recorded.record.hypers)
-        wanted = lo.task.derivatives.gradient(task, recorded.params, recorded.batch)
+        wanted = lo.diff.operator.gradient(task.objective, recorded.params, recorded.batch)
         torch.testing.assert_close(used, wanted, rtol=1e-10, atol=1e-12)
-    assert run.rule.extended(lo.task.task.clip_of(1.0, None), ()).consumed(recorded.before, recorded.after, []) is None
+    assert run.rule.extended(lo.optim.clip.clip_of(1.0, None), ()).consumed(recorded.before, recorded.after, []) is None
 
 
 def test_a_step_whose_slope_is_another_is_refused(tmp_path):
@@ -135,14 +136,14 @@ def _adam_run(folder):
 
 def test_losses_along_a_vector_are_the_gradients_inner_products(tmp_path):
     run, task = _adam_run(tmp_path)
-    assert task.abilities.slopes
+    assert task.objective.abilities.slopes
     recorded = Trajectory(run, task).recorded_step(2)
     vectors = {name: torch.randn(3, *tensor.shape, dtype=torch.float64) for name, tensor in recorded.params.items()}
-    value, reads = weight_products(task, recorded.params, recorded.batch, vectors)
-    own = example_gradients(task, recorded.params, recorded.batch)
+    products, value = reads(task.objective, recorded.params, recorded.batch, vectors)
+    own = example_gradients(task.objective, recorded.params, recorded.batch)
     wanted = sum(torch.einsum("v...,z...->vz", vectors[n].flatten(1), own[n].flatten(1)) for n in own) / 2
     assert value is None
-    torch.testing.assert_close(reads, wanted)
+    torch.testing.assert_close(products, wanted)
 
 
 @pytest.mark.parametrize("statistics", ["leave", "stay"])
@@ -155,11 +156,11 @@ def test_one_vector_through_batch_norm(tmp_path, statistics):
     )
     run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), 1, 6, 0, tmp_path / "run")
     trajectory = Trajectory(run, task).compared()
-    seen, recorded = trajectory.task, trajectory.recorded_step(1)
+    seen, recorded = trajectory.objective, trajectory.recorded_step(1)
     assert seen.coupled
     assert seen.abilities.vector is Form.REVERSE_FORWARD
-    vector = {name: torch.randn_like(tensor) for name, tensor in seen.variables(recorded.params).items()}
-    quick = directional(seen, recorded.params, recorded.batch, vector)[1:]
-    seen.abilities = seen.abilities._replace(vector=Form.REVERSE_REVERSE)
-    slow = directional(seen, recorded.params, recorded.batch, vector)[1:]
+    vector = {name: torch.randn_like(tensor)[None] for name, tensor in seen.variables(recorded.params).items()}
+    quick = Hessian(seen, recorded.params, recorded.batch).pull(vector)[:2]
+    other = seen.able(seen.abilities._replace(vector=Form.REVERSE_REVERSE))
+    slow = Hessian(other, recorded.params, recorded.batch).pull(vector)[:2]
     torch.testing.assert_close(quick, slow)

@@ -265,7 +265,7 @@ SPEC = Spec(
 def test_errors_come_back_as_they_are(tmp_path, engine):
     problem = recorded(tmp_path / "run", "logistic", "sgd")
     other = TensorDataset(problem.train.tensors[0] + 1, problem.train.tensors[1])
-    task = lo.Task(problem.task.model, nn.BCEWithLogitsLoss(), other, l2=problem.task.l2)
+    task = lo.Task(problem.task.model, nn.BCEWithLogitsLoss(), other, l2=problem.task.objective.l2)
     with refused(lo.MismatchError, "batch-differs", "step 0"):
         lo.SGDIE().score(problem.run, task, problem.query, resources=lo.Resources(engine=engine))
 

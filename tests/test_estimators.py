@@ -212,7 +212,7 @@ def test_options_given_as_lists_serve_as_well(tmp_path):
     (scores,) = lo.score([lo.Replay([3, 1])], problem.run, problem.task, problem.query)
     assert scores.train_ids == (3, 1)
     assert lo.Replay(torch.tensor([3, 1])) == lo.Replay(np.array([3, 1])) == lo.Replay((3, 1))
-    layers = [next(iter(problem.task.names))]
+    layers = [next(iter(problem.task.objective.names))]
     kinds = (
         lo.SGDIE,
         lo.TracIn,

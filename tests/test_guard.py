@@ -6,12 +6,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.diff.forms import Form
+from leaveout.diff.hessian import Hessian
 from leaveout.errors import UnsupportedError
-from leaveout.sweep.curvature import Hessian
 from leaveout.task import preparing
-from leaveout.task.forms import Form
 from leaveout.task.guard.agreement import slope
+from leaveout.task.guard.compare import compared
 from leaveout.task.guard.points import trial
+from leaveout.task.preparing import trial_batch
 from refusal import refused
 
 pytestmark = pytest.mark.compared_anew
@@ -54,19 +56,19 @@ def test_products_are_those_of_the_dense_hessian():
     vectors = torch.randn(2, len(dense), dtype=torch.float64)
     for count in (1, 2):
         stack = {n: torch.stack([named(v)[n] for v in vectors[:count]]) for n in params}
-        curved, _ = Hessian(task, params, list(train.tensors)).products(stack)
+        curved = Hessian(task.objective, params, list(train.tensors)).pull(stack).curved
         found = torch.cat([curved[n].flatten(1) for n in params], dim=1)
         torch.testing.assert_close(found, vectors[:count] @ dense, rtol=1e-9, atol=1e-12)
 
 
 def test_the_quick_form_is_kept_where_it_is_right():
     plain = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
-    assert lo.Task(plain, nn.CrossEntropyLoss(), data()).abilities.vector is Form.REVERSE_FORWARD
-    assert lo.Task(normalised(), nn.CrossEntropyLoss(), data()).abilities.vector is Form.REVERSE_FORWARD
+    assert lo.Task(plain, nn.CrossEntropyLoss(), data()).objective.abilities.vector is Form.REVERSE_FORWARD
+    assert lo.Task(normalised(), nn.CrossEntropyLoss(), data()).objective.abilities.vector is Form.REVERSE_FORWARD
     layers = (nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 2))
     wrong = lo.Task(nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), data())
-    assert wrong.abilities.vector is not Form.REVERSE_FORWARD
-    unchecked = lo.Task(plain, nn.CrossEntropyLoss(), data(), check=False).abilities
+    assert wrong.objective.abilities.vector is not Form.REVERSE_FORWARD
+    unchecked = lo.Task(plain, nn.CrossEntropyLoss(), data(), check=False).objective.abilities
     assert unchecked.vector is Form.FORWARD_REVERSE  # not compared, so not the one that is wrong most often
 
 
@@ -141,7 +143,7 @@ def test_weighted_classes_without_reduction():
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0], dtype=torch.float64), reduction="none")
     task = lo.Task(nn.Linear(4, 2).double(), loss, data())
     batch = task.read([0, 1, 2])
-    torch.testing.assert_close(task.losses(task.parameters(), batch), loss(task.model(batch[0]), batch[1]))
+    torch.testing.assert_close(task.objective.losses(task.parameters(), batch), loss(task.model(batch[0]), batch[1]))
 
 
 class Reversed(torch.autograd.Function):
@@ -174,13 +176,13 @@ class Uses(nn.Linear):
 
 def test_a_function_whose_gradient_is_no_derivative_is_not_scored_by_derivatives():
     task = lo.Task(Uses(4, 2).double(), nn.CrossEntropyLoss(), data())
-    assert not task.abilities.slope
+    assert not task.objective.abilities.slope
 
 
 def test_a_function_that_writes_into_its_input_and_has_its_derivative_is_followed():
     model = Uses(4, 2).double()
     model.function = InPlace
-    assert lo.Task(model, nn.CrossEntropyLoss(), data()).abilities.slope
+    assert lo.Task(model, nn.CrossEntropyLoss(), data()).objective.abilities.slope
 
 
 def test_a_kink_beside_the_state_does_not_make_a_right_derivative_wrong():
@@ -192,8 +194,11 @@ def test_a_kink_beside_the_state_does_not_make_a_right_derivative_wrong():
         model[0].bias[0] += 3e-7 - model[0](train.tensors[0])[0, 0]
     task, batch = lo.Task(model, nn.CrossEntropyLoss(), train), list(train.tensors)
     at = {name: param.detach() for name, param in model.named_parameters()}
-    assert slope(task.quiet(), at, batch, trial(task, at, batch, near=False).point)
-    assert task.comparison(0, at, [0, 1, 2]).abilities.slope
+    objective = task.objective
+    assert slope(objective.untraced(), at, batch, trial(objective, at, batch, near=False).point)
+    problem, abilities = compared(objective, at, trial_batch(task, objective, at, [0, 1, 2]), objective.abilities)
+    assert problem is None
+    assert abilities.slope
 
 
 class Stopped(nn.Module):
@@ -235,9 +240,11 @@ def test_fewer_passes_of_a_large_model_find_the_same(name: str, size: str, monke
         model, count = MODELS[name]().double(), [0]
         model.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
         task = lo.Task(model.eval(), nn.CrossEntropyLoss(), data())
-        trained = task.as_recorded(frozenset(part for part, _ in model.named_modules()), (), None)
+        trained = task.objective.in_mode(training=frozenset(part for part, _ in model.named_modules()))
         last = {key: param.detach() * 1.1 for key, param in model.named_parameters()}
-        found.append((task.abilities, trained.comparison(0, last, [0, 1, 2]).abilities))
+        problem, abilities = compared(trained, last, trial_batch(task, trained, last, [0, 1, 2]), trained.abilities)
+        assert problem is None
+        found.append((task.objective.abilities, abilities))
         passes.append(count[0])
     assert found[0] == found[1]
     assert passes[0] < passes[1]

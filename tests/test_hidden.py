@@ -173,7 +173,7 @@ def test_methods_that_take_the_curvature_for_symmetric_refuse(middle, recorded) 
 def test_a_stop_without_an_effect_costs_no_method(middle, recorded) -> None:
     run, model = recorded(middle)
     task = lo.Task(model, nn.CrossEntropyLoss(), TRAIN)
-    assert task.abilities.symmetric
+    assert task.objective.abilities.symmetric
     for method in (lo.ACC(lo.Subspace(2)), lo.ACC("free")):
         assert method.score(run, task, QUERY, ids=ROWS).values.isfinite().all()
 

@@ -10,9 +10,9 @@ from torch.utils.data import TensorDataset
 import leaveout as lo
 from leaveout._util import blocks
 from leaveout._util.blocks import Block, Joined, Touched
+from leaveout.diff.hessian import Hessian
 from leaveout.optim import adam, adamw
 from leaveout.sweep import checkpoint, linear_step
-from leaveout.sweep.curvature import Hessian
 from oracle import Oracle
 from problems import Problem, shared
 from refusal import refused
@@ -52,8 +52,8 @@ def test_jumps_equal_dense_products_for_the_mean_and_for_each_query(problem):
 def test_gradients_that_come_with_the_product_give_the_same(optimizer):
     """A task whose derivatives were compared takes both in one pass."""
     problem = shared("mlp", optimizer, batches=BATCHES)
-    task = lo.Task(problem.task.model, problem.task.loss, problem.task.train_set, l2=problem.task.l2)
-    assert task.abilities.together
+    task = lo.Task(problem.task.model, problem.task.loss, problem.task.train_set, l2=problem.task.objective.l2)
+    assert task.objective.abilities.together
     together = lo.ACC().score(problem.run, task, problem.query).values
     close(together, scored(problem))
     few = lo.ACC().score(problem.run, task, problem.query, ids=[1]).values  # whose gradient is taken by itself

@@ -11,10 +11,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.diff.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Form
+from leaveout.diff.hessian import Hessian, KinkedHessian
 from leaveout.sweep import kink_size as kink_module
-from leaveout.sweep.curvature import Hessian, KinkedHessian
 from leaveout.sweep.kink_size import are_mild, kink_size
-from leaveout.task.forms import CHANGES, EXAMPLE, VECTOR, VECTORS, Form
 from leaveout.task.rewrites.kinks import Kinks, inverse_width
 from leaveout.task.training_batch import TrainingBatch, Window
 from leaveout.trajectory.trajectory import Trajectory
@@ -134,7 +134,8 @@ def test_products_have_the_kinks_curvature_in_every_form(name):
     own = {n: torch.randn(EXAMPLES, *p.shape, dtype=p.dtype) for n, p in params.items()}
     weights, added = torch.rand(2, 3, EXAMPLES, dtype=torch.float64)
     matrices, gradients = dense(task.model, x, y, points)
-    plain = Hessian(task, params, [x, y]).products(vectors)[0]
+    objective = task.objective
+    plain = Hessian(objective, params, [x, y]).pull(vectors)[0]
     rows = flattened(vectors)
     whole = rows @ matrices.mean(0)
     assert (flattened(plain) - whole).abs().max() > 1e-3  # the kinks make a difference here
@@ -143,15 +144,16 @@ def test_products_have_the_kinks_curvature_in_every_form(name):
 
     for form in Form:
         where = {"vector": VECTOR, "vectors": VECTORS, "changes": CHANGES, "example": EXAMPLE}
-        task.abilities = task.abilities._replace(**{k: form for k, forms in where.items() if form in forms})
-        curvature = KinkedHessian(task, params, [x, y])
+        chosen = {k: form for k, forms in where.items() if form in forms}
+        objective = objective.able(objective.abilities._replace(**chosen))
+        curvature = KinkedHessian(objective, params, [x, y])
         one = {n: t[:1] for n, t in vectors.items()}
-        products, reads = curvature.products(vectors)
+        products, reads, *_ = curvature.pull(vectors)
         for found, wanted in (
-            (flattened(curvature.products(one)[0]), whole[:1]),
+            (flattened(curvature.pull(one)[0]), whole[:1]),
             (flattened(products), whole),
             (reads, rows @ gradients.T / EXAMPLES),
-            (flattened(curvature.changes(vectors, weights, added)), changes),
+            (flattened(curvature.push(vectors, weights, added)[0]), changes),
             (flattened(curvature.example_products([x, y], own)[1]), single),
             (
                 flattened(curvature.example_products([x, y], {n: t[0] for n, t in vectors.items()})[1]),
@@ -171,7 +173,7 @@ def test_traces_give_the_same(name):
 
     def everything(given, at):
         curvature = KinkedHessian(given, at, batch)
-        parts = [curvature.products(one)[0], curvature.products(vectors)[0], curvature.changes(vectors, marks, marks)]
+        parts = [curvature.pull(one)[0], curvature.pull(vectors)[0], curvature.push(vectors, marks, marks)[0]]
         return torch.cat(
             [
                 flattened(part)
@@ -179,10 +181,12 @@ def test_traces_give_the_same(name):
             ]
         )
 
+    plain = task.objective.untraced()
     for turn in range(9):  # a trace is made at the seventh
         moved = {n: p + 0.1 * turn for n, p in params.items()}  # widths are not constants of the trace
-        assert torch.allclose(everything(task, moved), everything(task.quiet(), moved), rtol=1e-12, atol=1e-13)
-    traces = {name: trace for (name, _), trace in task.tracer._traces.items()}
+        assert torch.allclose(everything(task.objective, moved), everything(plain, moved), rtol=1e-12, atol=1e-13)
+    tracers = (task.objective.execution.tracer, task.objective.in_mode(kinks=True).execution.tracer)
+    traces = {name: trace for tracer in tracers for (name, _), trace in tracer._traces.items()}
     assert len(traces) == 5
     assert all(trace is not None for trace in traces.values())
     assert sum(name.endswith(" kinks") for name in traces) == 4
@@ -195,15 +199,16 @@ def test_values_and_gradients_do_not_change_by_a_bit(name, dtype):
     model = task.model.to(dtype)
     params = {n: p.detach() for n, p in model.named_parameters()}
     batch = [torch.randn(50, FEATURES, dtype=dtype), torch.randint(2, (50,))]
-    bent = task.kinked()
-    assert torch.equal(task.losses(params, batch), bent.losses(params, batch))
+    plain = task.objective
+    bent = plain.in_mode(kinks=True)
+    assert torch.equal(plain.losses(params, batch), bent.losses(params, batch))
     ones = torch.ones(50, dtype=dtype)
-    for plain, curved in zip(*(t.gradient(params, ones, batch).values() for t in (task, bent)), strict=True):
-        assert torch.equal(plain, curved)
+    for straight, curved in zip(*(t.gradient(params, ones, batch).values() for t in (plain, bent)), strict=True):
+        assert torch.equal(straight, curved)
     vector = {n: torch.randn_like(p) for n, p in params.items()}
     for form in (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE):
-        task.abilities = task.abilities._replace(example=form)
-        pair = [kind(task, params, batch).example_products(batch, vector)[0] for kind in (Hessian, KinkedHessian)]
+        able = plain.able(plain.abilities._replace(example=form))
+        pair = [kind(able, params, batch).example_products(batch, vector)[0] for kind in (Hessian, KinkedHessian)]
         assert all(torch.equal(pair[0][n], pair[1][n]) for n in params)
 
 
@@ -252,7 +257,7 @@ def test_a_window_has_one_width():
     params = {n: p.detach() for n, p in task.parameters().items()}
     vectors = {n: torch.randn(1, *p.shape, dtype=p.dtype) for n, p in params.items()}
     window = Window((TrainingBatch([x[:4], y[:4]]), TrainingBatch([x[4:], y[4:]])))
-    parts, whole = (KinkedHessian(task, params, batch).products(vectors)[0] for batch in (window, [x, y]))
+    parts, whole = (KinkedHessian(task.objective, params, batch).pull(vectors)[0] for batch in (window, [x, y]))
     assert all(torch.allclose(parts[n], whole[n], rtol=1e-10, atol=1e-13) for n in params)
 
 
@@ -339,7 +344,7 @@ def test_smooth_models_have_no_kinks():
     params = {n: p.detach() for n, p in task.parameters().items()}
     vectors = {n: torch.randn(2, *p.shape, dtype=p.dtype) for n, p in params.items()}
     batch = task.read(range(EXAMPLES))
-    pair = [kind(task, params, batch).products(vectors)[0] for kind in (Hessian, KinkedHessian)]
+    pair = [kind(task.objective, params, batch).pull(vectors)[0] for kind in (Hessian, KinkedHessian)]
     assert all(torch.equal(pair[0][n], pair[1][n]) for n in params)
 
 
@@ -358,18 +363,18 @@ def test_stop_gradients_stop_as_before():
 
     data = TensorDataset(torch.randn(6, 4, dtype=torch.float64), torch.randint(2, (6,)))
     task = lo.Task(Stopped().double(), nn.CrossEntropyLoss(), data)
-    assert task.abilities.changes is Form.THROUGH
+    assert task.objective.abilities.changes is Form.THROUGH
     params = {n: p.detach() for n, p in task.parameters().items()}
     vectors = {n: torch.randn(2, *p.shape, dtype=p.dtype) for n, p in params.items()}
     batch = task.read(range(6))
-    curvature = KinkedHessian(task, params, batch)
-    curved = curvature.products(vectors)[0]
+    curvature = KinkedHessian(task.objective, params, batch)
+    curved = curvature.pull(vectors)[0]
     ones = torch.ones(2, 6, dtype=torch.float64)
-    pushed = curvature.changes(vectors, ones, 0 * ones)
+    pushed = curvature.push(vectors, ones, 0 * ones)[0]
     # ⟨a, Jᵀb⟩ = ⟨Ja, b⟩ with the same J, which is not symmetric.
     left = flattened(pushed)[0] @ flattened(vectors)[1]
     assert math.isclose(left, flattened(curved)[1] @ flattened(vectors)[0], rel_tol=1e-9)
-    plain = Hessian(task, params, batch).products(vectors)[0]
+    plain = Hessian(task.objective, params, batch).pull(vectors)[0]
     assert not torch.allclose(flattened(curved), flattened(plain))
 
 

@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.diff import operator as products
+from leaveout.diff.hessian import Hessian
 from leaveout.task import batches
-from leaveout.task import derivatives as products
 from leaveout.task.trace import layout
 from leaveout.task.trace import tracer as tracing
 from problems import mostly_full
@@ -71,13 +72,6 @@ def task_of(network, dtype):
     return lo.Task(model, nn.CrossEntropyLoss(), TensorDataset(x, y))
 
 
-class _Plain:
-    """In a tracer's place, calls what it is given."""
-
-    def __call__(self, _name, function, *args, **_options):
-        return function(*args)
-
-
 @pytest.fixture
 def relaid(monkeypatch):
     """The graphs that were laid out anew."""
@@ -99,44 +93,46 @@ def test_products_of_networks(network, dtype, relaid):
     params = {name: p.detach() for name, p in task.parameters().items()}
     batch = task.read(range(6))
     vector = {name: torch.randn_like(p) for name, p in params.items()}
+    one = {name: p[None] for name, p in vector.items()}
     stack = {name: torch.randn(6, *p.shape, dtype=dtype) for name, p in params.items()}
     weights = torch.rand(2, 6, 6, dtype=dtype)
-    zero = {name: torch.zeros_like(p) for name, p in params.items()}
-    products.directional(task, params, batch, zero)  # what is traced with zeros is right for others
+    zero = {name: torch.zeros_like(p)[None] for name, p in params.items()}
+    Hessian(task.objective, params, batch).pull(zero)  # what is traced with zeros is right for others
     relaid.pop()
     calls = {
-        "directional": lambda: products.directional(task, params, batch, vector)[1:],
-        "shared": lambda: products.example_products(task, params, batch, vector),
-        "own": lambda: products.example_products(task, params, batch, stack),
-        "gradients": lambda: products.example_gradients(task, params, batch),
-        "hessian": lambda: products.batch_products(task, params, batch, stack),
-        "changes": lambda: products.weighted_changes(task, params, batch, (stack, *weights)),
+        "one": lambda operator: operator.pull(one)[:2],
+        "shared": lambda operator: operator.example_products(batch, vector),
+        "own": lambda operator: operator.example_products(batch, stack),
+        "gradients": lambda operator: operator.example_gradients(batch),
+        "hessian": lambda operator: operator.pull(stack)[:3],
+        "changes": lambda operator: operator.push(stack, *weights),
     }
     for name, call in calls.items():
-        traced = batches.leaves(call())
-        task.tracer, kept = _Plain(), task.tracer
-        eager = batches.leaves(call())
-        task.tracer = kept
-        assert name == "directional" or relaid.pop() is not None, name
+        traced, eager = (
+            batches.leaves(call(Hessian(objective, params, batch)))
+            for objective in (task.objective, task.objective.untraced())
+        )
+        assert name == "one" or relaid.pop() is not None, name
         for a, b in zip(eager, traced, strict=True):
             assert b.is_contiguous(), name
             torch.testing.assert_close(b, a, rtol=0, atol=200 * torch.finfo(dtype).eps * float(a.abs().max()))
-    assert all(trace is not None for trace in task.tracer._traces.values())
+    assert all(trace is not None for trace in task.objective.execution.tracer._traces.values())
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("network", ["plain", "overlapping"])
 def test_curvature_of_kinks_through_max_pooling(network, relaid):
     """Slopes go back through max-pooling twice: once they are added to zeros at the places that it chose."""
-    task = task_of(network, torch.float64).kinked()
+    task = task_of(network, torch.float64)
+    objective = task.objective.in_mode(kinks=True)
     params = {name: p.detach() for name, p in task.parameters().items()}
-    batch, vector = task.read(range(6)), {name: torch.randn_like(p) for name, p in params.items()}
-    traced = batches.leaves(products.directional(task, params, batch, vector)[1:])
+    batch, vector = task.read(range(6)), {name: torch.randn_like(p)[None] for name, p in params.items()}
+    traced = batches.leaves(Hessian(objective, params, batch).pull(vector)[:2])
     used = [node for node in relaid.pop().graph.nodes if node.users]
     assert any(node.target is torch.ops.aten.max_pool2d_with_indices_backward.default for node in used)
     assert not any(node.target is torch.ops.aten.scatter_add.default and node.meta["val"].ndim == 3 for node in used)
-    task.tracer = _Plain()
-    for a, b in zip(batches.leaves(products.directional(task, params, batch, vector)[1:]), traced, strict=True):
+    eager = Hessian(objective.untraced(), params, batch).pull(vector)[:2]
+    for a, b in zip(batches.leaves(eager), traced, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-13 * float(a.abs().max()))
 
 
@@ -170,10 +166,10 @@ def test_recorded_steps_are_taken_again_to_the_last_bit(relaid):
     params = {name: p.detach() for name, p in task.parameters().items()}
     stack = {name: torch.stack([p, p]) for name, p in params.items()}
     for _ in range(tracing.RARE + 1):
-        products.gradient(task, params, task.read(range(6)))
-        products.stacked_gradients(task, stack, torch.ones(2, 6), task.read(range(6)))
+        products.gradient(task.objective, params, task.read(range(6)))
+        products.stacked_gradients(task.objective, stack, torch.ones(2, 6), task.read(range(6)))
     assert not relaid
-    assert len(task.tracer._traces) == 2
+    assert len(task.objective.execution.tracer._traces) == 2
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
@@ -182,11 +178,11 @@ def test_replays_are_laid_out_as_a_whole(network, relaid):
     """Forward pass and all, also what decides at a kink; in float64 nothing decides otherwise."""
     task = task_of(network, torch.float64)
     given = {name: p.detach() for name, p in task.parameters().items()}, torch.rand(6).double(), task.read(range(6))
-    trace = task.tracer.trace((1, tracing.WARM_UP), "one gradient", task.gradient, *given)
+    trace = task.objective.execution.tracer.trace((1, tracing.WARM_UP), "one gradient", task.objective.gradient, *given)
     assert trace is not None
     assert len(relaid) == 1
     for name, found in trace(*given).items():
-        torch.testing.assert_close(found, task.gradient(*given)[name], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found, task.objective.gradient(*given)[name], rtol=1e-9, atol=1e-12)
     if network == "plain":
         kinds = [node.target for node in relaid[0].graph.nodes]
         assert torch.ops.aten.max_pool2d_with_indices.default in kinds  # as its images lie, and not copied back
@@ -198,9 +194,10 @@ def test_a_layout_that_changes_the_result_or_fails_is_not_used(other, monkeypatc
     monkeypatch.setattr(layout, "for_images", lambda *given: _in_place_of_relu(other, real(*given)))
     task = task_of("plain", torch.float64)
     params = {name: p.detach() for name, p in task.parameters().items()}
-    traced = products.example_gradients(task, params, task.read(range(6)))
-    task.tracer = _Plain()
-    eager = products.example_gradients(task, params, task.read(range(6)))
+    traced, eager = (
+        products.example_gradients(objective, params, task.read(range(6)))
+        for objective in (task.objective, task.objective.untraced())
+    )
     assert all(torch.equal(eager[name], traced[name]) for name in eager)
 
 
@@ -215,7 +212,8 @@ def test_inputs_that_do_not_move_cost_nothing(relaid):
     """Two layers: the first has an image and two kernels, the second also a moving input; backwards one and three."""
     task = task_of("plain", torch.float64)
     params = {name: p.detach() for name, p in task.parameters().items()}
-    products.directional(task, params, task.read(range(6)), params)
+    one = {name: tensor[None] for name, tensor in params.items()}
+    Hessian(task.objective, params, task.read(range(6))).pull(one)
     targets = [node.target for node in relaid[-1].graph.nodes]
     assert targets.count(torch.ops.aten.convolution.default) == 5
     assert targets.count(torch.ops.aten.convolution_backward.default) == 4

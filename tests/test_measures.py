@@ -157,8 +157,8 @@ def test_probabilities_are_not_read_as_logits(tmp_path) -> None:
     params = dict(task.model.named_parameters())
     with torch.no_grad():
         signed = linear(x)[:, 0] * (2 * y[:, 0] - 1)
-        assert torch.allclose(-task.measuring("margin").measures(params, [x, y]), signed)
-        assert torch.equal(-task.measuring("correct").measures(params, [x, y]), (signed > 0).double())
+        assert torch.allclose(-task.measuring("margin").objective.measures(params, [x, y]), signed)
+        assert torch.equal(-task.measuring("correct").objective.measures(params, [x, y]), (signed > 0).double())
 
 
 def test_targets_that_the_loss_ignores_are_not_measured_and_classes_may_come_last() -> None:
@@ -180,7 +180,7 @@ def test_targets_that_the_loss_ignores_are_not_measured_and_classes_may_come_las
                     asked = {"margin": one[target] - rest, "log_prob": one.log_softmax(0)[target]}
                     values.append(float(asked.get(name, (one[target] > rest).double())))
                 expected.append(sum(values) / 3)
-            measured = -task.measuring(name).measures(params, [tokens, tokens])
+            measured = -task.measuring(name).objective.measures(params, [tokens, tokens])
             assert measured.tolist() == pytest.approx(expected, abs=1e-6)
 
 

@@ -35,7 +35,7 @@ def record(tmp_path, model, loss, train, optimizer, forward=None, collate=None, 
     for _ in range(epochs):
         for batch in recorder.watch(loader):
             optimizer.zero_grad()
-            outputs, targets = task.outputs(task.parameters(), batch)
+            outputs, targets = task.objective.outputs(task.parameters(), batch)
             loss(outputs, targets).mean().backward()
             optimizer.step()
     return recorder.finish(), task
@@ -182,7 +182,7 @@ def test_the_loop_stands_in_for_vmap(tmp_path):
     train = TensorDataset(x, x[:, 0])
     run, task = record(tmp_path, model, nn.MSELoss(), train, torch.optim.Adam(model.parameters(), lr=0.05))
     looped = lo.Task(model, nn.MSELoss(), train)
-    looped.abilities = looped.abilities._replace(vmap=False, forward=False)
+    looped = looped.of(looped.objective.able(looped.objective.abilities._replace(vmap=False, forward=False)))
     for method in (lo.TracIn(), lo.SGDIE(), lo.ACC("exact"), lo.ACC("exact", direction="backward"), lo.Replay()):
         a, b = (method.score(run, t, train, queries="each").values for t in (task, looped))
         assert (a - b).abs().max() <= 1e-10 * a.abs().max()

@@ -58,7 +58,7 @@ def test_float64_along_the_float32_run_is_the_same_sum_in_more_digits(tmp_path: 
     """The states are the recorded ones: against a float64 run from the same start the scores differ by more."""
     run, task = trained(tmp_path / "run")
     query = digits_like(6)
-    double = task.doubled()
+    double = task.of(task.objective.to_dtype(torch.float64))
     states = [run.state(i) for i in range(len(run) + 1)]
 
     seen = Doubled(run, constants_of(double.model, run.rule))
@@ -103,7 +103,7 @@ def stretched(path: Path, unstable: range) -> tuple[lo.Run, lo.Task]:
             optimizer.param_groups[0]["lr"] = 3.0 if step in unstable else 0.9
             optimizer.zero_grad()
             batch = task.read(range(4))
-            task.losses(task.parameters(), batch).mean().backward()
+            task.objective.losses(task.parameters(), batch).mean().backward()
             recorder.step([0, 1, 2, 3], batch)
             optimizer.step()
         return recorder.finish(), task

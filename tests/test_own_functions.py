@@ -204,7 +204,7 @@ def test_scores_are_those_of_pytorchs_own_operations(name: str, tmp_path) -> Non
 
 @pytest.mark.parametrize("name", OWN)
 def test_many_examples_are_computed_side_by_side(name: str) -> None:
-    assert lo.Task(Net(OWN[name][0]), nn.CrossEntropyLoss(), data()).abilities.vmap
+    assert lo.Task(Net(OWN[name][0]), nn.CrossEntropyLoss(), data()).objective.abilities.vmap
 
 
 def looked_up():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import leaveout as lo
-from leaveout.task.forms import Form
+from leaveout.diff.forms import Form
 from refusal import refused
 
 WORDS, WIDTH, COUNT = 7, 5, 12
@@ -96,9 +96,9 @@ def test_a_row_that_never_moves_costs_no_symmetry() -> None:
     """The padding's row of an embedding that is used once is a constant, and every method works."""
     run, model = train("own", False, torch.ones(COUNT, dtype=torch.float64), f"{tempfile.mkdtemp()}/run")
     task = lo.Task(model, nn.CrossEntropyLoss(), TRAIN)
-    assert task.abilities.whole
-    assert task.abilities.symmetric
-    assert task.abilities.vector is Form.REVERSE_FORWARD
+    assert task.objective.abilities.whole
+    assert task.objective.abilities.symmetric
+    assert task.objective.abilities.vector is Form.REVERSE_FORWARD
     truth = lo.Replay().score(run, task, QUERY).mean()
     for method in (lo.ACC(), lo.ACC("exact"), lo.DVEmb()):
         assert lo.metrics.kendall(method.score(run, task, QUERY).mean(), truth) > 0.9

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.diff.hessian import Hessian
 from leaveout.run.train import train
-from leaveout.task.derivatives import directional
 from leaveout.task.rewrites import products
 from leaveout.task.trace.tracer import WARM_UP
 from leaveout.trajectory.trajectory import Trajectory
@@ -118,18 +118,18 @@ def problem(tmp_path_factory):
 
 def test_a_trace_keeps_every_bit_of_them(faster, problem):
     run, task, _ = problem
-    trajectory = Trajectory(run, task.untraced()).compared()
+    trajectory = Trajectory(run, task.anew()).compared()
     recorded = trajectory.recorded_step(1)
-    trajectory.task.tracer.expect(1000)
-    vector = {name: torch.randn_like(tensor) for name, tensor in recorded.params.items()}
+    trajectory.objective.execution.tracer.expect(1000)
+    vector = {name: torch.randn_like(tensor)[None] for name, tensor in recorded.params.items()}
     with Counted() as counted:
-        first = directional(trajectory.task, recorded.params, recorded.batch, vector)
+        first = Hessian(trajectory.objective, recorded.params, recorded.batch).pull(vector)
     assert counted.count
     for _ in range(WARM_UP + 1):
-        later = directional(trajectory.task, recorded.params, recorded.batch, vector)
-    assert any(trajectory.task.tracer._traces.values())
-    assert all(torch.equal(first[1][name], later[1][name]) for name in vector)
-    assert torch.equal(first[2], later[2])
+        later = Hessian(trajectory.objective, recorded.params, recorded.batch).pull(vector)
+    assert any(trajectory.objective.execution.tracer._traces.values())
+    assert all(torch.equal(first.curved[name], later.curved[name]) for name in vector)
+    assert torch.equal(first.reads, later.reads)
 
 
 @pytest.mark.parametrize("method", [lo.SGDIE(), lo.TracIn(), lo.ACC(), lo.Replay()], ids=lambda m: type(m).__name__)
@@ -140,9 +140,9 @@ def test_scores_are_the_same_to_rounding(faster, problem, monkeypatch, method):
     def score(given):
         return method.score(run, given, data, resources=quiet).values
 
-    fast = score(task.untraced())
+    fast = score(task.anew())
     monkeypatch.setattr(products, "is_faster", lambda: False)
-    plain = score(task.untraced())
+    plain = score(task.anew())
     assert abs(fast - plain).max() <= 2e-3 * abs(plain).max()
     if not isinstance(method, lo.Replay):  # whose models are small enough to go all at once
         assert (fast != plain).any()

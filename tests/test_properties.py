@@ -35,7 +35,7 @@ def quadratic(folder: str, n: int, plan: list[list[int]], kind: str):
     recorder = lo.Recorder(Path(folder) / "run", model, optimizer)
     for ids in plan:
         optimizer.zero_grad()
-        task.losses(task.parameters(), task.read(ids)).mean().backward()
+        task.objective.losses(task.parameters(), task.read(ids)).mean().backward()
         recorder.step(ids)
         optimizer.step()
     return recorder.finish(), task, TensorDataset(x + 1, x[:, 0])

@@ -56,7 +56,7 @@ def told(path: Path, optimizer: str, *, stop: int | None = None, resume: bool = 
                 raise Cut
             made_.zero_grad()
             batch = task.read(ids.tolist())
-            task.losses(task.parameters(), batch).mean().backward()
+            task.objective.losses(task.parameters(), batch).mean().backward()
             recorder.step(ids, batch, epoch=epoch)
             made_.step()
             schedule.step()

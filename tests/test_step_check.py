@@ -129,7 +129,7 @@ def test_the_likely_cause_is_named(cause: str, optimizer: str, tmp_path: Path) -
 
 def test_the_advice_of_a_divided_loss_is_right(tmp_path: Path) -> None:
     run, task, _ = trained(tmp_path / "run", "adam", scale=lambda _: 0.25)
-    told = lo.Task(task.model, task.loss, task.train_set, l2=task.l2, accumulation=4)
+    told = lo.Task(task.model, task.loss, task.train_set, l2=task.objective.l2, accumulation=4)
     assert lo.SGDIE().score(run, told, task.train_set).values.abs().max() > 0
 
 

@@ -6,11 +6,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import leaveout as lo
+from leaveout.diff import operator as products
+from leaveout.diff.hessian import Hessian
 from leaveout.task import batches
-from leaveout.task import derivatives as products
 from leaveout.task.trace import tracer as tracing
 from leaveout.task.trace.tracer import Tracer
-from problems import mostly_full
+from problems import call_traced, mostly_full
 from refusal import refused
 
 BODIES = {
@@ -65,23 +66,24 @@ def calls(task, seed):
     """Every product of the task, by name, at parameters, examples and vectors of this seed."""
     torch.manual_seed(seed)
     params = {name: p.detach() + seed * torch.randn_like(p) for name, p in task.parameters().items()}
-    batch = task.read(torch.randperm(6).tolist())
+    batch, objective = task.read(torch.randperm(6).tolist()), task.objective
     vector = {name: torch.randn_like(p) for name, p in params.items()}
     stack = {name: torch.randn(6, *p.shape, dtype=p.dtype) for name, p in params.items()}
     weights, added = torch.rand(2, 6, 6, dtype=torch.float64)
+    operator = Hessian(objective, params, batch)
     found = {
-        "gradient": lambda: products.gradient(task, params, batch),
-        "stacked": lambda: products.stacked_gradients(task, stack, weights, batch),
-        "hessian": lambda: products.batch_products(task, params, batch, stack),
-        "changes": lambda: products.weighted_changes(task, params, batch, (stack, weights, added)),
-        "weights": lambda: products.weight_products(task, params, batch, stack),
-        "gradients": lambda: products.example_gradients(task, params, batch),
-        "shared": lambda: products.example_products(task, params, batch, vector),
-        "own": lambda: products.example_products(task, params, batch, stack),
+        "gradient": lambda: products.gradient(objective, params, batch),
+        "stacked": lambda: products.stacked_gradients(objective, stack, weights, batch),
+        "hessian": lambda: operator.pull(stack)[:3],
+        "changes": lambda: operator.push(stack, weights, added),
+        "weights": lambda: products.reads(objective, params, batch, stack),
+        "gradients": lambda: products.example_gradients(objective, params, batch),
+        "shared": lambda: operator.example_products(batch, vector),
+        "own": lambda: operator.example_products(batch, stack),
     }
-    if task.abilities.forward:
+    if objective.abilities.forward:
         # The gradient is None where the quickest form goes without it.
-        found["directional"] = lambda: products.directional(task, params, batch, vector)[1:]
+        found["one"] = lambda: operator.pull({name: tensor[None] for name, tensor in vector.items()})[:2]
     return found
 
 
@@ -89,20 +91,20 @@ def check(task):
     """Traced with some inputs, right for them and for others."""
     traced = {}
     for seed in (0, 1):
-        eager = {name: batches.leaves(call()) for name, call in calls(task.untraced(), seed).items()}
+        eager = {name: batches.leaves(call()) for name, call in calls(task.of(task.objective.untraced()), seed).items()}
         for name, call in calls(task, seed).items():
             for _ in range((tracing.RARE if name == "gradient" else tracing.WARM_UP) + 1):
                 traced[name] = batches.leaves(call())
             for a, b in zip(eager[name], traced[name], strict=True):
                 assert (a is None and b is None) or torch.equal(a, b), (name, seed)
-    assert len(task.tracer._traces) == len(traced)
-    return [trace is not None for trace in task.tracer._traces.values()]
+    assert len(task.objective.execution.tracer._traces) == len(traced)
+    return [trace is not None for trace in task.objective.execution.tracer._traces.values()]
 
 
 @pytest.mark.parametrize("body", mostly_full(BODIES, "batchnorm"))
 def test_layers(body):
     task = task_of(BODIES[body](), nn.CrossEntropyLoss(), "class")
-    assert task.abilities.vmap
+    assert task.objective.abilities.vmap
     assert all(check(task))
 
 
@@ -138,13 +140,13 @@ def test_a_function_that_looks_at_its_values_is_never_traced():
 
     for sign in (1, -1) * 10:
         x = sign * torch.ones(2)
-        assert torch.equal(tracer("branching", branching, x), branching(x))
+        assert torch.equal(call_traced(tracer, "branching", branching, x), branching(x))
 
 
 def test_rare_shapes_are_not_traced():
     tracer = Tracer()
     for n in range(1, 20):
-        tracer("double", lambda x: x * 2, torch.ones(n))
+        call_traced(tracer, "double", lambda x: x * 2, torch.ones(n))
     assert not tracer._traces
 
 
@@ -187,7 +189,7 @@ def test_random_numbers_are_no_constants():
 
 
 @pytest.mark.parametrize(
-    ("expected", "calls", "small", "traced"),
+    ("expected", "calls", "small", "made"),
     [
         (None, tracing.WARM_UP + 1, 0, 1),  # nothing is known
         (40, 40, 0, 0),  # too few
@@ -196,15 +198,15 @@ def test_random_numbers_are_no_constants():
         (120, 100, 10, 1),  # each tenth batch is smaller: too rare
     ],
 )
-def test_traces_are_made_if_they_pay_off(monkeypatch, expected, calls, small, traced):
+def test_traces_are_made_if_they_pay_off(monkeypatch, expected, calls, small, made):
     monkeypatch.setattr(tracing, "PAYS", 64)
     tracer = Tracer()
     if expected:
         tracer.expect(expected)
     for call in range(1, calls + 1):
         x = torch.ones(2 if small and call % small == 0 else 3)
-        assert torch.equal(tracer("sine", torch.sin, x), x.sin())
-    assert len(tracer._traces) == traced
+        assert torch.equal(call_traced(tracer, "sine", torch.sin, x), x.sin())
+    assert len(tracer._traces) == made
 
 
 def test_a_sweep_says_how_many_steps_it_takes(tmp_path, monkeypatch):
@@ -217,7 +219,7 @@ def test_a_sweep_says_how_many_steps_it_takes(tmp_path, monkeypatch):
         task = lo.Task(model, nn.CrossEntropyLoss(), data)
         run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), epochs, 4, 0, tmp_path / str(epochs))
         lo.SGDIE().score(run, task, data)
-        made.append(len(task.tracer._traces))
+        made.append(len(task.objective.execution.tracer._traces))
     assert made[0] == 0 < made[1]
 
 
@@ -225,9 +227,9 @@ def test_the_same_tensor_given_twice_is_two_inputs():
     """What was traced with one tensor in two places is right for two tensors."""
     tracer, x, y = Tracer(), torch.ones(2), torch.full((2,), 3.0)
     for _ in range(tracing.WARM_UP + 1):
-        tracer("difference", torch.sub, x, x)
+        call_traced(tracer, "difference", torch.sub, x, x)
     assert tracer._traces
-    assert torch.equal(tracer("difference", torch.sub, x, y), x - y)
+    assert torch.equal(call_traced(tracer, "difference", torch.sub, x, y), x - y)
 
 
 def test_results_have_memory_of_their_own():
@@ -238,11 +240,11 @@ def test_results_have_memory_of_their_own():
         return x.sin(), x.sin(), torch.zeros(3) + x, torch.ones(3)
 
     for _ in range(tracing.WARM_UP + 2):
-        first, second, third, fourth = tracer("several", several, x)
+        first, second, third, fourth = call_traced(tracer, "several", several, x)
     assert tracer._traces
     for result in (first, third, fourth):
         result.zero_()
-    assert torch.equal(tracer("several", several, x)[3], torch.ones(3))
+    assert torch.equal(call_traced(tracer, "several", several, x)[3], torch.ones(3))
     assert torch.equal(second, torch.ones(3).sin())
     assert torch.equal(x, torch.ones(3))
 
@@ -266,7 +268,7 @@ def test_parameters_with_equal_gradients_take_their_own_steps(tmp_path):
     task = lo.Task(model, nn.MSELoss(), TensorDataset(x, y))
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.3), 4, 4, 0, tmp_path / "run")
-    found = lo.Replay().score(run, task.untraced(), task.train_set).mean()
+    found = lo.Replay().score(run, task.anew(), task.train_set).mean()
     losses = []
     for left in (None, 0):
         model.load_state_dict(start)

@@ -34,7 +34,7 @@ def kept(path, keep, *, optimizer="nesterov", disk="2GB", epochs=6):
         for epoch in range(epochs):
             for ids in torch.randperm(11, generator=order).split(4):
                 made.zero_grad()
-                task.losses(task.parameters(), task.read(ids.tolist())).mean().backward()
+                task.objective.losses(task.parameters(), task.read(ids.tolist())).mean().backward()
                 recorder.step(ids, task.read(ids.tolist()), epoch=epoch)
                 made.step()
         return recorder.finish(), shared_task("mlp", 11)
@@ -150,7 +150,7 @@ def test_a_run_cut_short_ends_at_its_last_kept_state(tmp_path):
         with lo.Recorder(tmp_path / "run", model, optimizer, keep=4) as recorder:
             for step in range(11):
                 optimizer.zero_grad()
-                task.losses(task.parameters(), task.read([step % 6, 0])).mean().backward()
+                task.objective.losses(task.parameters(), task.read([step % 6, 0])).mean().backward()
                 recorder.step([step % 6, 0])
                 optimizer.step()
             raise KeyboardInterrupt
@@ -166,7 +166,7 @@ def test_a_run_cut_short_ends_at_its_last_kept_state(tmp_path):
     with lo.Recorder(tmp_path / "whole", model, whole) as recorder:
         for step in range(8):
             whole.zero_grad()
-            task.losses(task.parameters(), task.read([step % 6, 0])).mean().backward()
+            task.objective.losses(task.parameters(), task.read([step % 6, 0])).mean().backward()
             recorder.step([step % 6, 0])
             whole.step()
     values, expected = (lo.Replay().score(r, task, data).values for r in (run, recorder.finish()))

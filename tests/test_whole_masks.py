@@ -70,7 +70,7 @@ def test_masks_that_hide_nothing_do_not_stop_transforms(tmp_path, attention):
     trained(model, torch.ones(8), (recorder, optimizer))
     run = recorder.finish()
     task = lo.Task(model, nn.CrossEntropyLoss(), Texts(), forward=called)
-    assert task.abilities.vmap
+    assert task.objective.abilities.vmap
     removed, slopes = [], []
     for k in range(8):
         ends = []

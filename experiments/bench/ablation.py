@@ -21,12 +21,15 @@ from experiments.bench.table import Row
 from experiments.bench.trainers import tiny_bert
 from leaveout._util import blocks
 from leaveout._util.trees import Params
+from leaveout.diff import calls, hessian
+from leaveout.diff.hessian import Hessian, pull_by_example
 from leaveout.estimators import ACC, query
 from leaveout.run.reader import Run
 from leaveout.sweep import linear_step
-from leaveout.task import calls, curvature_maps, task
-from leaveout.task.derivatives import batch_products, directional, directional_each
-from leaveout.task.joint import directional_by_example
+from leaveout.task import objective as objectives
+from leaveout.task.execution import Chunks
+from leaveout.task.objective import Objective
+from leaveout.task.task import Task
 from leaveout.task.trace import layout, tracer
 from leaveout.trajectory import stack
 from leaveout.trajectory.trajectory import Trajectory
@@ -53,7 +56,7 @@ PASSES: dict[str, list[tuple[Any, str, Any]]] = {
     "layout of images": [(layout, "for_images", _nothing), (layout, "pool_by_channels", _nothing)],
     "traces in two stages": [(tracer.Tracer, "staged", _nothing)],
     ONEDNN: [(module, "fast_products", _plain) for module in (calls, stack, query)],
-    "folded linear layers": [(module, "Folded", _plain) for module in (task, curvature_maps, query)],
+    "folded linear layers": [(module, "Folded", _plain) for module in (objectives, hessian, query)],
     "elementary operations of replays": [(stack, "Quicker", _plain)],
     "blocks of coordinates": [(linear_step, "blocks", lambda rows, *_: map(blocks.Block, rows))],
 }
@@ -64,7 +67,7 @@ class Subject(NamedTuple):
     """A recorded run of two steps, and its task."""
 
     name: str
-    task: task.Task
+    task: Task
     run: Run
 
 
@@ -113,38 +116,41 @@ def measured(subject: Subject) -> dict[str, dict[str, float]]:
     return found
 
 
-def _parts(subject: Subject) -> dict[str, Callable[[task.Task], object]]:
+def _parts(subject: Subject) -> dict[str, Callable[[Objective], object]]:
     """Return what a step of SGD-IE, of ACC and of a replay computes, as functions of a task."""
     recorded = Trajectory(subject.run, subject.task).recorded_step(1)
     where = recorded.params, recorded.batch
-    vector = {name: torch.randn_like(tensor) for name, tensor in recorded.task.variables(recorded.params).items()}
+    vector = {name: torch.randn_like(tensor) for name, tensor in recorded.objective.variables(recorded.params).items()}
+    one = {name: tensor[None] for name, tensor in vector.items()}
     three = {name: torch.randn(3, *tensor.shape) for name, tensor in vector.items()}
     weights = torch.ones(len(recorded.record.ids))
 
-    def each(own: task.Task) -> object:
-        together = directional_each(own, *where, three, torch.get_num_threads())
-        return together or batch_products(own, *where, three, 1)
+    def each(own: Objective) -> object:
+        chunks = Chunks(1, threads=torch.get_num_threads())
+        return Hessian(own.chunked(chunks), *where).pull(three)
 
-    def replayed(own: task.Task) -> Params:
+    def replayed(own: Objective) -> Params:
         gradient: Callable[..., Params] = partial(stack._gradient, own)
         given: tuple[Params, Tensor, Any] = (where[0], weights, where[1])
-        return (own.tracer.trace((1, 0), "one gradient", gradient, *given) or gradient)(*given)
+        return (own.execution.tracer.trace((1, 0), "one gradient", gradient, *given) or gradient)(*given)
 
-    parts: dict[str, Callable[[task.Task], object]] = {
-        "product": lambda own: directional(own, *where, vector),
+    parts: dict[str, Callable[[Objective], object]] = {
+        "product": lambda own: Hessian(own, *where).pull(one),
         "three products": each,
         "a replay's gradient": replayed,
     }
-    if not recorded.task.coupled:
-        parts["product with gradients"] = lambda own: directional_by_example(own, *where, vector)
-        parts["ACC"] = lambda own: ACC().score(subject.run, own, subject.task.train_set, resources=QUIET)
+    if not recorded.objective.coupled:
+        parts["product with gradients"] = lambda own: pull_by_example(own, *where, vector)
+        parts["ACC"] = lambda own: ACC().score(
+            subject.run, subject.task.of(own), subject.task.train_set, resources=QUIET
+        )
     return parts
 
 
-def _variant(name: str, compute: Callable[[task.Task], object], subject: Subject) -> Callable[[], object]:
+def _variant(name: str, compute: Callable[[Objective], object], subject: Subject) -> Callable[[], object]:
     """Return the same without a pass; traces are made without it too, so each has a task of its own."""
-    own = Trajectory(subject.run, subject.task).recorded_step(1).task.untraced()
-    own.check, own.tracer._calls = False, Often()
+    own = Trajectory(subject.run, subject.task).recorded_step(1).objective.anew()
+    own.execution.tracer._calls = Often()
 
     def call() -> object:
         with without(name):

@@ -15,11 +15,12 @@ from experiments.bench.ablation import ablation
 from experiments.bench.problems import QUIET, binary, digits, images, plain_training, quickest, seconds
 from experiments.bench.table import Row
 from experiments.bench.trainers import adapters, trainer_recording
+from leaveout.diff.hessian import Hessian
+from leaveout.diff.operator import stacked_gradients
 from leaveout.estimators import ACC, SGDIE, Replay, TracIn
 from leaveout.evaluate.metrics import kendall
 from leaveout.run.reader import Run
 from leaveout.sweep.transports import Subspace
-from leaveout.task.derivatives import stacked_gradients, weighted_changes
 from leaveout.task.task import Task
 from leaveout.trajectory.trajectory import Trajectory
 
@@ -119,8 +120,8 @@ def _parts(task: Task, run: Run, replay: float, acc: float) -> str:
     stack = {n: t + 0.01 * torch.randn(400, *t.shape) for n, t in recorded.params.items()}
     weights = torch.ones(400, 100)
     calls = (
-        lambda: stacked_gradients(task, stack, weights, recorded.batch),
-        lambda: weighted_changes(task, recorded.params, recorded.batch, (stack, weights, weights)),
+        lambda: stacked_gradients(task.objective, stack, weights, recorded.batch),
+        lambda: Hessian(task.objective, recorded.params, recorded.batch).push(stack, weights, weights),
     )
     quickest(8, *calls)  # traced from then on
     gradients, changes = (1e3 * t for t in quickest(50, *calls))

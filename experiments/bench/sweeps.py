@@ -15,9 +15,10 @@ from torch.utils.data import Dataset
 from experiments.bench.networks import Problem, slim_resnet, small_gpt
 from experiments.bench.problems import QUIET, binary, images, plain_training, quickest, seconds
 from experiments.bench.table import Row
+from leaveout.diff.hessian import Hessian, pull_by_example
+from leaveout.diff.operator import reads
 from leaveout.estimators import ACC, SGDIE, Estimator, TracIn
-from leaveout.task.derivatives import directional, directional_each, weight_products
-from leaveout.task.joint import directional_by_example
+from leaveout.task.execution import Chunks
 from leaveout.task.rewrites.products import FastProducts, is_faster
 from leaveout.task.trace.tracer import PAYS, WARM_UP
 from leaveout.trajectory.trajectory import Trajectory
@@ -44,29 +45,30 @@ def gpt_products() -> list[Row]:
     """Compare the product that a step of SGD-IE or TracIn computes, and nothing around it, with a training step."""
     problem = small_gpt(2, queries=8)
     trajectory = Trajectory(problem.run, problem.task).compared()
-    task, recorded = trajectory.task, trajectory.recorded_step(1)
-    task.tracer.expect(LONG)
+    objective, recorded = trajectory.objective, trajectory.recorded_step(1)
+    objective.execution.tracer.expect(LONG)
     vector = {name: torch.randn_like(tensor) for name, tensor in recorded.params.items()}
     stack = {name: tensor[None] for name, tensor in vector.items()}
     many = {name: torch.randn(8, *tensor.shape) for name, tensor in vector.items()}
     calls = (
-        lambda: directional(task, recorded.params, recorded.batch, vector),
-        lambda: weight_products(task, recorded.params, recorded.batch, stack),
-        lambda: directional_by_example(task, recorded.params, recorded.batch, vector),
+        lambda: Hessian(objective, recorded.params, recorded.batch).pull(stack),
+        lambda: reads(objective, recorded.params, recorded.batch, stack),
+        lambda: pull_by_example(objective, recorded.params, recorded.batch, vector),
     )
 
     def eight() -> object:
-        return directional_each(task, recorded.params, recorded.batch, many, torch.get_num_threads())
+        apart = objective.chunked(Chunks(threads=torch.get_num_threads()))
+        return Hessian(apart, recorded.params, recorded.batch).pull(many)
 
     quickest(8, *calls)  # traced from then on
     eight()
-    training, product, reads, joint, each = quickest(4, problem.train, *calls, eight)
+    training, product, slopes, joint, each = quickest(4, problem.train, *calls, eight)
     how = f"{GPT}: a step of training {training / 2 * 1e3:.0f} ms, the product {product * 1e3:.0f} ms, the losses "
-    how += f"along a vector {reads * 1e3:.0f} ms, the product with gradients {joint * 1e3:.0f} ms, eight products "
+    how += f"along a vector {slopes * 1e3:.0f} ms, the product with gradients {joint * 1e3:.0f} ms, eight products "
     how += f"{each * 1e3:.0f} ms, the quickest of four each, traced before"
     return [
         Row("SGD-IE's product / a step of training, GPT", 2 * product / training, "<=", 2.67, how),
-        Row("TracIn's product / a step of training, GPT", 2 * reads / training, "<=", 1.2, "the same run"),
+        Row("TracIn's product / a step of training, GPT", 2 * slopes / training, "<=", 1.2, "the same run"),
         Row("SGD-IE's product with examples' gradients / alone, GPT", joint / product, "<=", 1.2, "the same run"),
         Row("SGD-IE's product, 8 vectors / 8 times one, GPT", each / (8 * product), "<=", 0.75, "the same run"),
     ]
@@ -100,11 +102,11 @@ def traces() -> list[Row]:
     for what, task, run in (("Adult 8-8", *binary("adult", "mlp", epochs=1)[1:]), ("GPT", gpt.task, gpt.run)):
         trajectory = Trajectory(run, task).compared()
         recorded = trajectory.recorded_step(0)
-        vector = {name: torch.randn_like(tensor) for name, tensor in recorded.params.items()}
-        trajectory.task.tracer.expect(LONG)
+        vector = {name: torch.randn_like(tensor)[None] for name, tensor in recorded.params.items()}
+        trajectory.objective.execution.tracer.expect(LONG)
         eager, traced = (
-            partial(directional, way, recorded.params, recorded.batch, vector)
-            for way in (trajectory.task.quiet(), trajectory.task)
+            partial(Hessian(way, recorded.params, recorded.batch).pull, vector)
+            for way in (trajectory.objective.untraced(), trajectory.objective)
         )
         *_, made = (seconds(traced)[0] for _ in range(WARM_UP + 1))  # the last of these calls makes the trace
         slow, fast = quickest(8, eager, traced)
@@ -176,7 +178,7 @@ def short_run() -> list[Row]:
     training, cold = quickest(
         8,
         lambda: plain_training(task, run, copy.deepcopy(task.model), nn.CrossEntropyLoss()),
-        lambda: SGDIE().score(run, task.untraced(), dataset.val, resources=QUIET),
+        lambda: SGDIE().score(run, task.anew(), dataset.val, resources=QUIET),
     )
     how = f"{len(run)} steps of 64: training {training:.2f} s, SGD-IE {cold:.2f} s, the quickest of eight each"
     return [Row("SGD-IE from cold / training, MNIST CNN, 141 steps", cold / training, "<=", 2.3, how)]
@@ -186,7 +188,7 @@ def query_vectors() -> list[Row]:
     """Compare SGD-IE for 64 queries, one vector each, with 64 times one."""
     steps = 16  # with few, the fixed costs of a sweep would count 64 times too much on one side
     problem = small_gpt(steps, queries=64)
-    problem.task.tracer.expect(LONG)
+    problem.task.objective.execution.tracer.expect(LONG)
     one, each = (_scored(problem, SGDIE(), queries) for queries in ("mean", "each"))
     one()
     (alone,) = quickest(2, one)
@@ -222,7 +224,7 @@ def alone(what: str) -> None:
 
 def _timed(problem: Problem, *estimators: Estimator, rounds: int = 2) -> list[float]:
     """Measure the least seconds of training and of each estimator, in turns, with everything traced beforehand."""
-    problem.task.tracer.expect(LONG)
+    problem.task.objective.execution.tracer.expect(LONG)
     scored = [_scored(problem, estimator, "mean") for estimator in estimators]
     for score in scored:
         score()

@@ -60,14 +60,15 @@ def readings(
     chunk = resources.chunk(2 * ROW * nbytes(trajectory.initial()), problem.run.record(0).ids.numel())
     saturated, derivative = Reading(Saturation(trajectory.rule, trajectory.final()[PARAM]), chunk), Reading(None, chunk)
     for recorded, pulled in Sweep(trajectory).pulled(vectors, resources, request.cost):
+        base = None
         for name, left_out in rows.items():
             ids = recorded.record.ids
             pairs = left_out.pairs(ids)
             if len(pairs[0]):
                 pulled.add_to(totals[name][PLAIN], pairs)
-                saturated.add(totals[name][JUMP], pairs, ids, pulled)
+                base = saturated.add(totals[name][JUMP], pairs, ids, pulled)
                 derivative.add(totals[name][DERIVATIVE], pairs, ids, pulled)
-        saturated.count_step(pulled)
+        saturated.count_step(pulled, base)
     return {name: {method: t.double().numpy() for method, t in own.items()} for name, own in totals.items()}
 
 

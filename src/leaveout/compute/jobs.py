@@ -52,30 +52,54 @@ def completed(
         keys: a string for each item, with everything that its shard depends on.
         what: a word for the progress bar.
     """
-    files = _files(resources, keys)
-    stored = {place for place, file in enumerate(files) if _read(file)}
+    shelf = Shelf(resources, keys)
+    stored = {place for place in range(len(items)) if shelf.find(place)}
     missing = [place for place in range(len(items)) if place not in stored]
-    checkpoints = [file.with_suffix(".mark") if resources.same_disk else None for file in files] or [None] * len(items)
-    todo = [(items[place], checkpoints[place]) for place in missing]
+    todo = [(items[place], shelf.checkpoint(place)) for place in missing]
     # In this process, a shard shows its own progress bar, which includes the others.
     done = resources.map(function, todo, what) if resources.elsewhere else _in_turn(function, resources, todo)
 
     def reread(place: int) -> Shard:  # so that not all are in memory; a shard that is gone is computed again
-        return _read(files[place]) or function((items[place], None))
+        return shelf.find(place) or function((items[place], None))
 
     waiting: dict[int, Shard] = {}
     turn = 0
     for number, shard in done:
         place = missing[number]
-        if files:
-            _write(files[place], shard)
-        if checkpoint := checkpoints[place]:
-            checkpoint.unlink(missing_ok=True)
+        shelf.keep(place, shard)
         waiting[place] = shard
         while turn in waiting or turn in stored:
             yield waiting.pop(turn) if turn in waiting else reread(turn)
             turn += 1
     yield from map(reread, range(turn, len(items)))
+
+
+class Shelf:
+    """Where the shards of one computation are stored; nowhere without a place for work.
+
+    Args:
+        resources: says where.
+        keys: a string for each shard, with everything that it depends on.
+    """
+
+    def __init__(self, resources: Resources, keys: Sequence[str]) -> None:
+        self._files = _files(resources, keys)
+        self._marks = bool(self._files) and resources.same_disk
+
+    def find(self, place: int) -> Shard | None:
+        """Return a stored shard; None if it has to be computed."""
+        return _read(self._files[place]) if self._files else None
+
+    def checkpoint(self, place: int) -> Path | None:
+        """Return the file in which the work on a shard saves its progress, if it does."""
+        return self._files[place].with_suffix(".mark") if self._marks else None
+
+    def keep(self, place: int, shard: Shard) -> None:
+        """Store a shard."""
+        if self._files:
+            _write(self._files[place], shard)
+        if checkpoint := self.checkpoint(place):
+            checkpoint.unlink(missing_ok=True)
 
 
 def _in_turn(function: Callable[[T], Shard], resources: Resources, items: Sequence[T]) -> Iterator[tuple[int, Shard]]:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from torch import Tensor
-
-from leaveout._util.trees import Params
+from leaveout.diff.hessian import Hessian
 from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.choice import KINKS, Choice
-from leaveout.estimators.request import Request
 from leaveout.run.reader import Run
-from leaveout.sweep.curvature import Hessian
 from leaveout.sweep.schedule import schedule_of
 from leaveout.sweep.transports import Subspace
 from leaveout.task.task import Task
@@ -89,9 +85,13 @@ class ACC(Estimator):
         if self.transport != "auto":
             return self
         # Clipping is not linear in the gradient, and BatchNorm's gradient is not linear in the examples' weights.
-        clipped = task is not None and task.clip is not None
+        clipped = task is not None and task.objective.clip is not None
         # In packed sequences it is not known which draw belongs to which example: none can be computed alone.
-        shared = task is not None and task.called.packs and any(part.random is not None for part in run.record(0).parts)
+        shared = (
+            task is not None
+            and task.objective.called.packs
+            and any(part.random is not None for part in run.record(0).parts)
+        )
         linear = run.rule.linear and not clipped and not run.manifest.buffers and not shared
         if displacements or self.readout == "exact" or self.direction == "forward":
             linear = linear and not displacements and self.readout != "exact"
@@ -103,6 +103,3 @@ class ACC(Estimator):
         where = schedule_of(self.probability, self.epochs, self.seed)
         options = (self.readout, self.direction, self.transport, self.sketch, where)
         return Choice(Hessian, *options, kinks=self.kinks)
-
-    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        return self.choice().values(request)

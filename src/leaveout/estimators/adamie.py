@@ -10,13 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, height
+from leaveout.diff.hessian import Hessian
+from leaveout.diff.operator import example_gradients
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.checkpoints import Checkpoint, checkpoints
 from leaveout.estimators.request import Request
 from leaveout.sweep import budget
 from leaveout.sweep.free_transport import Layout
-from leaveout.task.derivatives import example_gradients, example_products
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class AdamIE(Estimator):
         """The unit of the scores."""
         return "learning rate times cosine"
 
-    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
+    def values(self, request: Request) -> tuple[Tensor, Params | None]:
+        """Return the scores, and the displacements if requested."""
         self._check(request)
         return request.rows(self._of_rows, 20 * budget.param_bytes(request.trajectory), "checkpoints")
 
@@ -64,12 +66,13 @@ class AdamIE(Estimator):
         for number, point in enumerate(checkpoints(request)):
             request.cost.gradients += batches
             if self.acc and number:
-                plain, curved = example_products(task, point.params, examples, layout.unflatten(moved))
+                operator = Hessian(task.objective, point.params, examples)
+                plain, curved = operator.example_products(examples, layout.unflatten(moved))
                 request.cost.hvps += batches
                 gradients = layout.flatten(plain)
                 readings = gradients + layout.flatten(curved)
             else:
-                readings = gradients = layout.flatten(example_gradients(task, point.params, examples))
+                readings = gradients = layout.flatten(example_gradients(task.objective, point.params, examples))
             rate = layout.spread(point.rate, readings)
             stepped = preconditioned(layout, point, readings) * rate
             for start, vectors in point.vectors():

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Subset
 from leaveout._util.trees import Params
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
+from leaveout.estimators.choice import Choice
 from leaveout.estimators.query import Query
 from leaveout.estimators.question import Question
 from leaveout.estimators.request import Request, check_finite
@@ -93,7 +94,7 @@ class Estimator(ABC):
         chosen = self.resolved(question.run, question.task, displacements=question.displacements)
         request = chosen.request(question)
         with request.cost.metered(request.trajectory.task.device):
-            values, moved = chosen._values(request)
+            values, moved = chosen.values(request)
         scores = request.scores(chosen.name, values, moved)
         unit = scores.unit if self.unit == UNIT else self.unit
         return replace(scores, unit=unit, exact=chosen._exact(values))
@@ -145,7 +146,7 @@ class Estimator(ABC):
 
     def _diagonal(self, request: Request) -> Float[Tensor, " rows"]:
         """Estimate each row's effect on the query with the same index."""
-        return self._values(request)[0].diagonal()
+        return self.values(request)[0].diagonal()
 
     def resolved(self, _run: Run, _task: Task | None = None, *, displacements: bool = False) -> Estimator:  # noqa: ARG002
         """Return the same estimator with its open options chosen for a run."""
@@ -176,9 +177,13 @@ class Estimator(ABC):
         """Return which rows are exact replays; None if all are estimates."""
         return None
 
-    @abstractmethod
-    def _values(self, request: Request) -> tuple[Float[Tensor, "rows queries"], Params | None]:
+    def choice(self) -> Choice:
+        """Return what it computes, for an estimator that is a point in the space of choices."""
+        raise TypeError(f"{type(self).__name__} needs either choice() or values(request)")
+
+    def values(self, request: Request) -> tuple[Float[Tensor, "rows queries"], Params | None]:
         """Return the scores, and the displacements if requested."""
+        return self.choice().values(request)
 
 
 def titled(name: str, options: Mapping[str, object]) -> str:

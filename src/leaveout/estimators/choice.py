@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params
+from leaveout.diff.hessian import Hessian
+from leaveout.diff.operator import StepOperator
 from leaveout.errors import InputError
 from leaveout.estimators.readout import Projected, readout_of
-from leaveout.estimators.request import Request
+from leaveout.estimators.request import Request, Swept
 from leaveout.sweep import budget
-from leaveout.sweep.curvature import Curvature, Hessian
-from leaveout.sweep.fast_acc import Correction, Products
+from leaveout.sweep.fast_acc import Products, corrected_gradient, remainders
 from leaveout.sweep.free_transport import Layout, sketch
 from leaveout.sweep.jump import jump_products
 from leaveout.sweep.kink_size import hessian
@@ -44,7 +46,7 @@ class Choice:
         saturated: for jumps, see ``sweep/saturation.py``.
     """
 
-    kind: type[Curvature]
+    kind: type[StepOperator]
     readout: str = "linear"
     direction: str = "auto"
     transport: str | Subspace | None = None
@@ -102,11 +104,7 @@ class Choice:
                 raise InputError(
                     "Jumps are read by a backward sweep: leave direction at 'auto'.", code="direction-fixed"
                 )
-
-            def jumps(shard: Request, vectors: Params) -> dict[str, Tensor]:
-                work = (sweep, shard.left_out, vectors, shard.resources, shard.cost)
-                return jump_products(*work, together=self.together, saturated=self.saturated)._asdict()
-
+            jumps = partial(jump_products, sweep, together=self.together, saturated=self.saturated)
             moments = len(PARTS) * budget.param_bytes(request.trajectory)
             vector = budget.backward_bytes(request.trajectory) + moments
             return Products(**request.columns(jumps, readout, vector_bytes=vector))
@@ -115,16 +113,12 @@ class Choice:
             raise InputError("Subspace transport goes forward: leave direction at 'auto'.", code="direction-fixed")
         alone = self.sketch is not None or readout.count(request.query) == 1
         backward = not subspace and (self.direction == "backward" or (self.direction == "auto" and alone))
-        width = self.sketch
-
-        def corrected(shard: Request, vectors: Params) -> dict[str, Tensor]:
-            rows = Correction(sweep, shard.left_out, shard.resources, shard.cost)
-            products = rows.remainders(vectors, width) if backward else rows.corrected_gradient(vectors, subspace)
-            return products._asdict()
-
+        corrected: Swept = partial(remainders, sweep, width=self.sketch)
+        if not backward:
+            corrected = partial(corrected_gradient, sweep, subspace=subspace)
         return Products(**request.columns(corrected, readout, alone=backward))
 
-    def _curvature(self, request: Request) -> type[Curvature]:
+    def _curvature(self, request: Request) -> type[StepOperator]:
         return hessian(self.kinks, request.trajectory) if self.kind is Hessian else self.kind
 
     def _projected(self, request: Request) -> Projected:
@@ -146,9 +140,6 @@ class Choice:
             moved = shard.trajectory.scored(sweep.displacements(shard.left_out, shard.resources, shard.cost))
             return readout.of_displacements(shard.query, moved), moved if shard.displacements else None
 
-        def pulled(shard: Request, vectors: Params) -> dict[str, Tensor]:
-            return {"products": sweep.inner_products(shard.left_out, vectors, shard.resources, shard.cost)}
-
         forward = self.direction == "forward" or request.displacements or not isinstance(readout, Projected)
         if forward and self.direction == "backward":
             raise InputError(
@@ -158,7 +149,7 @@ class Choice:
         if isinstance(readout, Projected) and not forward:
             cheaper = corrected or readout.count(request.query) > len(request.left_out)
             if self.direction == "backward" or not cheaper:
-                return request.columns(pulled, readout)["products"], None
+                return request.columns(sweep.inner_products, readout)["products"], None
         return request.rows(pushed, budget.forward_bytes(request.trajectory), "forward")
 
     def _path(self, request: Request) -> Callable[[Params], Params] | None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from leaveout._util.trees import Params
+from leaveout.diff.hessian import Hessian
+from leaveout.diff.operator import StepOperator
+from leaveout.diff.outer import Fisher, GaussNewton
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.choice import Choice
-from leaveout.estimators.request import Request
 from leaveout.run.reader import Run
-from leaveout.sweep.curvature import Curvature, Fisher, GaussNewton, Hessian
 from leaveout.sweep.transports import Subspace
 from leaveout.task.task import Task
 
-KINDS: dict[str, type[Curvature]] = {"ggn": GaussNewton, "fisher": Fisher, "hessian": Hessian}
+KINDS: dict[str, type[StepOperator]] = {"ggn": GaussNewton, "fisher": Fisher, "hessian": Hessian}
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class DVEmb(Estimator):
         if self.transport == "subspace":
             object.__setattr__(self, "transport", Subspace())
         if self.transport != "auto":
-            self._choice()
+            self.choice()
 
     @property
     def name(self) -> str:
@@ -82,9 +80,7 @@ class DVEmb(Estimator):
         exact = not run.rule.linear or displacements or self.readout == "exact" or self.project is not None
         return replace(self, transport="exact" if exact else "free")
 
-    def _choice(self) -> Choice:
+    def choice(self) -> Choice:
+        """Return its curvature, and what is read."""
         transport = self.transport if self.acc else None
         return Choice(KINDS[self.curvature], self.readout, transport=transport, project=self.project)
-
-    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        return self._choice().values(request)

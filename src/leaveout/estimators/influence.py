@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -11,6 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, add_rows, each, gather_sums
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.diff.hessian import Hessian, check_symmetric
+from leaveout.diff.operator import example_gradients, reads
 from leaveout.errors import InputError, UnsupportedError, check_seed
 from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.checkpoints import example_blocks
@@ -18,10 +22,10 @@ from leaveout.estimators.readout import Projected, readout_of
 from leaveout.estimators.request import Request
 from leaveout.estimators.solvers import Apply, conjugate_gradients, direct, lissa
 from leaveout.sweep import budget
-from leaveout.sweep.curvature import check_symmetric
 from leaveout.sweep.free_transport import Layout
 from leaveout.task.counted import per_count
-from leaveout.task.derivatives import batch_products, example_gradients, weight_products
+from leaveout.task.execution import Chunks
+from leaveout.task.objective import Objective
 from leaveout.trajectory.left_out import LeftOut
 
 HELD = 14
@@ -85,7 +89,8 @@ class InfluenceFunction(Estimator):
             {"solver": self.solver, "damping": damping, "readout": self.readout, "layers": self.layers},
         )
 
-    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
+    def values(self, request: Request) -> tuple[Tensor, Params | None]:
+        """Return the scores, and the displacements if requested."""
         readout, width = readout_of(self.readout), budget.param_bytes(request.trajectory)
         request.trajectory.check_steps()
         if self.solver == "direct":
@@ -94,9 +99,9 @@ class InfluenceFunction(Estimator):
                 5 * width**2 // like.element_size(), "the whole Hessian, its factor and one product"
             )
 
-        def solved(shard: Request, vectors: Params) -> dict[str, Tensor]:
-            minimum = _Minimum(shard, self)
-            return {"products": minimum.products(minimum.solve(vectors))}
+        def solved(left_out: LeftOut, vectors: Params, resources: Resources, cost: Cost) -> Tensor:
+            minimum = _Minimum(replace(request, left_out=left_out, resources=resources, cost=cost), self)
+            return minimum.products(minimum.solve(vectors))
 
         def moved(shard: Request) -> tuple[Tensor, Params | None]:
             minimum = _Minimum(shard, self)
@@ -115,7 +120,7 @@ class _Minimum:
     def __init__(self, request: Request, method: InfluenceFunction) -> None:
         self.request, self.method = request, method
         trajectory = request.trajectory
-        check_symmetric(trajectory.task)
+        check_symmetric(trajectory.objective)
         self.params, self.batch_size = trajectory.final_whole()[PARAM], len(trajectory.run.record(0).ids)
         self.task = per_count(trajectory.task, self.params, self.batch_size)
         self.layout = Layout(trajectory.rule, trajectory.final()[PARAM])
@@ -149,21 +154,21 @@ class _Minimum:
         """Compute ⟨v, g(z)⟩/n for every row and vector."""
         left_out = self.request.left_out
         total = next(iter(vectors.values())).new_zeros((len(left_out), len(next(iter(vectors.values())))))
-        chunk = self.request.resources.chunk(self.chunk, total.shape[1])
+        objective = self._chunked(total.shape[1])
         for ids, block in example_blocks(self.request):
             self.request.cost.gradients += 1
-            reads = weight_products(self.task, self.params, block, vectors, chunk)[1]
+            products = reads(objective, self.params, block, vectors)[0]
             row, position = left_out.pairs(ids)
-            add_rows(total, row, reads[:, position].T, alpha=len(ids) / self.task.size)
+            add_rows(total, row, products[:, position].T, alpha=len(ids) / self.task.size)
         return total
 
     def gradients(self, left_out: LeftOut) -> Params:
         """Compute (1/n) Σ g(z) over each row's examples."""
         owner = torch.arange(len(left_out)).repeat_interleave(left_out.lengths)
-        total = each(lambda t: t.new_zeros((len(left_out), *t.shape)), self.task.variables(self.params))
+        total = each(lambda t: t.new_zeros((len(left_out), *t.shape)), self.task.objective.variables(self.params))
         for ids, rows in zip(left_out.examples.split(self.batch_size), owner.split(self.batch_size), strict=True):
             self.request.cost.gradients += 1
-            stack = example_gradients(self.task, self.params, self.task.read(ids.tolist()))
+            stack = example_gradients(self.task.objective, self.params, self.task.read(ids.tolist()))
             total = each(torch.add, total, gather_sums(stack, rows, len(left_out)))
         return each(lambda t: t / self.task.size, total)
 
@@ -176,10 +181,13 @@ class _Minimum:
         return total
 
     def _product(self, ids: list[int], rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-        chunk = self.request.resources.chunk(self.chunk, len(rows))
         batch, vectors = self.task.read(ids), self.layout.unflatten(rows)
         self.request.cost.hvps += len(rows)
-        return self.layout.flatten(batch_products(self.task, self.params, batch, vectors, chunk)[1])
+        return self.layout.flatten(Hessian(self._chunked(len(rows)), self.params, batch).pull(vectors).curved)
+
+    def _chunked(self, count: int) -> Objective:
+        """Return the objective for products with so many vectors."""
+        return self.task.objective.chunked(Chunks(self.request.resources.chunk(self.chunk, count)))
 
     def _damped(self, ids: list[int], rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         return self._product(ids, rows) + self.diagonal * rows

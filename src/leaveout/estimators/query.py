@@ -21,8 +21,10 @@ from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.footprint import activation_bytes
 from leaveout.task.measures import check_classes
+from leaveout.task.objective import Objective
 from leaveout.task.rewrites.elementary import Quicker
 from leaveout.task.rewrites.folding import Folded
+from leaveout.task.rewrites.missing_rules import batched
 from leaveout.task.rewrites.products import fast_products
 from leaveout.task.task import Task
 from leaveout.trajectory.stack import LARGE
@@ -73,13 +75,13 @@ class Query:
     @cached_property
     def _footprint(self) -> int:
         """What the forward pass of one query keeps for its backward pass, in bytes."""
-        return activation_bytes(self.task, self.params, self.task.read([0], self.dataset))
+        return activation_bytes(self.task.objective, self.params, self.task.read([0], self.dataset))
 
     @cached_property
     def output_width(self) -> int:
         """The number of outputs of the model for one query example."""
         with torch.no_grad():
-            return self.task.outputs(self.params, self.task.read([0], self.dataset))[0].numel()
+            return self.task.objective.outputs(self.params, self.task.read([0], self.dataset))[0].numel()
 
     def fits(self, bytes_each: int, count: int) -> int:
         """Return how many of ``count`` items of this size fit together; this does not depend on the memory free now."""
@@ -124,11 +126,11 @@ class Query:
 
     def widened(self, params: Params) -> Params:
         """Return parameters in the dtype in which losses are computed."""
-        return params if self._precise is self.task else batches.converted(params, torch.float32)
+        return params if self._precise is self.task.objective else batches.converted(params, torch.float32)
 
     @cached_property
-    def _precise(self) -> Task:
-        return self.task.at_least_single()
+    def _precise(self) -> Objective:
+        return self.task.objective.at_least_single()
 
     @property
     def gradient(self) -> Params:
@@ -140,7 +142,9 @@ class Query:
         """The losses of all query examples, and the gradient of their mean."""
         losses, total = [], None
         for block in self.blocks():
-            part, values = grad(block_loss, has_aux=True)(self.task.variables(self.params), self, block, self.size)
+            part, values = grad(block_loss, has_aux=True)(
+                self.task.objective.variables(self.params), self, block, self.size
+            )
             losses.append(values.detach())
             total = part if total is None else each(torch.add, total, part)
         assert total is not None  # noqa: S101 - a query is never empty
@@ -159,7 +163,7 @@ class Query:
         """Compute these examples' losses; find one that fails by bisection."""
         try:
             with torch.no_grad():
-                return self.task.measures(self.params, self.task.read(ids, self.dataset))
+                return self.task.objective.measures(self.params, self.task.read(ids, self.dataset))
         except Exception as error:
             if len(ids) > 1:
                 middle = len(ids) // 2
@@ -172,27 +176,30 @@ class Query:
 
     def _losses_together(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
         """Compute the losses under many small models at a time."""
-        footprint = activation_bytes(self.task, self.params, block)
+        footprint = activation_bytes(self.task.objective, self.params, block)
         chunk = min(max(1, BLOCK_BYTES // max(1, footprint)), self.fits(8 * footprint, height(stack)))
-        losses = self._precise.over_models(self._precise.measures, (0, None))
-        with Folded():  # nothing here requires gradients, and recurrent layers write in place where none are taken
+        losses = self._precise.execution.over_models(self._precise.measures, (0, None))
+        with (
+            batched(),
+            Folded(),
+        ):  # nothing here requires gradients, and recurrent layers write in place where none are taken
             return torch.cat([losses(part, block) for part in split(stack, chunk)])
 
     def _losses_alone(self, stack: Params, block: Batch) -> Float[Tensor, "rows examples"]:
         """Compute the losses under large models, each by itself on a thread."""
 
-        def losses(task: Task, row: int) -> Tensor:
+        def losses(objective: Objective, row: int) -> Tensor:
             params = each(lambda tensor: tensor[row], stack)
             with torch.no_grad(), Quicker(), fast_products(params, block):
-                return task.measures(params, block)
+                return objective.measures(params, block)
 
         return torch.stack(on_threads(twins(self._precise), losses, range(height(stack))))
 
 
 def block_loss(variables: Params, query: Query, block: Batch, size: int) -> tuple[Tensor, Tensor]:
     """Compute a block's part of the mean loss, and its examples' losses."""
-    with query.task.unstopped():
-        losses = query.task.measures({**query.params, **variables}, block)
+    with query.task.objective.unstopped():
+        losses = query.task.objective.measures({**query.params, **variables}, block)
     return losses.sum() / size, losses
 
 
@@ -207,11 +214,11 @@ def _check_fit(task: Task, params: Params, dataset: Dataset) -> None:
         if kinds(train) != kinds(query):
             raise ValueError("other types or dimensions")
         with torch.no_grad():
-            outputs, targets = task.outputs(params, task.read([0], dataset))
+            outputs, targets = task.objective.outputs(params, task.read([0], dataset))
             if task.measure != "loss":
-                losses = task.output_losses(outputs, targets)
+                losses = task.objective.output_losses(outputs, targets)
                 check_classes(task.measure, task.loss, outputs, targets, losses)
-            task.output_measures(outputs, targets)
+            task.objective.output_measures(outputs, targets)
     except LeaveoutError:
         raise
     except Exception as error:  # noqa: BLE001 - the user's model may raise anything on data of another shape

@@ -17,6 +17,7 @@ from leaveout.errors import InputError, UnsupportedError
 from leaveout.estimators.query import Query, block_loss
 from leaveout.task import batches
 from leaveout.task.batches import Batch
+from leaveout.task.rewrites.missing_rules import batched
 
 
 class Readout(ABC):
@@ -63,7 +64,7 @@ class Projected(Readout):
 
     def of_displacements(self, query: Query, moved: Params) -> Float[Tensor, "rows queries"]:
         """Compute scores from the displacements themselves."""
-        scores, bytes_each = Collected(self, query), 8 * nbytes({PARAM: query.task.variables(query.params)})
+        scores, bytes_each = Collected(self, query), 8 * nbytes({PARAM: query.task.objective.variables(query.params)})
         for start, stop in self.spans(query, query.fits(bytes_each, self.count(query))):
             scores.add(start, inner(moved, self.part(query, start, stop)))
         return scores.values
@@ -163,11 +164,11 @@ class Outputs(Projected):
         """Compute the loss at the moved outputs, minus the loss at the recorded ones."""
         start = 0
         for block in query.blocks(range(first, first + products.shape[1] // self.width(query))):
-            with torch.no_grad():
-                outputs, targets = query.task.outputs(query.params, block)
+            with torch.no_grad(), batched():
+                outputs, targets = query.task.objective.outputs(query.params, block)
                 outputs = query.widened({"": outputs})[""]
-                losses = query.task.over_models(query.task.output_measures, (0, None))
-                here = query.task.output_measures(outputs, targets)
+                losses = query.task.objective.execution.over_models(query.task.objective.output_measures, (0, None))
+                here = query.task.objective.output_measures(outputs, targets)
                 stop = start + outputs.numel()
                 size = query.fits(8 * outputs.numel() * outputs.element_size(), len(products))
                 changes = [
@@ -186,7 +187,7 @@ class Exact(Readout):
         """Compute the loss at the moved parameters, minus the loss at the recorded ones."""
         here = query.losses(each(lambda tensor: tensor.unsqueeze(0), query.params))
         whole = {name: tensor.expand(height(moved), *tensor.shape) for name, tensor in query.params.items()}
-        recorded = query.widened(query.task.variables(query.params))
+        recorded = query.widened(query.task.objective.variables(query.params))
         there = query.losses({**whole, **each(torch.add, query.widened(moved), recorded)})
         return query.reduce(there - here)
 
@@ -208,8 +209,8 @@ def _gradient(query: Query, variables: Params, one: Batch) -> Params:
 
 
 def _outputs(query: Query, variables: Params, one: Batch) -> Tensor:
-    with query.task.unstopped():
-        outputs = query.task.outputs({**query.params, **variables}, one)[0][0].flatten()
+    with query.task.objective.unstopped():
+        outputs = query.task.objective.outputs({**query.params, **variables}, one)[0][0].flatten()
     if len(outputs) != query.output_width:
         raise UnsupportedError(
             "The queries have different numbers of outputs, as sequences of several lengths do, and readout='outputs' "
@@ -222,9 +223,12 @@ def _outputs(query: Query, variables: Params, one: Batch) -> Tensor:
 def _some_outputs(query: Query, example: int, first: int, last: int) -> Params:
     """Compute the gradients of some outputs of one example, one row per output."""
     one = query.task.read([example], query.dataset)
-    outputs, pull = pullback(lambda variables: _outputs(query, variables, one), query.task.variables(query.params))
+    outputs, pull = pullback(
+        lambda variables: _outputs(query, variables, one), query.task.objective.variables(query.params)
+    )
     basis = torch.eye(len(outputs), dtype=outputs.dtype, device=outputs.device)[first:last]
-    return query.task.over(lambda row: pull(row)[0])(basis)
+    with batched():
+        return query.task.objective.execution.over(lambda row: pull(row)[0])(basis)
 
 
 def _single(query: Query, ids: range, function: Any) -> Params:
@@ -232,7 +236,10 @@ def _single(query: Query, ids: range, function: Any) -> Params:
     task = query.task
 
     def one(example: Batch) -> Params:
-        return function(task.variables(query.params), batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example))
+        return function(
+            task.objective.variables(query.params), batches.map_leaves(lambda leaf: leaf.unsqueeze(0), example)
+        )
 
-    parts = [task.over(one)(block) for block in query.blocks(ids)]
+    with batched():
+        parts = [task.objective.execution.over(one)(block) for block in query.blocks(ids)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -74,7 +74,8 @@ class Replay(Estimator):
     def _exact(self, values: Float[Tensor, "rows queries"]) -> Bool[Tensor, " rows"] | None:
         return torch.ones(len(values), dtype=torch.bool) if self.weight == 0 and self.move is None else None
 
-    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
+    def values(self, request: Request) -> tuple[Tensor, Params | None]:
+        """Return the scores, and the displacements if requested."""
         # Each stack has one more model, the one with all examples, in the other half of the budget.
         trajectory, resources = request.trajectory, request.resources
         bytes_each = budget.replay_bytes(trajectory)

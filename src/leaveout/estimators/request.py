@@ -7,15 +7,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from leaveout._util.trees import Params
+from leaveout.compute import progress
 from leaveout.compute.cost import Cost
-from leaveout.compute.jobs import Shard, completed
+from leaveout.compute.jobs import Shard, Shelf, completed
 from leaveout.compute.resources import VECTORS, Resources, return_memory
 from leaveout.errors import MismatchError
 from leaveout.estimators.query import Query
@@ -28,6 +29,9 @@ from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.trajectory import Trajectory
 
 T = TypeVar("T")
+
+Swept: TypeAlias = Callable[[LeftOut, Params, Resources, Cost], Any]
+"""What computes the inner products of all rows' displacements with a stack of vectors."""
 
 COPIES = 4
 """How many columns with one number per row are held per query vector: plain and corrected sums, and copies."""
@@ -51,6 +55,7 @@ class Request:
         """Yield ``function(request, item)`` for every item, wherever the engine runs it; ``words`` identify items."""
         keys = [f"{self._identity} {what} {word}" for word in words] if self.resources.work is not None else []
         inside, elsewhere = replace(self, resources=self.resources.inside()), self.resources.elsewhere
+        shelf = Shelf(self.resources, keys)
 
         def work(item_with_checkpoint: tuple[T, Path | None]) -> Shard:
             item, checkpoint = item_with_checkpoint
@@ -63,11 +68,24 @@ class Request:
                 return_memory()
             return Shard(tensors, request.cost)
 
-        for shard in completed(self.resources, work, items, keys, what):
-            self.cost.hvps += shard.cost.hvps
-            self.cost.gradients += shard.cost.gradients
-            self.cost.peak_memory = max(self.cost.peak_memory, shard.cost.peak_memory)
-            yield shard.tensors
+        if elsewhere:
+            for shard in completed(self.resources, work, items, keys, what):
+                yield self._counted(shard)
+            return
+        for place, item in enumerate(self.resources.watch(items, len(items))):
+            stored = shelf.find(place)
+            if stored is None:
+                with progress.part(place, len(items)):
+                    stored = work((item, shelf.checkpoint(place)))
+                shelf.keep(place, stored)
+            yield self._counted(stored)
+
+    def _counted(self, shard: Shard) -> dict[str, Tensor]:
+        """Return a shard's tensors, and count its cost."""
+        self.cost.hvps += shard.cost.hvps
+        self.cost.gradients += shard.cost.gradients
+        self.cost.peak_memory = max(self.cost.peak_memory, shard.cost.peak_memory)
+        return shard.tensors
 
     @cached_property
     def _identity(self) -> str:
@@ -100,13 +118,15 @@ class Request:
 
     def columns(
         self,
-        function: Callable[[Request, Params], dict[str, Tensor]],
+        function: Swept,
         readout: Projected,
         *,
         alone: bool = False,
         vector_bytes: int | None = None,
     ) -> dict[str, Tensor]:
         """Read scores from the inner products with a readout's vectors that ``function`` returns, by shards of vectors.
+
+        It returns one kind of products, or several in a named tuple; so does this, by name.
 
         As many vectors are computed and transported at a time as the budget allows, and their products are read
         together. ``alone`` says that each vector has its own sweep, and thus its own shard; ``vector_bytes`` how many
@@ -125,7 +145,8 @@ class Request:
         words = [f"{self.left_out.identity()} vectors {start} to {stop}" for start, stop in parts]
 
         def work(request: Request, part: tuple[int, int]) -> dict[str, Tensor]:
-            return function(request, readout.part(request.query, *part))
+            vectors = readout.part(request.query, *part)
+            return _named(function(request.left_out, vectors, request.resources, request.cost))
 
         collected: dict[str, Collected] = {}
         for (start, _), tensors in zip(parts, self.shards(work, parts, words, "sweeping"), strict=True):
@@ -152,6 +173,10 @@ class Request:
             precision=self.trajectory.run.precision,
             held=self.trajectory.run.held,
         )
+
+
+def _named(products: Any) -> dict[str, Tensor]:
+    return {"products": products} if isinstance(products, Tensor) else products._asdict()
 
 
 def check_finite(values: Float[Tensor, "rows queries"], left_out: LeftOut) -> None:

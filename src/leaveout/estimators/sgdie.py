@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from leaveout._util.trees import Params
+from leaveout.diff.hessian import Hessian
 from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.choice import KINKS, Choice
-from leaveout.estimators.request import Request
-from leaveout.sweep.curvature import Hessian
 
 
 @dataclass(frozen=True)
@@ -40,15 +36,13 @@ class SGDIE(Estimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._choice()
+        self.choice()
 
     @property
     def name(self) -> str:
         """The method's name."""
         return titled("SGD-IE", {"kinks": KINKS[self.kinks], "readout": self.readout, "layers": self.layers})
 
-    def _choice(self) -> Choice:
+    def choice(self) -> Choice:
+        """Return its curvature, and what is read."""
         return Choice(Hessian, self.readout, self.direction, kinks=self.kinks)
-
-    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
-        return self._choice().values(request)

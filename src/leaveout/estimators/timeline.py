@@ -88,7 +88,7 @@ def timeline(
     values = next(iter(vectors.values())).new_zeros((len(left_out), len(names)))
     for recorded, pulled in Sweep(trajectory).pulled(vectors, resources, Cost()):
         row, position = left_out.pairs(recorded.record.ids)
-        add_rows(values[:, column[recorded.record.index]], row, pulled.weights[0, position], alpha=-1)
+        add_rows(values[:, column[recorded.record.index]], row, pulled.reads[0, position], alpha=-1)
     return Timeline(values.cpu(), left_out.names, names, asked.fingerprint())
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, add_rows, height
+from leaveout.compute.cost import Cost
+from leaveout.compute.resources import Resources
+from leaveout.diff.hessian import Flat
+from leaveout.diff.operator import example_gradients, reads
 from leaveout.errors import InputError
 from leaveout.estimators.base import Estimator, titled
 from leaveout.estimators.checkpoints import Checkpoint, checkpoints, example_blocks
@@ -17,10 +22,11 @@ from leaveout.estimators.readout import Linear
 from leaveout.estimators.request import Request
 from leaveout.scores import UNIT
 from leaveout.sweep import budget
-from leaveout.sweep.curvature import Flat
 from leaveout.task.counted import per_count
-from leaveout.task.derivatives import example_gradients, weight_products
+from leaveout.task.execution import Chunks
 from leaveout.task.task import Task
+from leaveout.trajectory.left_out import LeftOut
+from leaveout.trajectory.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,8 @@ class TracIn(Estimator):
     def _choice(self) -> Choice:
         return Choice(Flat, self.readout, self.direction)
 
-    def _values(self, request: Request) -> tuple[Tensor, Params | None]:
+    def values(self, request: Request) -> tuple[Tensor, Params | None]:
+        """Return the scores, and the displacements if requested."""
         if self._swept:
             return self._choice().values(request)
         if request.displacements:
@@ -96,18 +103,19 @@ class TracIn(Estimator):
 
     def _of_checkpoints(self, request: Request) -> Float[Tensor, "rows queries"]:
         """Compute Σ_c η_c ⟨∇L(query, θ_c), g(z_k, θ_c)⟩."""
-        task, count = _counted(request), len(request.query.ids)
+        count = len(request.query.ids)
         like = next(iter(request.trajectory.final()[PARAM].values()))
         total = like.new_zeros((len(request.left_out), count))
-        chunk = budget.chunk(request.resources, request.trajectory, count)
+        chunks = Chunks(budget.chunk(request.resources, request.trajectory, count))
+        objective = _counted(request).objective.chunked(chunks)
         for checkpoint in checkpoints(request):
             for start, vectors in checkpoint.vectors():
                 vectors = {name: tensor * self._factor(checkpoint, name) for name, tensor in vectors.items()}
                 columns = total[:, start : start + height(vectors)]
                 for ids, block in example_blocks(request):
-                    reads = weight_products(task, checkpoint.params, block, vectors, chunk)[1] * len(ids)
+                    products = reads(objective, checkpoint.params, block, vectors)[0] * len(ids)
                     row, position = request.left_out.pairs(ids)
-                    add_rows(columns, row, reads[:, position].T)
+                    add_rows(columns, row, products[:, position].T)
                     request.cost.gradients += 1
         return total
 
@@ -116,12 +124,13 @@ class TracIn(Estimator):
         if self.checkpoints != "epochs":
             return super()._diagonal(request)
         task, examples = _counted(request), request.left_out.examples
-        chunk = budget.examples(request.resources, request.trajectory)
+        chunks = Chunks(examples=budget.examples(request.resources, request.trajectory))
+        objective = task.objective.chunked(chunks)
         total = next(iter(request.trajectory.final()[PARAM].values())).new_zeros(len(examples))
         for checkpoint in checkpoints(request):
             for start, vectors in checkpoint.vectors():
                 ids = examples[start : start + height(vectors)]
-                gradients = example_gradients(task, checkpoint.params, task.read(ids.tolist()), chunk)
+                gradients = example_gradients(objective, checkpoint.params, task.read(ids.tolist()))
                 for name, own in gradients.items():
                     products = (vectors[name] * own).reshape(len(ids), -1).sum(1)
                     total[start : start + len(ids)] += self._factor(checkpoint, name) * products
@@ -137,7 +146,7 @@ class TracIn(Estimator):
 
     def _of_steps(self, request: Request) -> Float[Tensor, "rows queries"]:
         """Compute Σ_{i: k∈Z_i} ⟨∇L(query, θ_N), g(z_k, θ_i)⟩."""
-        return request.columns(_inner_products, Linear())["products"]
+        return request.columns(partial(_inner_products, request.trajectory), Linear())["products"]
 
 
 def _counted(request: Request) -> Task:
@@ -146,15 +155,16 @@ def _counted(request: Request) -> Task:
     return per_count(trajectory.task, request.query.params, len(trajectory.run.record(0).ids))
 
 
-def _inner_products(request: Request, vectors: Params) -> dict[str, Tensor]:
-    trajectory = request.trajectory
+def _inner_products(
+    trajectory: Trajectory, left_out: LeftOut, vectors: Params, resources: Resources, cost: Cost
+) -> Float[Tensor, "rows vectors"]:
     trajectory.check_steps()
-    total = next(iter(vectors.values())).new_zeros((len(request.left_out), height(vectors)))
-    chunk = budget.chunk(request.resources, trajectory, height(vectors))
-    for recorded in request.resources.track(trajectory.forward(), len(trajectory), "forward"):
-        row, position = request.left_out.pairs(recorded.record.ids)
+    total = next(iter(vectors.values())).new_zeros((len(left_out), height(vectors)))
+    chunks = Chunks(budget.chunk(resources, trajectory, height(vectors)))
+    for recorded in resources.track(trajectory.forward(), len(trajectory), "forward"):
+        row, position = left_out.pairs(recorded.record.ids)
         moving = trajectory.rule.received(vectors, recorded.record.hypers)
-        reads = weight_products(recorded.task, recorded.params, recorded.batch, moving, chunk)[1]
-        add_rows(total, row, reads[:, position].T, alpha=len(recorded.record.ids))
-        request.cost.gradients += 1
-    return {"products": total}
+        products = reads(recorded.objective.chunked(chunks), recorded.params, recorded.batch, moving)[0]
+        add_rows(total, row, products[:, position].T, alpha=len(recorded.record.ids))
+        cost.gradients += 1
+    return total

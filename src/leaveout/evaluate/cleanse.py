@@ -256,7 +256,7 @@ def _wrong(query: Query, stack: Params) -> Float[Tensor, "rows examples"] | None
 
 def _misclassified(task: Task, params: Params, block: Batch) -> Tensor | None:
     with torch.no_grad():
-        outputs, targets = task.outputs(params, block)
+        outputs, targets = task.objective.outputs(params, block)
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return None
     if isinstance(task.loss, nn.BCEWithLogitsLoss) and outputs.numel() == len(outputs) == targets.numel():

@@ -31,7 +31,7 @@ def conflicts(task: Task, params: Params, labels: Int[Tensor, " n"], resources: 
     for start in resources.track(starts, len(starts), "comparing inputs"):
         batch = task.read(range(start, min(start + BLOCK, task.size)))
         with torch.no_grad():
-            targets = task.outputs(params, batch)[1]
+            targets = task.objective.outputs(params, batch)[1]
         hashes.append(input_hashes(batch, targets))
     if any(part is None for part in hashes):
         return {}

@@ -232,8 +232,8 @@ class _Collected:
     def add(self, place: int, params: Params, ids: Sequence[int], batch: Batch) -> None:
         """Evaluate some examples at one state."""
         with torch.no_grad():
-            outputs, targets = self.task.outputs(params, batch)
-            losses = self.task.output_losses(outputs, targets)
+            outputs, targets = self.task.objective.outputs(params, batch)
+            losses = self.task.objective.output_losses(outputs, targets)
         targets, ignored = labelled(outputs, targets)
         if ignored is not None:
             self.unlabelled |= {number for number, without in zip(ids, ignored.tolist(), strict=True) if without}

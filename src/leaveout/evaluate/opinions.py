@@ -76,8 +76,8 @@ def opinions(
     for start in resources.track(starts, len(starts), "asking the model"):
         batch = task.read(ids[start : start + BLOCK], dataset)
         with torch.no_grad():
-            outputs, targets = task.outputs(params, batch)
-            values.append(task.output_losses(outputs, targets))
+            outputs, targets = task.objective.outputs(params, batch)
+            values.append(task.objective.output_losses(outputs, targets))
         targets, _ = labelled(outputs, targets)
         here = readings(outputs, targets, values[-1])
         allowed &= here

@@ -166,7 +166,7 @@ def _length(run: Run) -> tuple[int, int]:
 def _subject(
     task: Task, query: Dataset, run: Run, length: tuple[int, int], rows: int, resources: Resources
 ) -> _Subject:
-    trial = task.untraced()
+    trial = task.anew()
     trial.check = False  # done once, not once per measurement
     few: Dataset = Subset(query, range(min(QUERIES, batches.size(query))))
     return _Subject(trial, run, few, query, rows, *length, resources)
@@ -251,7 +251,7 @@ def _by_rows(estimator: Estimator, subject: _Subject) -> Plan:
         groups = [[used[i % len(used)]] for i in range(count)]
         return estimator.score(part, task, subject.query, groups=groups, resources=subject.resources).cost
 
-    images = subject.task.tracer.images
+    images = subject.task.objective.execution.images
     count = min(2 * FEWEST - 1 if images and replayed else FEWEST, subject.rows)  # the whole model is replayed as well
     first_steps = _first_steps(partial(scored, count), subject)
     while count < subject.rows and first_steps.seconds < SHARE / TIMES:
@@ -289,12 +289,14 @@ def _measured(scored: Callable[[Task, Run], Cost], task: Task, run: Run) -> Cost
 def _first_steps(scored: Callable[[Task, Run], Cost], subject: _Subject) -> Cost:
     """Return the cost of the first steps, including one-time work."""
     gc.collect()  # a collection during the measurement would be counted as work
-    return _measured(scored, subject.task.quiet(), subject.run.head(min(FIRST, len(subject.run))))
+    return _measured(
+        scored, subject.task.of(subject.task.objective.untraced()), subject.run.head(min(FIRST, len(subject.run)))
+    )
 
 
 def _rate(scored: Callable[[Task, Run], Cost], subject: _Subject, first_steps: Cost | None = None) -> _Rate:
     """Measure what a scoring takes; from traces if the whole run would use them."""
-    run, images = subject.run, subject.task.tracer.images
+    run, images = subject.run, subject.task.objective.execution.images
     first = min(FIRST, len(run))
     begun = first_steps or _first_steps(scored, subject)
     if begun.seconds > (SLOW if images else SHARE) or first == len(run):
@@ -304,7 +306,7 @@ def _rate(scored: Callable[[Task, Run], Cost], subject: _Subject, first_steps: C
         return _traced_rate(scored, subject, first, more)
     traced = more == STEPS and subject.steps > PAYS
     if not traced or begun.seconds > QUICK * first:
-        cost = _measured(scored, subject.task.quiet(), run.head(more))
+        cost = _measured(scored, subject.task.of(subject.task.objective.untraced()), run.head(more))
         rate = max(0.0, (cost.seconds - begun.seconds) / max(1, more - first))
         if not traced or rate > QUICK:
             return _Rate(max(0.0, cost.seconds - more * rate), rate, cost.peak_memory)
@@ -313,12 +315,12 @@ def _rate(scored: Callable[[Task, Run], Cost], subject: _Subject, first_steps: C
 
 def _traced_rate(scored: Callable[[Task, Run], Cost], subject: _Subject, few: int, many: int) -> _Rate:
     """Return the same from two numbers of steps, of which the smaller is enough for all traces to be made."""
-    task = subject.task.untraced()
-    task.tracer.expect(subject.steps)
+    task = subject.task.anew()
+    task.objective.execution.tracer.expect(subject.steps)
     cold = _measured(scored, task, subject.run.head(few))
     if many == few:
         return _Rate(0.0, cold.seconds / few, cold.peak_memory)
-    rounds = 1 if subject.task.tracer.images else 2
+    rounds = 1 if subject.task.objective.execution.images else 2
     short, long = (
         min(_measured(scored, task, subject.run.head(steps)).seconds for _ in range(rounds)) for steps in (few, many)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import State
@@ -94,7 +95,7 @@ def rounding(
     extreme = scores.extreme((sample + 1) // 2)
     rows = extreme + others(extreme, range(len(scores.train_ids)), sample - len(extreme), seed)
     ids = [int(scores.train_ids[row]) for row in rows]
-    double = task.doubled()
+    double = task.of(task.objective.to_dtype(torch.float64))
     if isinstance(estimator, Replay):
         by_groups: Estimator = replace(estimator, ids=None)  # the groups say which examples are left out
     else:

@@ -148,7 +148,7 @@ def _measured(
 
 def _growth(trajectory: Trajectory, vector: Params, resources: Resources, cost: Cost) -> tuple[float, tuple[int, int]]:
     """Return by how much a vector grows in the backward sweep, and where."""
-    growth = Growth(trajectory.task)
+    growth = Growth(trajectory.objective)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LeaveoutWarning)  # the result reports it
         try:

@@ -58,7 +58,7 @@ def train(
         for epoch, ids in (resources or Resources()).track(plan, steps - recorder.done, "training"):
             batch = task.read(ids.tolist())
             optimizer.zero_grad()
-            losses = task.live_losses(batch)
+            losses = task.objective.live_losses(batch)
             if not bool(torch.isfinite(losses.detach()).all()):
                 raise RunError(_not_finite(recorder.done, ids, losses.detach()), code="step-not-finite")
             losses.mean().backward()

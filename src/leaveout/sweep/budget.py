@@ -11,6 +11,7 @@ import torch
 
 from leaveout._util.trees import PARAM, nbytes
 from leaveout.compute.resources import Resources
+from leaveout.task.execution import Chunks
 from leaveout.trajectory.stack import LARGE
 from leaveout.trajectory.trajectory import Trajectory
 
@@ -81,16 +82,22 @@ def chunk(resources: Resources, trajectory: Trajectory, count: int) -> int:
     return resources.chunk(2 * product_bytes(trajectory), count)
 
 
+def chunks(resources: Resources, trajectory: Trajectory, count: int) -> Chunks:
+    """Return how the products of ``count`` vectors going backward are computed."""
+    together, apart = chunk(resources, trajectory, count), threads(resources, trajectory, count)
+    return Chunks(together, examples(resources, trajectory), apart)
+
+
 def threads(resources: Resources, trajectory: Trajectory, count: int) -> int | None:
     """Return how many of the vectors go through a product at a time where they go one by one; None: all together.
 
     One by one is faster for large models, but needs a trace, which has to pay off. Which of the two depends on the
     run's length and first batch and on the number of vectors alone.
     """
-    few = count > 1 and count * len(trajectory) < TRACED and not trajectory.task.tracer.images
+    few = count > 1 and count * len(trajectory) < TRACED and not trajectory.objective.execution.images
     if trajectory.activations <= LARGE or few:
         return None
-    return chunk(resources, trajectory, cores(trajectory.task.device))
+    return chunk(resources, trajectory, cores(trajectory.objective.device))
 
 
 def cores(device: torch.device) -> int:

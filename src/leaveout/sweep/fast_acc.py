@@ -24,10 +24,10 @@ from torch import Tensor
 from leaveout._util.trees import Params, add_rows, each, height, split
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources, return_memory
+from leaveout.diff.hessian import check_symmetric
 from leaveout.errors import UnsupportedError
 from leaveout.sweep import budget
 from leaveout.sweep.checkpoint import SweepCheckpoint
-from leaveout.sweep.curvature import check_symmetric
 from leaveout.sweep.free_transport import Layout, RowFile
 from leaveout.sweep.remainder import Remainders, pair_count
 from leaveout.sweep.sweep import Sweep
@@ -63,11 +63,11 @@ class Correction:
                 "jump), or, for few examples, ACC(transport='exact') or Replay().",
                 code="step-not-linear",
             )
-        check_symmetric(self.trajectory.task, self.sweep.kind)
+        check_symmetric(self.trajectory.objective, self.sweep.kind)
 
     @property
     def trajectory(self) -> Trajectory:
-        """The run and its task."""
+        """The run and its objective."""
         return self.sweep.trajectory
 
     def remainders(self, queries: Params, width: int | None = None) -> Products:
@@ -83,9 +83,15 @@ class Correction:
         saved = checkpoint.saved()
         if saved:
             rows.unpack(saved.gathered)
-        for recorded, pulled in self.sweep.pulled(query, self.resources, self.cost, saved, rows.products):
+        passage = self.sweep.passage(query, saved)
+        for recorded in self.sweep.backward(self.resources, saved):
+            step = self.sweep.step(recorded)
+            carried, along = step.arrive(passage.vectors)
+            product = rows.product(recorded, step.operator, along)
+            passage.leave(recorded, step.pulled(passage.vectors, carried, along, product), self.cost)
             if rows.begun:
-                checkpoint.note(recorded.record.index, pulled.state, rows.packed)
+                checkpoint.note(recorded.record.index, passage.vectors, rows.packed)
+        passage.growth.warn()
         return Products(rows.plain[:, None], (rows.plain + rows.extra)[:, None])
 
     def corrected_gradient(self, queries: Params, subspace: Subspace | None = None) -> Products:
@@ -124,7 +130,7 @@ class Correction:
         reached: Tensor | RowFile = RowFile(shape, like) if disk else like.new_empty(shape)
         for recorded, pulled in self.sweep.pulled(queries, self.resources.divided(2), self.cost):
             pulled.add_to(plain, self.left_out.pairs(recorded.record.ids))
-            reached[torch.tensor([recorded.record.index])] = layout.flatten(pulled.gradient)[None]
+            reached[torch.tensor([recorded.record.index])] = layout.flatten(pulled.along)[None]
             del pulled
         extra = torch.zeros_like(plain)
         transport, stop = self._transport(layout, basis, like), self._stop()
@@ -155,6 +161,26 @@ class Correction:
         while stop and not self.sweep.schedule.within(self.trajectory.run.record(stop - 1).epoch):
             stop -= 1
         return stop
+
+
+def remainders(
+    sweep: Sweep, left_out: LeftOut, queries: Params, resources: Resources, cost: Cost, *, width: int | None = None
+) -> Products:
+    """Compute SGD-IE's and ACC's products for every query vector, with one sweep each."""
+    return Correction(sweep, left_out, resources, cost).remainders(queries, width)
+
+
+def corrected_gradient(
+    sweep: Sweep,
+    left_out: LeftOut,
+    queries: Params,
+    resources: Resources,
+    cost: Cost,
+    *,
+    subspace: Subspace | None = None,
+) -> Products:
+    """Compute SGD-IE's and ACC's products for all query vectors, in the order of the corrected gradient."""
+    return Correction(sweep, left_out, resources, cost).corrected_gradient(queries, subspace)
 
 
 def _side_by_side(parts: list[Products]) -> Products:

@@ -25,11 +25,12 @@ from leaveout._util.trees import PARAM, Params, State, add_rows, flat_rows, heig
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources, shard_rows
 from leaveout.compute.threads import spread
+from leaveout.diff.hessian import Hessian, HessianByExample
 from leaveout.sweep import budget
 from leaveout.sweep.checkpoint import SweepCheckpoint
-from leaveout.sweep.curvature import Hessian, HessianByExample
 from leaveout.sweep.fast_acc import Products
-from leaveout.sweep.linear_step import Jumps, Pairs, Pulled
+from leaveout.sweep.leaving import Pairs
+from leaveout.sweep.linear_step import Base, Jumps, Pulled
 from leaveout.sweep.saturation import Saturation
 from leaveout.sweep.sweep import Sweep
 from leaveout.trajectory.left_out import LeftOut
@@ -63,7 +64,7 @@ def jump_products(
         saturated: moments by whose root later steps divide are read with saturation; otherwise by their derivative.
     """
     sweep = _with_gradients(sweep, left_out, resources)
-    checkpoint = SweepCheckpoint(resources.checkpoint, cost, sweep.trajectory.task.device)
+    checkpoint = SweepCheckpoint(resources.checkpoint, cost, sweep.trajectory.objective.device)
     saved = checkpoint.saved()
     like = next(iter(queries.values()))
     fresh = {name: like.new_zeros((len(left_out), height(queries))) for name in ("plain", "extra")}
@@ -75,15 +76,16 @@ def jump_products(
         saturation.unpack(saved.gathered)
     for recorded, pulled in sweep.pulled(queries, resources, cost, saved):
         row, position = left_out.pairs(recorded.record.ids)
-        plain = -pulled.weights[:, position].T
+        plain = -pulled.reads[:, position].T
         add_rows(sums["plain"], row, plain)
         keep = sweep.schedule.kept(recorded.record, left_out, row)
         if keep is not None:
             row, position, plain = row[keep], position[keep], plain[keep]
+        base = None
         if len(row):
-            reading.add(sums["extra"], (row, position), recorded.record.ids, pulled)
+            base = reading.add(sums["extra"], (row, position), recorded.record.ids, pulled)
             add_rows(sums["extra"], row, plain, alpha=-1)
-        reading.count_step(pulled)
+        reading.count_step(pulled, base)
         checkpoint.note(recorded.record.index, sweep.onward(recorded, pulled), lambda: {**sums, **reading.packed()})
     return Products(sums["plain"], sums["plain"] + sums["extra"])
 
@@ -110,20 +112,23 @@ class Reading:
 
     def add(
         self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled
-    ) -> None:
-        """Add every row's jump, read with the arriving vectors, to its row of the total."""
+    ) -> Base:
+        """Add every row's jump, read with the arriving vectors, to its row of the total; return the step it is from."""
         if self.together:
-            self._add_rows(total, pairs, pulled)
-        else:
-            self._add_single(total, pairs, ids, pulled)
+            return self._add_rows(total, pairs, pulled)
+        return self._add_single(total, pairs, ids, pulled)
 
-    def _add_rows(self, total: Float[Tensor, "rows queries"], pairs: Pairs, pulled: Pulled) -> None:
+    def _add_rows(self, total: Float[Tensor, "rows queries"], pairs: Pairs, pulled: Pulled) -> Base:
         """Add the jump of each row without all of its examples."""
-        leaving = torch.unique(pairs[0])
-        for part in leaving.split(self.chunk):
+        base = None
+        for part in torch.unique(pairs[0]).split(self.chunk):
             inside = torch.isin(pairs[0], part)
-            rows, jumps = pulled.step.jumps((pairs[0][inside], pairs[1][inside]))
-            add_rows(total, rows, self._read(jumps, pulled, len(rows)))
+            leaving = pulled.step.leaving((pairs[0][inside], pairs[1][inside]), pulled.product, base)
+            base = base or pulled.base(leaving)
+            jumps = pulled.step.jumps(leaving, base)
+            add_rows(total, leaving.rows, self._read(jumps, pulled, len(leaving.rows)))
+        assert base is not None  # noqa: S101 - there are pairs
+        return base
 
     def _read(self, jumps: Jumps, pulled: Pulled, count: int) -> Float[Tensor, "rows queries"]:
         """Compute the inner products of all rows' jumps with the arriving vectors.
@@ -152,21 +157,23 @@ class Reading:
 
     def _add_single(
         self, total: Float[Tensor, "rows queries"], pairs: Pairs, ids: Int[Tensor, " batch"], pulled: Pulled
-    ) -> None:
+    ) -> Base:
         """Add the jump of every single example, read with the arriving vectors, to the rows that leave it out."""
         row, position = pairs
         examples, which = torch.unique(ids, return_inverse=True)
         needed = torch.isin(which, which[position])
         single = total.new_zeros((len(examples), total.shape[1]))
-        self._add_rows(single, (which[needed], needed.nonzero()[:, 0]), pulled)
+        base = self._add_rows(single, (which[needed], needed.nonzero()[:, 0]), pulled)
         # An example that occurs twice in the batch is left out once.
         leaves = torch.unique(torch.stack([row, which[position]]), dim=1)
         add_rows(total, leaves[0], single[leaves[1]])
+        return base
 
-    def count_step(self, pulled: Pulled) -> None:
+    def count_step(self, pulled: Pulled, base: Base | None) -> None:
         """Count this step among the later ones, before the previous step is read."""
         if self.saturation:
-            self.saturation.note(pulled.step.stepped, pulled.step.gradient, pulled.step.hypers)
+            gradient, after = base or pulled.base()
+            self.saturation.note(after, gradient, pulled.step.hypers)
 
     def packed(self) -> dict[str, Tensor]:
         """Return what is carried, by name."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from leaveout._util.trees import PARAM, Params, each, embed, norm
-from leaveout.sweep.curvature import Curvature, Hessian, KinkedHessian
+from leaveout.diff.hessian import Hessian, KinkedHessian, kink_widths
+from leaveout.diff.operator import StepOperator
 from leaveout.sweep.linear_step import LinearStep
-from leaveout.task.derivatives import kink_widths
 from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.trajectory import Trajectory
 
@@ -29,7 +29,7 @@ ROUNDS = 3
 """Rounds of power iteration; more of them increase the size by a tenth or so."""
 
 
-def hessian(kinks: bool | str, trajectory: Trajectory) -> type[Curvature]:
+def hessian(kinks: bool | str, trajectory: Trajectory) -> type[StepOperator]:
     """Choose the Hessian with or without the curvature of kinks; ``"auto"`` depends on the run."""
     if kinks == "auto":
         kinks = are_mild(trajectory)
@@ -38,15 +38,13 @@ def hessian(kinks: bool | str, trajectory: Trajectory) -> type[Curvature]:
 
 def has_kinks(recorded: RecordedStep) -> bool:
     """Say whether the model calls a function with kinks at this step."""
-    return bool(kink_widths(recorded.task, recorded.params, recorded.batch))
+    return bool(kink_widths(recorded.objective, recorded.params, recorded.batch))
 
 
 def are_mild(trajectory: Trajectory) -> bool:
-    """Say whether the model has kinks whose curvature can be trusted; measured once per run and task."""
-    sizes, run = trajectory.task.kink_sizes, (trajectory.run.fingerprint, len(trajectory))
-    if run not in sizes:
-        sizes[run] = kink_size(trajectory)
-    size = sizes[run]
+    """Say whether the model has kinks whose curvature can be trusted; measured once per run and objective."""
+    question = ("kinks", trajectory.run.fingerprint, len(trajectory), trajectory.objective)
+    size = trajectory.objective.execution.memory.recall(question, lambda: kink_size(trajectory))
     return size is not None and size < (LARGEST_DIVIDED if trajectory.rule.divides else LARGEST)
 
 
@@ -87,9 +85,11 @@ def _size(trajectory: Trajectory, recorded: RecordedStep) -> float:
 
 def _difference(trajectory: Trajectory, recorded: RecordedStep, vector: Params) -> Params:
     """Compute (∂F_kinks − ∂F)ᵀ·u in the parameters, without its part in the optimizer state."""
-    task, vectors = trajectory.task, embed(vector, recorded.before)
+    objective, vectors = trajectory.objective, embed(vector, recorded.before)
     curved, plain = (
-        LinearStep(trajectory.rule, recorded, kind(task, recorded.params, recorded.batch)).pull(vectors).state[PARAM]
+        LinearStep(trajectory.rule, recorded, kind(objective, recorded.params, recorded.batch))
+        .pull(vectors)
+        .state[PARAM]
         for kind in (KinkedHessian, Hessian)
     )
     return each(torch.sub, curved, plain)

@@ -31,14 +31,12 @@ from leaveout._util.trees import (
     state_rows,
     zeros,
 )
+from leaveout.diff.operator import Product, StepOperator
 from leaveout.optim import Rule
 from leaveout.optim.definition import Slots
-from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.leaps import dampings
+from leaveout.sweep.leaving import Leaving, Pairs, removed, taken_out
 from leaveout.trajectory.recorded_step import RecordedStep
-
-Pairs: TypeAlias = tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]
-"""(row, position in the batch): the row leaves out the example at that position."""
 
 Keep: TypeAlias = Bool[Tensor, " pairs"] | None
 """Which pairs are corrected; None: all of them. Either all of a row's pairs are corrected, or none."""
@@ -52,22 +50,56 @@ ROUNDING = 64
 
 
 class Pulled(NamedTuple):
-    """Vectors pulled back: to the state (``carried``: without curvature), to the batch gradient and to the weights.
+    """Vectors pulled back through a step.
 
-    ``arriving`` are the vectors before they were pulled back, ``step`` is the step they were pulled through.
+    Attributes:
+        state: what reaches the state before the step.
+        carried: the same without curvature.
+        along: what reaches the batch gradient.
+        product: what the curvature made of that, and the examples' readings.
+        arriving: the vectors before they were pulled back.
+        step: the step.
     """
 
     state: State
     carried: State
-    gradient: Params
-    weights: Float[Tensor, "vectors batch"]
+    along: Params
+    product: Product
     arriving: State
     step: LinearStep
+
+    @property
+    def reads(self) -> Float[Tensor, "vectors batch"]:
+        """The derivative along each vector in each example's weight."""
+        return self.product.reads
+
+    @property
+    def gradient(self) -> Params | None:
+        """ḡ(θ; w¹), if it was computed on the way."""
+        return self.product.gradient
+
+    def base(self, leaving: Leaving | None = None) -> Base:
+        """Return the step from which jumps are measured: with the gradient at which it was linearised."""
+        return self.step.base(leaving, self.gradient if self.step.linear else None)
 
     def add_to(self, totals: Float[Tensor, "rows vectors"], pairs: Pairs) -> None:
         """Add −(∂F/∂w_k)ᵀu, the first-order effect of leaving k out here, to the total of each row without k."""
         row, position = pairs
-        add_rows(totals, row, self.weights[:, position].T, alpha=-1)
+        add_rows(totals, row, self.reads[:, position].T, alpha=-1)
+
+
+class Pushed(NamedTuple):
+    """Displacements after a step, and ḡ(θ; w¹) if it was computed on the way."""
+
+    state: State
+    gradient: Params | None = None
+
+
+class Base(NamedTuple):
+    """A batch gradient, and the state O(s, ḡ) after the step with it."""
+
+    gradient: Params
+    state: State
 
 
 class Jumps(NamedTuple):
@@ -81,29 +113,15 @@ class LinearStep:
     """The derivative of one step at its recorded state: with every example, and with each row's examples left out.
 
     ``path`` is applied to whatever reaches the step as a change of the batch gradient (a symmetric linear map, such as
-    a projection; by default nothing). ``after`` is the recomputed step, F(s; w¹), to be compared with the recorded
-    state; it computes a gradient if nothing else does.
+    a projection; by default nothing).
     """
 
     def __init__(
-        self, rule: Rule, recorded: RecordedStep, curvature: Curvature, path: Callable[[Params], Params] | None = None
+        self, rule: Rule, recorded: RecordedStep, operator: StepOperator, path: Callable[[Params], Params] | None = None
     ) -> None:
-        self._rule, self._recorded, self.curvature = rule, recorded, curvature
+        self._rule, self._recorded, self.operator = rule, recorded, operator
         self._path = path or (lambda params: params)
-        self.hypers = recorded.record.hypers
-        self._summed = False
-
-    @property
-    def has_gradient(self) -> bool:
-        """Say whether the step can be recomputed without another gradient."""
-        return self.curvature.has_gradient
-
-    @cached_property
-    def gradient(self) -> Params:
-        """ḡ(θ; w¹): known already, or recovered from the recorded states up to rounding, or computed."""
-        if not self.curvature.has_gradient and (used := self.consumed) is not None:
-            return used
-        return self.curvature.gradient
+        self.hypers, self.linear = recorded.record.hypers, rule.linear
 
     @cached_property
     def consumed(self) -> Params | None:
@@ -112,42 +130,55 @@ class LinearStep:
         return self._rule.consumed(recorded.before, recorded.after, self.hypers) if recorded.exact else None
 
     @cached_property
-    def after(self) -> State:
-        """The recomputed step."""
-        return self._rule.step(self._recorded.before, self.curvature.gradient, self.hypers)
+    def computed(self) -> Params:
+        """ḡ(θ; w¹), computed."""
+        return self.operator.gradient()
 
-    def pull(
-        self, vectors: State, products: Callable[[Params], tuple[Params, Float[Tensor, "vectors batch"]]] | None = None
-    ) -> Pulled:
-        """Compute ∂F(w¹)ᵀ·u for the state, for the batch gradient, and for each example's weight.
+    @property
+    def used(self) -> Params:
+        """The gradient at which the step is linearised: recovered from the states up to rounding, or computed."""
+        return self.computed if self.consumed is None else self.consumed
 
-        ``products`` is used in place of the curvature's own if its values are known from elsewhere.
-        """
+    def after(self, gradient: Params | None) -> State:
+        """Take the step again, with this gradient or one that is computed for it."""
+        return self._rule.step(self._recorded.before, self.computed if gradient is None else gradient, self.hypers)
+
+    def arrive(self, vectors: State) -> tuple[State, Params]:
+        """Pull vectors back through the optimizer's step alone: to the state, and to the batch gradient."""
         state, along = self._rule.cotangent(self._at(height(vectors[PARAM])), vectors, self.hypers)
-        along = self._path(along)
-        curved, reads = (products or self.curvature.products)(self._damped(along))
-        if self._dampings:
-            reads = self.curvature.reads(along)
-        return Pulled(_plus(state, curved), state, along, reads, vectors, self)
+        return state, self._path(along)
 
-    def push(self, vectors: State, pairs: Pairs) -> State:
+    def pull(self, vectors: State) -> Pulled:
+        """Compute ∂F(w¹)ᵀ·u for the state, for the batch gradient, and for each example's weight."""
+        carried, along = self.arrive(vectors)
+        product = self.operator.pull(self._damped(along))
+        if self._dampings:
+            product = product._replace(reads=self.operator.reads(along)[0])
+        return self.pulled(vectors, carried, along, product)
+
+    def pulled(self, vectors: State, carried: State, along: Params, product: Product) -> Pulled:
+        """Join what arrived and what the curvature made of it."""
+        known = self.__dict__.get("computed") if product.gradient is None else product.gradient
+        return Pulled(_plus(carried, product.curved), carried, along, product._replace(gradient=known), vectors, self)
+
+    def push(self, vectors: State, pairs: Pairs) -> Pushed:
         """Compute ∂F(w¹)·δ + γ: SGD-IE's step, with its examples' first-order effect. Overwrites the vectors."""
         missed = self._marked(vectors, pairs)
-        return self._tangent(vectors, self._changes(vectors[PARAM], torch.ones_like(missed), -missed))
+        along, gradient = self._changes(vectors[PARAM], torch.ones_like(missed), -missed)
+        return Pushed(self._tangent(vectors, along, gradient), gradient)
 
-    def inject(self, pairs: Pairs, count: int) -> State:
+    def inject(self, pairs: Pairs, count: int) -> Pushed:
         """Compute γ alone, for ``count`` rows."""
-        if not self.curvature.separable:
-            still = zeros(self._recorded.before, count)
+        still = zeros(self._recorded.before, count)
+        if not self.operator.separable:
             missed = self._marked(still, pairs)
-            return self._tangent(
-                still, self._path(self.curvature.changes(still[PARAM], torch.ones_like(missed), -missed))
-            )
-        affected, gradient = self._left_out(pairs)
-        missing = gather_sums(each(torch.neg, gradient), affected, count)
-        return self._tangent(zeros(self._recorded.before, count), missing)
+            change, gradient = self.operator.push(still[PARAM], torch.ones_like(missed), -missed)
+            return Pushed(self._tangent(still, self._path(change), gradient), gradient)
+        leaving = self.leaving(pairs)
+        missing = gather_sums(each(torch.neg, leaving.shares), leaving.rows, count)
+        return Pushed(self._tangent(still, missing, None))
 
-    def push_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> State:
+    def push_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> Pushed:
         """Compute ∂F(w^{−k})·δ + Γ: ACC's step, the counterfactual step linearised at the recorded state.
 
         Rows that are not kept take SGD-IE's step. Overwrites the vectors.
@@ -155,19 +186,22 @@ class LinearStep:
         missed = self._marked(vectors, pairs)
         own_pairs = pairs if keep is None else _where(pairs, keep)
         without = missed if keep is None else self._marked(vectors, own_pairs)
-        if self._rule.linear and self.curvature.separable:  # then Γ = γ, and one tangent serves all
-            return self._tangent(vectors, self._changes(vectors[PARAM], 1 - without, -missed))
-        along = self._changes(vectors[PARAM], 1 - without, without - missed)
-        pushed = self._tangent(vectors, along)
-        affected, gradient = self._left_out(own_pairs)
-        if not len(affected):
-            return pushed
-        own = self._counterfactual(gradient)
-        tangent = self._rule.tangent(own, (state_rows(vectors, affected), rows(along, affected)), self.hypers)
-        jump = self._jump(own)
-        return replace_rows(pushed, affected, {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent})
+        if self._rule.linear and self.operator.separable:  # then Γ = γ, and one tangent serves all
+            along, gradient = self._changes(vectors[PARAM], 1 - without, -missed)
+            return Pushed(self._tangent(vectors, along, gradient), gradient)
+        along, gradient = self._changes(vectors[PARAM], 1 - without, without - missed)
+        pushed = self._tangent(vectors, along, gradient)
+        if not len(own_pairs[0]):
+            return Pushed(pushed, gradient)
+        leaving = self.leaving(own_pairs)
+        base = self.base(leaving, gradient)
+        own = self._counterfactual(leaving, base)
+        tangent = self._rule.tangent(own, (state_rows(vectors, leaving.rows), rows(along, leaving.rows)), self.hypers)
+        jump = self._jump(own, base)
+        moved = {slot: each(torch.add, tangent[slot], jump[slot]) for slot in tangent}
+        return Pushed(replace_rows(pushed, leaving.rows, moved), gradient)
 
-    def pull_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> tuple[State, Float[Tensor, " rows"]]:
+    def pull_corrected(self, vectors: State, pairs: Pairs, keep: Keep = None) -> tuple[Pushed, Float[Tensor, " rows"]]:
         """Compute ∂F(w^{−k})ᵀ·a_k for each row's own vector, and ⟨a_k, Γ_k⟩.
 
         Rows that are not kept are treated as in SGD-IE.
@@ -176,14 +210,14 @@ class LinearStep:
         reads = next(iter(vectors[PARAM].values())).new_zeros(count)
         state, along = self._rule.cotangent(self._at(count), vectors, self.hypers)
         if keep is not None:
-            plain, gradient = self._left_out(_where(pairs, ~keep))
-            reads[plain] = -inner_rows(rows(along, plain), gradient)
+            plain = self.leaving(_where(pairs, ~keep))
+            reads[plain.rows] = -inner_rows(rows(along, plain.rows), plain.shares)
             pairs = _where(pairs, keep)
-        affected, gradient = self._left_out(pairs)
-        if len(affected):
-            own = self._counterfactual(gradient)
-            own_vectors = state_rows(vectors, affected)
-            jump = self._jump(own)
+        if len(pairs[0]):
+            leaving = self.leaving(pairs)
+            affected, base = leaving.rows, self.base(leaving)
+            own, own_vectors = self._counterfactual(leaving, base), state_rows(vectors, affected)
+            jump = self._jump(own, base)
             reads[affected] = sum(inner_rows(own_vectors[slot], jump[slot]) for slot in jump)
             if not self._rule.linear:
                 own_state, own_along = self._rule.cotangent(own, own_vectors, self.hypers)
@@ -191,41 +225,41 @@ class LinearStep:
                 along = replace_rows({PARAM: along}, affected, {PARAM: own_along})[PARAM]
         along = self._path(along)
         without = self._marked(vectors, pairs)
-        curved = self.curvature.changes(self._damped(along), 1 - without, torch.zeros_like(without))
-        return _plus(state, curved), reads
+        curved, gradient = self.operator.push(self._damped(along), 1 - without, torch.zeros_like(without))
+        return Pushed(_plus(state, curved), gradient), reads
 
-    def jumps(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Jumps]:
-        """Return the rows with an example in this batch, and each Γ: the step without its examples minus the step.
+    def jumps(self, leaving: Leaving, base: Base) -> Jumps:
+        """Return each row's Γ: the step without its examples minus the base.
 
         Γ comes in blocks, some coordinates of all rows, small enough to stay in the CPU cache while in use; coordinates
         that are zero because their gradient is may be left out.
         """
-        affected, leaving = self._left_out(pairs)
         if not self._rule.by_coordinate:
-            whole = self._jump(self._counterfactual(leaving))
-            return affected, Jumps([Block(name) for name in leaving], lambda block: _slots(whole, block.name))
-        leaving = each(Tensor.contiguous, leaving)
-        rule, states, gradient = self._rule, (self._recorded.before, self.stepped), self.gradient
+            whole = self._jump(self._counterfactual(leaving, base), base)
+            return Jumps([Block(name) for name in leaving.shares], lambda block: _slots(whole, block.name))
+        shares = each(Tensor.contiguous, self._taken(leaving, base))
+        rule, states = self._rule, (self._recorded.before, base.state)
 
         def of(block: Coordinates) -> Slots:
             before, after = ({slot: block.of(state[slot]) for slot in rule.slots} for state in states)
-            whole = block.of(gradient)
-            return rule.jumped(
-                block.name, (before, after), (whole, _rounded(whole, block.of_rows(leaving), before)), self.hypers
-            )
+            whole = block.of(base.gradient)
+            gradients = (whole, _rounded(whole, block.of_rows(shares), before))
+            return rule.jumped(block.name, (before, after), gradients, self.hypers)
 
-        return affected, Jumps(list(blocks(leaving, BLOCK, rule.groups)), of)
+        return Jumps(list(blocks(shares, BLOCK, rule.groups)), of)
 
     def _changes(
         self, vectors: Params, weights: Float[Tensor, "rows batch"], added: Float[Tensor, "rows batch"]
-    ) -> Params:
-        """Compute what reaches the step as C(Z; w)·δ + (1/|Z|) Σ ẇ_z g(z)."""
+    ) -> tuple[Params, Params | None]:
+        """Compute what reaches the step as C(Z; w)·δ + (1/|Z|) Σ ẇ_z g(z); and ḡ, if at hand."""
         if not self._dampings:
-            return self._path(self.curvature.changes(vectors, weights, added))
-        curved = self._damped(self.curvature.changes(vectors, weights, torch.zeros_like(added)))
-        if not added.any():
-            return self._path(curved)
-        return self._path(each(torch.add, curved, self.curvature.shifts(vectors, added)))
+            change, gradient = self.operator.push(vectors, weights, added)
+            return self._path(change), gradient
+        change, gradient = self.operator.push(vectors, weights, torch.zeros_like(added))
+        curved = self._damped(change)
+        if added.any():
+            curved = each(torch.add, curved, self.operator.shifts(added)[0])
+        return self._path(curved), gradient
 
     def _damped(self, change: Params) -> Params:
         """Return how much of a change of the batch gradient counts, if the gradient changes in leaps."""
@@ -233,7 +267,7 @@ class LinearStep:
 
     @cached_property
     def _dampings(self) -> Params:
-        return dampings(self._rule, self._recorded) if self.curvature.leaps and self._rule.divides else {}
+        return dampings(self._rule, self._recorded) if self.operator.leaps and self._rule.divides else {}
 
     def _marked(self, vectors: State, pairs: Pairs) -> Float[Tensor, "rows batch"]:
         """Return one where a row leaves out an example of the batch, zero elsewhere."""
@@ -242,58 +276,56 @@ class LinearStep:
         marked[pairs] = 1
         return marked
 
-    def _at(self, count: int) -> tuple[State, Params]:
+    def _at(self, count: int, gradient: Params | None = None) -> tuple[State, Params]:
         # A linear step has the same derivative everywhere, so any gradient will do if none is known.
-        gradient = self._recorded.before[PARAM] if self._rule.linear else self.gradient
+        if gradient is None:
+            gradient = self._recorded.before[PARAM] if self._rule.linear else self.used
         return expand(self._recorded.before, count), expand({PARAM: gradient}, count)[PARAM]
 
-    def _tangent(self, state: State, gradient: Params) -> State:
+    def _tangent(self, state: State, along: Params, gradient: Params | None) -> State:
         if self._rule.linear:  # it is its own derivative
-            return self._rule.steps_(state, gradient, self.hypers)
-        return self._rule.tangent(self._at(height(state[PARAM])), (state, gradient), self.hypers)
+            return self._rule.steps_(state, along, self.hypers)
+        return self._rule.tangent(self._at(height(state[PARAM]), gradient), (state, along), self.hypers)
 
-    def _counterfactual(self, gradient: Params) -> tuple[State, Params]:
+    def _counterfactual(self, leaving: Leaving, base: Base) -> tuple[State, Params]:
         """Return the recorded state, and the batch gradient without each row's examples."""
-        state, _ = self._at(height(gradient))
-        whole = expand({PARAM: self.gradient}, height(gradient))[PARAM]
+        shares = self._taken(leaving, base)
+        state, whole = self._at(height(shares), base.gradient)
         if self._rule.linear:
-            return state, each(torch.sub, whole, gradient)
-        return state, {n: whole[n] - _rounded(whole[n], left, self._slots_of(n)) for n, left in gradient.items()}
+            return state, each(torch.sub, whole, shares)
+        return state, {n: whole[n] - _rounded(whole[n], left, self._slots_of(n)) for n, left in shares.items()}
 
-    @cached_property
-    def stepped(self) -> State:
-        """The step with the gradient from which jumps are measured."""
-        return self._rule.step(self._recorded.before, self.gradient, self.hypers)
+    def _taken(self, leaving: Leaving, base: Base) -> Params:
+        """Return the rows' shares; a row that leaves out the whole batch leaves no gradient at all."""
+        if self._rule.linear or not leaving.everyone.any():
+            return leaving.shares
+        whole = self._path({name: tensor[None] for name, tensor in base.gradient.items()})
+        return {name: _with_rows(tensor, leaving.everyone, whole[name]) for name, tensor in leaving.shares.items()}
 
-    def _jump(self, own: tuple[State, Params]) -> State:
+    def base(self, leaving: Leaving | None = None, gradient: Params | None = None) -> Base:
+        """Return the step from which jumps are measured: with this ḡ, or the one that was used."""
+        whole = {**(self.used if gradient is None else gradient), **(leaving.total if leaving else {})}
+        return Base(whole, self._rule.step(self._recorded.before, whole, self.hypers))
+
+    def _jump(self, own: tuple[State, Params], base: Base) -> State:
         """Compute Γ = O(s, ḡ without the row's examples) − O(s, ḡ)."""
         stepped = self._rule.steps(*own, self.hypers)
-        return {slot: each(torch.sub, stepped[slot], self.stepped[slot]) for slot in stepped}
+        return {slot: each(torch.sub, stepped[slot], base.state[slot]) for slot in stepped}
 
-    def _left_out(self, pairs: Pairs) -> tuple[Int[Tensor, " affected"], Params]:
-        """Return the rows with an example in this batch, and (1/|Z|) Σ g(z) over each one's examples, after ``path``.
+    def leaving(self, pairs: Pairs, known: Product | None = None, base: Base | None = None) -> Leaving:
+        """Return what each row's examples contributed to the batch gradient, after ``path``.
 
-        If examples depend on each other, it is the change of the batch gradient when these are removed.
+        What is ``known`` of the batch is not computed again; ``base`` is that of other rows of this step.
         """
-        affected, local = torch.unique(pairs[0], return_inverse=True)
-        if not len(affected):
-            return affected, self._nothing()
-        if len(affected) == len(pairs[0]):  # one example per row: in the batch's own order
-            affected, local = pairs[0], torch.arange(len(affected))
-        if not self.curvature.separable:
-            like = next(iter(self._recorded.before[PARAM].values()))
-            marked = like.new_zeros((len(affected), len(self._recorded.record.ids)))
-            marked[local, pairs[1]] = 1
-            return affected, self._path(self.curvature.missing(marked))
-        _, position = self._padded(pairs)
-        shares = self.curvature.shares(position)
-        if self._sensitive:
-            self._sum_parts(shares, position)
-        shares = _added(shares, local, len(affected))
-        everyone = torch.bincount(local, minlength=len(affected)) == len(self._recorded.record.ids)
-        if not self._rule.linear and everyone.any():  # a row that leaves out the whole batch leaves no gradient at all
-            shares = {name: _with_rows(tensor, everyone, self.gradient[name]) for name, tensor in shares.items()}
-        return affected, self._path(shares)
+        if not len(pairs[0]):
+            return Leaving(pairs[0], self._nothing(), pairs[0].bool(), {})
+        if self.operator.separable:
+            shares, sensitive = known.shares if known else None, self._sensitive if base is None else []
+            leaving = taken_out(self.operator, pairs, shares, sensitive)
+        else:
+            gradient = known.gradient if known else None
+            leaving = removed(self.operator, pairs, self.computed if gradient is None else gradient)
+        return leaving._replace(shares=self._path(leaving.shares))
 
     @cached_property
     def _sensitive(self) -> list[str]:
@@ -305,46 +337,14 @@ class LinearStep:
     def _slots_of(self, name: str) -> Slots:
         return {slot: params[name] for slot, params in self._recorded.before.items() if name in params}
 
-    def _sum_parts(self, shares: Params, position: Int[Tensor, " chosen"]) -> None:
-        """Compute ḡ, once, as the sum of single examples' parts: without the only one that is not zero, it is zero.
-
-        Only where the last digits matter. The parts at these positions are known.
-        """
-        if self._summed:
-            return
-        self._summed = True
-        ids = self._recorded.record.ids
-        place = torch.full((len(ids),), -1).scatter_(0, position, torch.arange(len(position)))
-        once = torch.zeros(len(position)).index_fill_(0, place[place >= 0], 1.0)
-        total = {name: torch.tensordot(once.to(shares[name]), shares[name], 1) for name in self._sensitive}
-        others = (place < 0).nonzero()[:, 0]
-        for part in others.split(len(position)) if len(others) else ():  # as many at a time as the rows asked for
-            more = self.curvature.shares(part)
-            total = {name: summed + more[name].sum(0) for name, summed in total.items()}
-        # What else is in the gradient, such as new values of buffers, stays.
-        self.gradient = {**self.gradient, **total}
-
     def _nothing(self) -> Params:
         params = self._recorded.before[PARAM]
         return {name: tensor.new_zeros((0, *tensor.shape)) for name, tensor in params.items()}
 
-    def _padded(self, pairs: Pairs) -> tuple[Int[Tensor, " padded"], Int[Tensor, " padded"]]:
-        """Repeat the last pair up to one of a few lengths, so that there are few shapes to trace."""
-        row, position = pairs
-        quantum = max(1, len(self._recorded.record.ids) // 8)
-        more = -len(row) % quantum if len(row) != len(self._recorded.record.ids) else 0
-        return torch.cat([row, row[-1:].expand(more)]), torch.cat([position, position[-1:].expand(more)])
-
-
-def _added(terms: Params, local: Int[Tensor, " pairs"], count: int) -> Params:
-    """Compute the sum of each row's terms; those beyond the pairs are padding."""
-    actual = each(lambda tensor: tensor[: len(local)], terms)
-    return actual if count == len(local) else gather_sums(actual, local, count)
-
 
 def _with_rows(stack: Tensor, chosen: Bool[Tensor, " rows"], value: Tensor) -> Tensor:
     """Return a stack in which the chosen rows are this value."""
-    return torch.where(chosen.view(-1, *[1] * value.ndim), value, stack)
+    return torch.where(chosen.view(-1, *[1] * (stack.ndim - 1)), value, stack)
 
 
 def _rounded(gradient: Tensor, leaving: Tensor, before: Slots) -> Tensor:

@@ -1,7 +1,7 @@
-"""What every row carries backward in place of its displacement: an observer of the backward sweep for one query.
+"""What every row carries backward in place of its displacement, alongside the sweep of one query.
 
 Per-example products H(z)·a are used twice: each row's remainder takes those of its own examples, and their mean is the
-H(Z)·a that the query vector needs anyway. So the observer gives the sweep its products, and needs none of its own.
+H(Z)·a that the query vector needs anyway.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, add_rows, each
 from leaveout.compute.resources import Resources
+from leaveout.diff.operator import Product, StepOperator
 from leaveout.sweep import budget
-from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.free_transport import Layout, drift, sketch
 from leaveout.sweep.sweep import Sweep
 from leaveout.sweep.transports import lazy_vectors, slices
@@ -56,37 +56,35 @@ class Remainders:
         self.plain, self.extra, self.begun = gathered["plain"], gathered["extra"], True
         self._rows.unpack(gathered)
 
-    def products(
-        self, recorded: RecordedStep, curvature: Curvature, along: Params
-    ) -> tuple[Params, Float[Tensor, "1 batch"]]:
+    def product(self, recorded: RecordedStep, operator: StepOperator, along: Params) -> Product:
         """Compute H(Z)·a and ⟨a, g(z)⟩/|Z| from those of single examples; read and move the remainders with them."""
         pairs = self._left_out.pairs(recorded.record.ids)
         keep = self._sweep.schedule.kept(recorded.record, self._left_out, pairs[0])
-        step = drift(self._sweep.trajectory.rule, recorded.record.hypers, curvature.task.l2, self._like)
+        step = drift(self._sweep.trajectory.rule, recorded.record.hypers, operator.objective.l2, self._like)
         self.begun |= keep is None or bool(keep.any())
         if self.begun:
-            result = self._corrected(curvature, along, pairs, keep, (step.enter, step.carry.mT))
+            result = self._corrected(operator, along, pairs, keep, (step.enter, step.carry.mT))
         else:  # nothing has been corrected yet, and nothing is here: SGD-IE's own step
-            result = curvature.products(along)
+            result = operator.pull(along)
             self._rows.advance(step.carry.mT)
-        add_rows(self.plain, pairs[0], result[1][0, pairs[1]], alpha=-1)
+        add_rows(self.plain, pairs[0], result.reads[0, pairs[1]], alpha=-1)
         return result
 
     def _corrected(
         self,
-        curvature: Curvature,
+        operator: StepOperator,
         along: Params,
         pairs: tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]],
         keep: Tensor | None,
         step: tuple[Tensor, Tensor],
-    ) -> tuple[Params, Float[Tensor, "1 batch"]]:
-        (row, position), (enter, carry), size = pairs, step, size_of(curvature.batch)
+    ) -> Product:
+        (row, position), (enter, carry), size = pairs, step, size_of(operator.batch)
         vector, flat_vector = each(lambda t: t[0], along), self._layout.flatten(along)[0]
         gradient, mean = (self._like.new_zeros((1, self._layout.width)) for _ in range(2))
         reads = self._like.new_zeros((1, size))
         parts = slices(size, self._most)
         for part in parts:
-            gradients, curved = self._of_examples(curvature, vector, part)
+            gradients, curved = self._of_examples(operator, vector, part)
             gradient += gradients.mean(0, keepdim=True) * (len(gradients) / size)
             mean += curved.mean(0, keepdim=True) * (len(gradients) / size)
             reads[0, part] = gradients @ flat_vector / size
@@ -94,22 +92,20 @@ class Remainders:
                 add_rows(self.extra, row[some], self._rows.read(row[some], enter, chosen), alpha=-1 / size)
         self._rows.advance(carry)
         for part in parts:
-            curved = curved if len(parts) == 1 else self._of_examples(curvature, vector, part)[1]
+            curved = curved if len(parts) == 1 else self._of_examples(operator, vector, part)[1]
             for some, chosen in self._of_pairs(curved, position, part, size):
                 terms = chosen if keep is None else chosen * keep[some][:, None].to(chosen)
                 self._rows.add(row[some], terms[:, None], alpha=-1 / size)
-        curvature.gradient = each(lambda t: t[0], self._layout.unflatten(gradient))
-        return self._layout.unflatten(mean), reads
+        whole = each(lambda t: t[0], self._layout.unflatten(gradient))
+        return Product(self._layout.unflatten(mean), reads, whole)
 
-    def _of_examples(self, curvature: Curvature, vector: Params, part: slice) -> tuple[Tensor, Tensor]:
+    def _of_examples(self, operator: StepOperator, vector: Params, part: slice) -> tuple[Tensor, Tensor]:
         """Compute g(z) and H(z)·a for a part of the batch, one row per example."""
-        batch = curvature.batch
+        batch = operator.batch
         size = size_of(batch)
         whole = part.start == 0 and part.stop >= size
         apart = whole and not isinstance(batch, Window) and not has_shared_draws(batch)
-        gradients, curved = curvature.example_products(
-            batch if apart else take(batch, torch.arange(size)[part]), vector
-        )
+        gradients, curved = operator.example_products(batch if apart else take(batch, torch.arange(size)[part]), vector)
         return self._layout.flatten(gradients), self._layout.flatten(curved)
 
     def _of_pairs(

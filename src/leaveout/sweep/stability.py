@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, State
+from leaveout.diff.hessian import Hessian
 from leaveout.errors import LeaveoutWarning, MismatchError
-from leaveout.task.derivatives import directional
-from leaveout.task.task import Task
+from leaveout.task.objective import Objective
 from leaveout.task.training_batch import Picked, has_shared_draws, take
 from leaveout.trajectory.recorded_step import RecordedStep
 
@@ -30,8 +30,8 @@ class Growth:
     depends on g, so that displacements are tiny after it and of ordinary size after the next.
     """
 
-    def __init__(self, task: Task, *, steady: bool = False) -> None:
-        self._task, self._steady = task, steady
+    def __init__(self, objective: Objective, *, steady: bool = False) -> None:
+        self._objective, self._steady = objective, steady
         self._count = 0
         self._low, self._low_at = math.inf, -1
         self._most, self._from, self._to = 1.0, -1, -1
@@ -78,7 +78,7 @@ class Growth:
     def _broken(self, recorded: RecordedStep) -> str:
         """Say what made a vector overflow: an example's derivative that is not a number, or the growth so far."""
         index, cure = recorded.record.index, "use TracIn() or Replay(), or score an earlier part of the run (run.head)"
-        if blamed := blame(self._task, recorded):
+        if blamed := blame(self._objective, recorded):
             others = f", and of {len(blamed) - 1} more in its batch" if len(blamed) > 1 else ""
             return (
                 f"At step {index} the derivatives of example {blamed[0]}'s loss are NaN or infinite{others}: look at "
@@ -98,23 +98,23 @@ REMEDY = (
 )
 
 
-def blame(task: Task, recorded: RecordedStep) -> list[int]:
+def blame(objective: Objective, recorded: RecordedStep) -> list[int]:
     """Name the examples of a step's batch whose loss has a first or second derivative that is not finite.
 
     Nobody is named where the examples of a batch cannot be told apart.
     """
-    if task.coupled or has_shared_draws(recorded.batch):
+    if objective.coupled or has_shared_draws(recorded.batch):
         return []
     ids = recorded.record.ids.tolist()
-    return [example for i, example in enumerate(ids) if not _is_smooth(task.quiet(), recorded, i)]
+    return [example for i, example in enumerate(ids) if not _is_smooth(objective.untraced(), recorded, i)]
 
 
-def _is_smooth(task: Task, recorded: RecordedStep, place: int) -> bool:
+def _is_smooth(objective: Objective, recorded: RecordedStep, place: int) -> bool:
     """Say whether the product that sweeps take, along ones, is finite for this example of the batch alone."""
     example = take(recorded.batch, torch.tensor([place]))
     example = example.groups[0] if isinstance(example, Picked) else example
-    vector = {name: torch.ones_like(tensor) for name, tensor in task.variables(recorded.params).items()}
-    _, curved, reads = directional(task, recorded.params, example, vector)
+    vector = {name: torch.ones_like(tensor)[None] for name, tensor in objective.variables(recorded.params).items()}
+    curved, reads, *_ = Hessian(objective, recorded.params, example).pull(vector)
     return all(bool(torch.isfinite(tensor).all()) for tensor in (reads, *curved.values()))
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from leaveout._util.trees import PARAM, Params, add_rows, each
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
+from leaveout.diff.operator import StepOperator
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim import Rule, values
 from leaveout.sweep import budget
-from leaveout.sweep.curvature import Curvature
 from leaveout.sweep.free_transport import Drift, Layout, LazyVectors, drift
 from leaveout.sweep.linear_step import Keep
 from leaveout.task.training_batch import take
@@ -102,7 +102,7 @@ class Free(Transport):
         self,
         trajectory: Trajectory,
         layout: Layout,
-        kind: type[Curvature],
+        kind: type[StepOperator],
         rows: int,
         resources: Resources,
         like: Tensor,
@@ -115,16 +115,16 @@ class Free(Transport):
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """Yield H(z)·δ_r for every pair, then take the step."""
-        curvature = self.kind(recorded.task, recorded.params, recorded.batch)
+        operator = self.kind(recorded.objective, recorded.params, recorded.batch)
         gradients: Params | None = None
         for part in slices(len(row), size):
             vectors = self._layout.unflatten(self.now(row[part]))
             corrected = None if keep is None else keep[part]
-            gradients, curved = curvature.example_products_where(
+            gradients, curved = operator.example_products_where(
                 corrected, take(recorded.batch, position[part]), vectors
             )
             yield row[part], self._layout.flatten(curved)
-        self.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
+        self.move(recorded, operator, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
         """Take a step."""
@@ -137,7 +137,7 @@ class Free(Transport):
     def move(
         self,
         recorded: RecordedStep,
-        curvature: Curvature,
+        operator: StepOperator,
         row: Int[Tensor, " pairs"],
         position: Int[Tensor, " pairs"],
         size: int,
@@ -148,11 +148,11 @@ class Free(Transport):
         self._vectors.advance(step.carry)
         enter = step.enter[self._layout.group].T / -len(recorded.record.ids)  # slots x width
         for part in slices(len(row), size):
-            leaving = gradients or curvature.example_gradients(take(recorded.batch, position[part]))
+            leaving = gradients or operator.example_gradients(take(recorded.batch, position[part]))
             self._vectors.add(row[part], self._layout.flatten(leaving)[:, None] * enter)
 
     def _drift(self, recorded: RecordedStep) -> Drift:
-        return drift(self._trajectory.rule, recorded.record.hypers, self._trajectory.task.l2, self._like)
+        return drift(self._trajectory.rule, recorded.record.hypers, self._trajectory.objective.l2, self._like)
 
 
 class SubspaceTransport(Transport):
@@ -171,7 +171,7 @@ class SubspaceTransport(Transport):
         self, recorded: RecordedStep, row: Int[Tensor, " pairs"], position: Int[Tensor, " pairs"], size: int, keep: Keep
     ) -> Iterator[tuple[Int[Tensor, " some"], Float[Tensor, "some width"]]]:
         """Yield H(z)·δ_r for every pair, then take the step."""
-        curvature = self._free.kind(recorded.task, recorded.params, recorded.batch)
+        operator = self._free.kind(recorded.objective, recorded.params, recorded.batch)
         terms, gradients = [], None
         for part in slices(len(row), size):
             rows, places = row[part], position[part]
@@ -180,13 +180,13 @@ class SubspaceTransport(Transport):
             twice = None if keep is None else torch.cat([keep[part], keep[part]])
             vectors = self._layout.unflatten(torch.cat([moved, inside]))
             examples = take(recorded.batch, torch.cat([places, places]))
-            both, curved = curvature.example_products_where(twice, examples, vectors)
+            both, curved = operator.example_products_where(twice, examples, vectors)
             gradients = each(lambda t: t[: len(t) // 2], both)
             of_moved, of_inside = self._layout.flatten(curved).chunk(2)
             terms.append((of_inside + self._layout.flatten(gradients)) @ self._basis.T)
             yield rows, of_moved
         self._move(recorded, row, torch.cat(terms))
-        self._free.move(recorded, curvature, row, position, size, gradients if size >= len(row) else None)
+        self._free.move(recorded, operator, row, position, size, gradients if size >= len(row) else None)
 
     def advance(self, recorded: RecordedStep) -> None:
         """Take a step."""
@@ -204,8 +204,8 @@ class SubspaceTransport(Transport):
                 code="hyperparameters-differ",
             )
         chunk = budget.chunk(self._free.resources.divided(4), self._trajectory, len(self._basis))
-        curvature = self._free.kind(recorded.task, recorded.params, recorded.batch)
-        products = (curvature.products(self._layout.unflatten(part))[0] for part in self._basis.split(chunk))
+        operator = self._free.kind(recorded.objective, recorded.params, recorded.batch)
+        products = (operator.pull(self._layout.unflatten(part)).curved for part in self._basis.split(chunk))
         curved = torch.cat([self._layout.flatten(product) @ self._basis.T for product in products])
         gradient = self._inside[PARAM] @ curved
         add_rows(gradient, row, terms, alpha=-1 / len(recorded.record.ids))
@@ -213,7 +213,7 @@ class SubspaceTransport(Transport):
 
 
 def top_directions(
-    trajectory: Trajectory, layout: Layout, kind: type[Curvature], rank: int, resources: Resources, cost: Cost
+    trajectory: Trajectory, layout: Layout, kind: type[StepOperator], rank: int, resources: Resources, cost: Cost
 ) -> Float[Tensor, "rank width"]:
     """Return orthonormal rows that span the top eigenvectors of H̄, the mean batch Hessian at evenly spaced steps.
 
@@ -226,19 +226,19 @@ def top_directions(
     held = budget.directions_bytes(trajectory, width, len(chosen))
     budget.check(resources, trajectory, held, f"the search for {width} directions")
     chunk = budget.chunk(resources.without(held), trajectory, width)
-    curvatures = [_curvature(trajectory, index, kind) for index in sorted(chosen)]
-    like = next(iter(curvatures[0].params.values()))
+    operators = [_operator(trajectory, index, kind) for index in sorted(chosen)]
+    like = next(iter(operators[0].params.values()))
     start = torch.randn(layout.width, width, generator=torch.Generator().manual_seed(0))
     product = start.to(like)
     del start
     for _ in resources.track(range(ROUNDS + 1), ROUNDS + 1, "finding directions"):
         basis = torch.linalg.qr(product)[0]
         product = torch.zeros_like(basis)
-        for curvature in curvatures:
+        for operator in operators:
             for place in range(0, width, chunk):
                 columns = layout.unflatten(basis[:, place : place + chunk].T)
-                product[:, place : place + chunk] += layout.flatten(curvature.products(columns)[0]).T
-        product /= len(curvatures)
+                product[:, place : place + chunk] += layout.flatten(operator.pull(columns).curved).T
+        product /= len(operators)
     cost.hvps += search_products(width, len(trajectory))
     # Pick the most curved directions: the eigenvectors of H̄ within the span.
     values, vectors = torch.linalg.eigh(basis.T @ product)
@@ -254,7 +254,7 @@ def search_products(width: int, steps: int) -> int:
     return (ROUNDS + 1) * width * min(steps, SAMPLES)
 
 
-def _curvature(trajectory: Trajectory, index: int, kind: type[Curvature]) -> Curvature:
-    """Return the curvature at one step; nothing else of the step is kept."""
+def _operator(trajectory: Trajectory, index: int, kind: type[StepOperator]) -> StepOperator:
+    """Return the operator of one step; nothing else of the step is kept."""
     recorded = trajectory.recorded_step(index)
-    return kind(recorded.task, recorded.params, recorded.batch)
+    return kind(recorded.objective, recorded.params, recorded.batch)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -14,79 +13,82 @@ from torch import Tensor, nn
 from leaveout._util.trees import Params
 from leaveout.errors import InputError, UnsupportedError, first_line, is_whole, kind_of
 from leaveout.task import batches
-from leaveout.task.forms import Abilities
-from leaveout.task.forward import Called
 from leaveout.task.guard.compare import compared, tried
 from leaveout.task.guard.culprit import nodes
 from leaveout.task.preparing import trial_ids
 
 if TYPE_CHECKING:
+    from leaveout.task.objective import Objective
     from leaveout.task.task import Task
 
 
-def trial_problems(task: Task, check: bool = True) -> tuple[list[str], Abilities]:
-    """Return the problems that occur on some examples, and what the model's operations support."""
-    ids = trial_ids(task)
+def examined(objective: Objective, task: Task) -> tuple[Objective, bool]:
+    """Return the objective with what a trial on some examples shows of it, and whether the data differ when read again.
+
+    Raises:
+        UnsupportedError: naming the problems that occur.
+    """
+    ids = trial_ids(task, objective)
     try:
-        batch, again = task.read(ids), task.read(ids)
+        batch, again = (batches.to(batches.read(task.train_set, ids, task.collate), objective.device) for _ in range(2))
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001 - a user's data set or collate may raise anything; it is reported
-        return [f"training examples cannot be read: {first_line(error)}"], Abilities()
-    task.random_data = batches.fingerprint(batch) != batches.fingerprint(again)
+    except Exception as error:
+        raise refusal([f"training examples cannot be read: {first_line(error)}"]) from error
+    random_data = batches.fingerprint(batch) != batches.fingerprint(again)
     if problem := _structure_problem(batch, len(ids)):
-        return [problem], Abilities()
-    params = {name: param.detach().clone() for name, param in task.parameters().items()}
+        raise refusal([problem])
+    params = {name: param.detach().clone() for name, param in objective.parameters().items()}
     if not params:
-        return ["no parameter of the model is trained; set requires_grad=True on those that should be"], Abilities()
-    if problems := _forward_problems(task, params, batch, len(ids)):
-        return problems, Abilities()
-    problem, abilities = compared(task, params, batch) if check else tried(task, params, batch)
-    return [problem] if problem else [], abilities
+        raise refusal(["no parameter of the model is trained; set requires_grad=True on those that should be"])
+    objective = replace(objective, counted=_counted(objective, params, batch, len(ids)))
+    problem, abilities = (compared if task.check else tried)(objective, params, batch)
+    refuse([problem] if problem else [])
+    return objective.able(abilities), random_data
 
 
-def _forward_problems(task: Task, params: Params, batch: Any, count: int) -> list[str]:
-    """Call the model and the loss on some examples, note whether it counts them, and list the problems.
+def _counted(objective: Objective, params: Params, batch: Any, count: int) -> bool:
+    """Call the model and the loss on some examples, refuse problems, and say whether the loss counts its examples.
 
     ``params`` are copies of the parameters, to which the model is restored if its forward pass changes them.
     """
-    buffers = {name: (buffer.clone(), batches.fingerprint(buffer)) for name, buffer in task.model.named_buffers()}
+    buffers = {n: (buffer.clone(), batches.fingerprint(buffer)) for n, buffer in objective.model.named_buffers()}
     rng = torch.get_rng_state()
     try:
         with torch.no_grad():
-            outputs, targets = task.outputs(task.parameters(), batch)
-            losses = task.parts.losses(outputs, targets)  # its shape is checked below
-            task.counted = task.parts.counts is not None and task.parts.counts(outputs, targets) is not None
+            outputs, targets = objective.outputs(objective.parameters(), batch)
+            losses = objective.parts.losses(outputs, targets)  # its shape is checked below
+            counted = objective.parts.counts is not None and objective.parts.counts(outputs, targets) is not None
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001 - a user's model may raise anything; it is reported as a problem
-        return [f"the model or the loss fails on training examples: {first_line(error)}"]
-    if problems := _side_effects(task.model, buffers, rng):
-        return problems
-    if problem := _changed_parameter(task, params) or _shape_problem(losses, count) or _own_use(task, params, batch):
-        return [problem]
-    return []
+    except Exception as error:
+        raise refusal([f"the model or the loss fails on training examples: {first_line(error)}"]) from error
+    refuse(_side_effects(objective.model, buffers, rng))
+    problem = _changed_parameter(objective, params) or _shape_problem(losses, count)
+    problem = problem or _own_use(objective, params, batch)
+    refuse([problem] if problem else [])
+    return counted
 
 
-def _changed_parameter(task: Task, params: Params) -> str | None:
+def _changed_parameter(objective: Objective, params: Params) -> str | None:
     """Return the problem that a forward pass has changed parameters, after restoring these copies of them."""
-    changed = [name for name, param in task.parameters().items() if not torch.equal(param, params[name])]
+    changed = [name for name, param in objective.parameters().items() if not torch.equal(param, params[name])]
     if not changed:
         return None
     with torch.no_grad():
         for name in changed:
-            task.parameters()[name].copy_(params[name])
+            objective.parameters()[name].copy_(params[name])
     return (
         f"the forward pass changes the parameter {changed[0]!r}; only the optimizer may change parameters "
         "(for an embedding's max_norm: normalise the looked-up vectors instead)"
     )
 
 
-def _own_use(task: Task, params: Params, batch: Any) -> str | None:
+def _own_use(objective: Objective, params: Params, batch: Any) -> str | None:
     """Return the problem that the outputs depend on the model's own parameters where copies are given instead."""
     with torch.enable_grad():
-        outputs, _ = task.outputs(params, batch)
-    own = {id(param): name for name, param in task.parameters().items()}
+        outputs, _ = objective.outputs(params, batch)
+    own = {id(param): name for name, param in objective.parameters().items()}
     used = {own[id(node.variable)] for node in nodes(outputs) if id(getattr(node, "variable", None)) in own}
     if not used:
         return None
@@ -136,12 +138,6 @@ def _shape_problem(losses: Tensor, count: int) -> str | None:
     )
 
 
-def is_coupled(called: Called, training: frozenset[str], buffers: tuple[str, ...]) -> bool:
-    """Say whether a training batch's examples depend on each other, or training changes buffers: BatchNorm."""
-    trained = (module for name, module in called.named if name in training)
-    return bool(buffers) or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in trained)
-
-
 def check_options(model: Any, loss: Any, train_set: Any, l2: Any, statistics: str, accumulation: str | int) -> None:
     """Refuse invalid arguments of a task."""
     if not isinstance(model, nn.Module) or isinstance(model, nn.modules.loss._Loss):
@@ -178,27 +174,14 @@ def is_strength(value: Any) -> bool:
     return real and bool(0 <= value <= sys.float_info.max)
 
 
-def matching(names: Sequence[str], layers: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the names that match the patterns of ``layers=``; refuse a pattern that matches none.
-
-    >>> matching(("body.weight", "head.weight", "head.bias"), "head.*")
-    ('head.weight', 'head.bias')
-    """
-    patterns = [layers] if isinstance(layers, str) else list(layers)
-    unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
-    if unknown or not patterns:
-        raise InputError(
-            f"layers={layers!r} names no trained parameter{f' by {unknown[0]!r}' if unknown else ''}: use names or "
-            f"patterns such as 'head.*'; there are {', '.join(names)}.",
-            code="layers-match-nothing",
-        )
-    return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
-
-
 def refuse(problems: list[str]) -> None:
     """Raise all problems at once."""
     if problems:
-        raise UnsupportedError(
-            "This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems),
-            code="task-not-supported",
-        )
+        raise refusal(problems)
+
+
+def refusal(problems: list[str]) -> UnsupportedError:
+    """Return the error that names these problems."""
+    return UnsupportedError(
+        "This task cannot be handled exactly:\n" + "\n".join(f"  - {p}" for p in problems), code="task-not-supported"
+    )

@@ -14,18 +14,18 @@ from leaveout.task import batches
 from leaveout.task.batches import Batch
 
 if TYPE_CHECKING:
-    from leaveout.task.task import Task
+    from leaveout.task.objective import Objective
 
 
-def activation_bytes(task: Task, params: Params, batch: Batch) -> int:
+def activation_bytes(objective: Objective, params: Params, batch: Batch) -> int:
     """Estimate the bytes that one forward pass keeps for its backward pass, besides parameters and inputs."""
     for count in (_kept, _made):
         with suppress(Exception):  # an estimate never fails what it is an estimate for
-            return count(task, params, batch)
+            return count(objective, params, batch)
     return 0
 
 
-def _kept(task: Task, params: Params, batch: Batch) -> int:
+def _kept(objective: Objective, params: Params, batch: Batch) -> int:
     """Count the bytes of what autograd saves; it says nothing inside transforms that a model itself applies."""
     held: dict[int, int] = {}
     shared = {leaf.data_ptr() for leaf in [*params.values(), *batches.leaves(batch)] if isinstance(leaf, Tensor)}
@@ -37,16 +37,16 @@ def _kept(task: Task, params: Params, batch: Batch) -> int:
         if place not in shared:
             held[place] = _nbytes(tensor)
 
-    tracked = {n: t.detach().requires_grad_(n in task.names) for n, t in params.items()}
+    tracked = {n: t.detach().requires_grad_(n in objective.names) for n, t in params.items()}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
-        task.losses(tracked, batch)
+        objective.losses(tracked, batch)
     return sum(held.values())
 
 
-def _made(task: Task, params: Params, batch: Batch) -> int:
+def _made(objective: Objective, params: Params, batch: Batch) -> int:
     """Count the bytes of all results of operations, which is more than a backward pass needs."""
     with torch.no_grad(), _Results() as made:
-        task.losses(params, batch)
+        objective.losses(params, batch)
     return made.nbytes
 
 

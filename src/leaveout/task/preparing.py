@@ -16,11 +16,12 @@ from leaveout.errors import UnsupportedError
 from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.draws import Draws, has_randomness, note
-from leaveout.task.example_draws import by_example, example_axes
+from leaveout.task.example_draws import Axes, by_example, example_axes
 from leaveout.task.forward import default_forward, default_targets
 from leaveout.task.training_batch import TrainingBatch, Window
 
 if TYPE_CHECKING:
+    from leaveout.task.objective import Objective
     from leaveout.task.task import Task
 
 TRIAL = 3
@@ -45,22 +46,22 @@ class MicroBatch(NamedTuple):
     denominator: float | None = None
 
 
-def prepared(task: Task, parts: Sequence[MicroBatch], params: Params) -> TrainingBatch | Window:
+def prepared(objective: Objective, parts: Sequence[MicroBatch], params: Params) -> TrainingBatch | Window:
     """Return a step's micro-batches with their draws and scales |Z|/D."""
-    noted = [_noted(task, part, params) for part in parts]
+    noted = [_noted(objective, part, params) for part in parts]
     sizes = [len(batches.leaves(part.batch)[0]) for part in parts]
     own = [
-        (1.0 if task.parts.summed else float(size if counts is None else counts.sum()))
+        (1.0 if objective.parts.summed else float(size if counts is None else counts.sum()))
         for size, (_, counts) in zip(sizes, noted, strict=True)
     ]
     used = [value for value, part in zip(own, parts, strict=True) if part.denominator != math.inf]
-    times = iter(_factors(task.accumulation, used))
+    times = iter(_factors(objective.accumulation, used))
     total = sum(sizes)
     ready = []
     for part, (draws, counts), value in zip(parts, noted, own, strict=True):
         factor = 1.0 if part.denominator == math.inf else next(times)
         denominator = value * factor if part.denominator is None else part.denominator
-        batch = _with_draws(task, part.batch, draws, params)
+        batch = _with_draws(objective, part.batch, draws, params)
         ready.append(batch._replace(scale=_scale(part.batch, counts, total / denominator, params)))
     return ready[0] if len(ready) == 1 else Window(tuple(ready))
 
@@ -77,79 +78,78 @@ def _factors(accumulation: str | int, own: list[float]) -> list[float]:
     return [float(times)] * len(own)
 
 
-def is_large(task: Task) -> bool:
+def is_large(objective: Objective) -> bool:
     """Say whether the model's passes are so slow that derivatives are compared with as few passes as possible."""
-    return sum(param.numel() for param in task.model.parameters()) >= LARGE
+    return sum(param.numel() for param in objective.model.parameters()) >= LARGE
 
 
-def trial_ids(task: Task, among: Sequence[int] | None = None) -> list[int]:
+def trial_ids(task: Task, objective: Objective, among: Sequence[int] | None = None) -> list[int]:
     """Draw the training examples on which derivatives are compared, with a fixed seed."""
     among = range(task.size) if among is None else among
-    return sorted(Random(0).sample(among, min(TRIAL - is_large(task), len(among))))  # noqa: S311 - no secret
+    return sorted(Random(0).sample(among, min(TRIAL - is_large(objective), len(among))))  # noqa: S311 - no secret
 
 
-def trial_batch(task: Task, params: Params, ids: Sequence[int]) -> TrainingBatch:
+def trial_batch(task: Task, objective: Objective, params: Params, ids: Sequence[int]) -> TrainingBatch:
     """Return some training examples as training would see them, with draws from a fixed seed."""
     batch = task.read(ids)
     state = {"cpu": torch.Generator().manual_seed(0).get_state()}
-    random = has_randomness(lambda: _eager(task, batch, params), task.device)
-    ready = prepared(task, [MicroBatch(batch, state if random else None)], params)
+    random = has_randomness(lambda: _eager(objective, batch, params), objective.device)
+    ready = prepared(objective, [MicroBatch(batch, state if random else None)], params)
     assert isinstance(ready, TrainingBatch)  # noqa: S101 - one micro-batch
     return ready
 
 
-def _noted(task: Task, part: MicroBatch, params: Params) -> tuple[Draws, Tensor | None]:
+def _noted(objective: Objective, part: MicroBatch, params: Params) -> tuple[Draws, Tensor | None]:
     """Return what the forward pass drew, and each example's count in the denominator; None if every count is one."""
     counts: list[Tensor | None] = [None]
-    needed = task.counted and task.parts.counts is not None
+    needed = objective.counted and objective.parts.counts is not None
     if part.random is None:
         if needed:
-            counts[0] = _counts(task, part.batch, params)
+            counts[0] = _counts(objective, part.batch, params)
         return {}, counts[0]
 
     def forward() -> None:
-        both = _eager(task, part.batch, params)
-        if needed and task.parts.counts is not None:
-            counts[0] = task.parts.counts(*both)
+        both = _eager(objective, part.batch, params)
+        if needed and objective.parts.counts is not None:
+            counts[0] = objective.parts.counts(*both)
 
     return note(forward, part.random), counts[0]
 
 
-def _counts(task: Task, batch: Batch, params: Params) -> Tensor | None:
-    assert task.parts.counts is not None  # noqa: S101 - checked before
-    if task.parts.by_targets and task.called.rule is default_forward:
-        return task.parts.counts(None, default_targets(batch))
-    return task.parts.counts(*_eager(task, batch, params))
+def _counts(objective: Objective, batch: Batch, params: Params) -> Tensor | None:
+    assert objective.parts.counts is not None  # noqa: S101 - checked before
+    if objective.parts.by_targets and objective.called.rule is default_forward:
+        return objective.parts.counts(None, default_targets(batch))
+    return objective.parts.counts(*_eager(objective, batch, params))
 
 
 @torch.no_grad()
-def _eager(task: Task, batch: Batch, params: Params) -> tuple[Tensor, Any]:
+def _eager(objective: Objective, batch: Batch, params: Params) -> tuple[Tensor, Any]:
     """Do a forward pass in the modes of training that leaves the model's buffers unchanged."""
-    held = {name: params.get(name, buffer).clone() for name, buffer in task.model.named_buffers()}
-    return task.called.pure({**params, **held}, batch, task.training)[0]
+    held = {name: params.get(name, buffer).clone() for name, buffer in objective.model.named_buffers()}
+    return objective.called.pure({**params, **held}, batch, objective.mode.training)[0]
 
 
-def _with_draws(task: Task, batch: Batch, draws: Draws, params: Params) -> TrainingBatch:
+def _with_draws(objective: Objective, batch: Batch, draws: Draws, params: Params) -> TrainingBatch:
     """Return the batch with its draws split by example, or whole if they cannot be split."""
     if not draws:
         return TrainingBatch(batch)
-    names, count = tuple(draws), len(batches.leaves(batch)[0])
-    if names not in task.axes and count > 1:
+    count = len(batches.leaves(batch)[0])
+
+    def found() -> Axes | None:
+        # In a packed batch, which draw belongs to which example depends on the lengths.
+        if objective.coupled or objective.called.packs:
+            return None
         try:
-            rows = _rows(task, params)
-            # In a packed batch, which draw belongs to which example depends on the lengths.
-            whole = task.coupled or task.called.packs
-            task.axes[names] = None if whole else example_axes(rows, batch, draws)
+            return example_axes(lambda one: objective.parts.losses(*_eager(objective, one, params)), batch, draws)
         except UnsupportedError:
-            task.axes[names] = None
-    axes = task.axes.get(names)
+            return None
+
+    memory, question = objective.execution.memory, objective.axes_question(draws)
+    axes = memory.recall(question, found) if count > 1 else memory.known(question)
     if axes is None:
         return TrainingBatch(batch, whole=draws)
     return TrainingBatch(batch, by_example(draws, axes, count))
-
-
-def _rows(task: Task, params: Params) -> Any:
-    return lambda batch: task.parts.losses(*_eager(task, batch, params))
 
 
 def _scale(batch: Batch, counts: Tensor | None, factor: float, params: Params) -> Any:

@@ -1,1 +1,1 @@
-"""A run together with its task: recorded steps, the step check, left-out examples, exact replay."""
+"""A run together with its objective: recorded steps, the step check, left-out examples, exact replay."""

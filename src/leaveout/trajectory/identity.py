@@ -28,5 +28,5 @@ def identity(run: Run, task: Task, params: Params, *asked: object) -> str:
     if task.random_data:  # its losses differ each time
         return f"{version('leaveout')} {run.manifest} {len(run)} {run.interpolate} {asked}"
     with torch.no_grad():
-        losses = tensor_checksum(task.losses(params, task.read(range(0, task.size, step))))
+        losses = tensor_checksum(task.objective.losses(params, task.read(range(0, task.size, step))))
     return f"{version('leaveout')} {run.manifest} {len(run)} {run.interpolate} {losses} {asked}"

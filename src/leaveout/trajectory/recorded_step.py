@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from leaveout._util.trees import Params, State
 from leaveout.run.record import Record
 from leaveout.task.batches import Batch
-from leaveout.task.task import Task
+from leaveout.task.objective import Objective
 
 
 @dataclass(frozen=True)
 class RecordedStep:
     """One recorded step with everything it needs: its batch and the states before and after it.
 
-    ``params`` are all parameters before the step, even if the states hold only chosen ones. ``task`` is the task in the
-    modes of this step, for derivatives; ``trained`` is the same with the rounding of mixed precision, for values.
+    ``params`` are all parameters before the step, even if the states hold only chosen ones. ``objective`` is
+    that of this step's mode, for derivatives; ``trained`` is the same with the rounding of mixed precision, for values.
     ``exact`` is false if the states are interpolated, so that one does not lead to the other.
     ``seen`` is what was seen of the loop besides its steps.
     """
@@ -26,7 +26,7 @@ class RecordedStep:
     after: State
     batch: Batch
     params: Params
-    task: Task
-    trained: Task
+    objective: Objective
+    trained: Objective
     exact: bool = True
     seen: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from leaveout._util.trees import PARAM, Params, State, distance, each, norm
 from leaveout.compute.cost import Cost
 from leaveout.compute.resources import Resources
 from leaveout.errors import InputError, LeaveoutWarning
-from leaveout.task.task import Task
+from leaveout.task.objective import Objective
 from leaveout.trajectory.left_out import LeftOut
 from leaveout.trajectory.recorded_step import RecordedStep
 from leaveout.trajectory.stack import Stack
@@ -73,9 +73,9 @@ def _checked_replays(
         yield recorded, stack
 
 
-def _check_statistics(task: Task, stack: Stack, step: int) -> None:
+def _check_statistics(objective: Objective, stack: Stack, step: int) -> None:
     """Refuse a batch that leaves BatchNorm with a single value, whose variance is undefined."""
-    if not all(bool(torch.isfinite(tensor).all()) for name in task.buffers for tensor in stack.each(name)):
+    if not all(bool(torch.isfinite(tensor).all()) for name in objective.mode.buffers for tensor in stack.each(name)):
         raise InputError(
             f"At step {step}, after leaving examples out, a batch has a single value per channel, and BatchNorm has no "
             "variance of that (PyTorch raises an error for it): train with larger batches (drop_last=True), leave "
@@ -96,7 +96,7 @@ def stacked(
     for recorded in resources.track(trajectory.forward(), len(trajectory), f"replaying {count - 1}"):
         record = recorded.record
         cost.gradients += stack.step(recorded.trained, weights(record.ids, like), recorded.batch, record.hypers)
-        _check_statistics(trajectory.task, stack, record.index)
+        _check_statistics(trajectory.objective, stack, record.index)
         yield recorded, stack
 
 
@@ -143,12 +143,12 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
     """
     start, count = trajectory.initial(), len(left_out) + 1
     stack, like = Stack(start, count, trajectory.rule, len(trajectory)), next(iter(start[PARAM].values()))
-    task, order = trajectory.task, torch.Generator().manual_seed(seed)
-    epoch, places = None, torch.arange(task.size)
+    size, order = trajectory.task.size, torch.Generator().manual_seed(seed)
+    epoch, places = None, torch.arange(size)
     for index in resources.track(range(len(trajectory)), len(trajectory), f"training {count}"):
         record = trajectory.run.record(index)
         if record.epoch != epoch:
-            epoch, places = record.epoch, torch.randperm(task.size, generator=order)
+            epoch, places = record.epoch, torch.randperm(size, generator=order)
         ids = places[record.ids]
         batch = trajectory.shuffled(record, ids, stack.last()[PARAM])
         weights = _weights(left_out, 0.0, count, ids, like)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, State, height
+from leaveout.diff.operator import stacked_gradients
 from leaveout.optim import AVERAGE, Hyper, Rule
 from leaveout.task.batches import Batch
-from leaveout.task.derivatives import stacked_gradients
 from leaveout.task.footprint import activation_bytes
+from leaveout.task.objective import Objective
 from leaveout.task.rewrites.elementary import Quicker
 from leaveout.task.rewrites.products import fast_products
-from leaveout.task.task import Task
 from leaveout.task.trace.tracer import WARM_UP
 from leaveout.trajectory.twins import on_threads, twins
 
@@ -49,17 +48,17 @@ class Stack:
         self._rows = torch.tensor([count - 1], device=next(iter(start[PARAM].values())).device)
         self._count, self._rule = count, rule
         self._expected = count * steps // 2  # a model begins with the first step that uses its example
-        self._steppers: dict[Task, OneByOne | None] = {}  # None for tasks whose models are one stack
+        self._steppers: dict[Objective, OneByOne | None] = {}  # None for those whose models are one stack
 
-    def step(self, task: Task, weights: Tensor, batch: Batch, hypers: Sequence[Hyper]) -> int:
+    def step(self, objective: Objective, weights: Tensor, batch: Batch, hypers: Sequence[Hyper]) -> int:
         """Take a step with every model, each with its row of the examples' weights; return the number of models."""
-        if task not in self._steppers:
-            self._steppers[task] = _stepper_of(task, self.last()[PARAM], batch, self._expected)
-        stepper = self._steppers[task]
+        if objective not in self._steppers:
+            self._steppers[objective] = _stepper_of(objective, self.last()[PARAM], batch, self._expected)
+        stepper = self._steppers[objective]
         joining = self._joining(weights)
         if stepper is None:
             state = self._joined(len(joining))
-            gradients = stacked_gradients(task, state[PARAM], weights[self._rows], batch)
+            gradients = stacked_gradients(objective, state[PARAM], weights[self._rows], batch)
             self._parts = [self._rule.steps_(state, gradients, hypers)]
         else:
             models = [*self._single_models(), *(_each(lambda t: t[:1].clone(), self._parts[0]) for _ in joining)]
@@ -113,36 +112,40 @@ class Stack:
         return [_each(partial(torch.narrow, dim=0, start=row, length=1), part) for part, row in places]
 
 
-def steps_one_by_one(task: Task, footprint: int) -> bool:
+def steps_one_by_one(objective: Objective, footprint: int) -> bool:
     """Say whether models are stepped one after the other on each of the CPU's threads, not all at once.
 
     All at once is faster for small models, whose operations take less time to run than to call. The choice depends only
-    on the task and on the run's first batch, so that a replay rounds alike wherever and whenever it is done.
+    on the objective and on the run's first batch, so that a replay rounds alike wherever and whenever it is done.
     ``footprint`` is what a batch's forward pass keeps for its backward pass, in bytes.
     """
     # Casts inside vmap would round differently than in training.
-    return task.autocast is not None or not task.abilities.stacks or footprint > LARGE
+    return objective.mode.autocast is not None or not objective.abilities.stacks or footprint > LARGE
 
 
-def _stepper_of(task: Task, params: Params, batch: Batch, expected: int) -> OneByOne | None:
-    """Return what steps a task's models, given how many gradients are expected; None: all are stepped at once."""
-    footprint = LONG + 1 if task.autocast else activation_bytes(task, params, batch)
-    if not steps_one_by_one(task, footprint):
+def _stepper_of(objective: Objective, params: Params, batch: Batch, expected: int) -> OneByOne | None:
+    """Return what steps an objective's models, given how many gradients are expected; None: all are stepped at once."""
+    footprint = LONG + 1 if objective.mode.autocast else activation_bytes(objective, params, batch)
+    if not steps_one_by_one(objective, footprint):
         return None
-    traced = task.autocast is None and task.abilities.vmap and (footprint <= LONG or not task.tracer.images)
+    traced = (
+        objective.mode.autocast is None
+        and objective.abilities.vmap
+        and (footprint <= LONG or not objective.execution.images)
+    )
     pays = WARM_UP if footprint <= LONG or expected >= 2 * MANY else MANY
-    return OneByOne(twins(task), pays if traced else None)
+    return OneByOne(twins(objective), pays if traced else None)
 
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Models stepped one at a time by each of the ``tasks``, each on a thread of its own.
+    """Models stepped one at a time by each of the ``twins``, each on a thread of its own.
 
     ``pays`` is the number of gradients after which tracing pays off; None: never. A model's gradient and state are
     still in the cache when it takes its step; those of all models would not be.
     """
 
-    tasks: list[Task]
+    twins: list[Objective]
     pays: int | None
 
     def stepped(
@@ -153,36 +156,35 @@ class OneByOne:
         def arguments(row: int) -> tuple[Params, Tensor, Batch]:
             return {name: tensor[0] for name, tensor in models[row][PARAM].items()}, weights[row], batch
 
-        def stepped_by(task: Task, row: int) -> State:
-            gradient = trace(*arguments(row)) if trace else _in_range(task, *arguments(row))
+        def stepped_by(objective: Objective, row: int) -> State:
+            gradient = trace(*arguments(row)) if trace else _in_range(objective, *arguments(row))
             return step(models[row], {name: tensor[None] for name, tensor in gradient.items()})
 
         trace = None
         if self.pays is not None:
-            first = self.tasks[0]
+            first = self.twins[0]
             counted = (len(weights), self.pays)
-            trace = first.tracer.trace(counted, "one gradient", partial(_gradient, first), *arguments(0))
-        return on_threads(self.tasks, stepped_by, range(len(weights)))
+            trace = first.execution.tracer.trace(counted, "one gradient", partial(_gradient, first), *arguments(0))
+        return on_threads(self.twins, stepped_by, range(len(weights)))
 
 
-def _in_range(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
+def _in_range(objective: Objective, params: Params, weights: Tensor, batch: Batch) -> Params:
     """Compute ḡ(θ; w), halving the recorded scale of a float16 loss as long as it overflows with these weights.
 
     The recorded step was taken, so a replay takes it too. Scaling by a power of two changes no digit, unless a value
     overflows or underflows.
     """
-    value = _gradient(task, params, weights, batch)
-    while task.loss_scale > 1 and not all(bool(torch.isfinite(tensor).all()) for tensor in value.values()):
-        task = copy.copy(task)
-        task.loss_scale /= 2
-        value = _gradient(task, params, weights, batch)
+    value = _gradient(objective, params, weights, batch)
+    while objective.mode.loss_scale > 1 and not all(bool(torch.isfinite(tensor).all()) for tensor in value.values()):
+        objective = objective.in_mode(loss_scale=objective.mode.loss_scale / 2)
+        value = _gradient(objective, params, weights, batch)
     return value
 
 
-def _gradient(task: Task, params: Params, weights: Tensor, batch: Batch) -> Params:
+def _gradient(objective: Objective, params: Params, weights: Tensor, batch: Batch) -> Params:
     """Compute ḡ(θ; w) of one model in the fastest way; all models of a replay round alike, but not as training did."""
     with Quicker(), fast_products(params, batch):
-        return task.gradient(params, weights, batch, alone=True)
+        return objective.gradient(params, weights, batch, alone=True)
 
 
 def _each(function: Callable[[Tensor], Tensor], state: State) -> State:

@@ -1,4 +1,4 @@
-"""Checks whether a recorded step follows from its batch and the task."""
+"""Checks whether a recorded step follows from its batch and the objective."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from leaveout._util.trees import PARAM, Params, State, distance, each, norm
+from leaveout.diff.operator import gradient
 from leaveout.errors import MismatchError
 from leaveout.optim import Rule
-from leaveout.task.derivatives import gradient
 from leaveout.trajectory.diagnosis import REMEDY, called, diagnosis
 from leaveout.trajectory.recorded_step import RecordedStep
 
@@ -32,7 +32,7 @@ Lengths: TypeAlias = dict[str, float]
 
 
 class StepCheck:
-    """Refuses steps that do not follow from their batch and the task.
+    """Refuses steps that do not follow from their batch and the objective.
 
     A step follows if, when it is recomputed, every slot of the state ends within a tolerance of the recorded one: the
     parameters relative to the length of their step, ‖θ' − θ‖, and a buffer b relative to what the gradient contributed
@@ -209,7 +209,7 @@ def _tolerance(recorded: RecordedStep, dtype: torch.dtype) -> float:
 
     It does under ``torch.autocast``, and where frozen weights are narrower than the trained ones (adapters).
     """
-    narrow = recorded.trained.autocast
+    narrow = recorded.trained.mode.autocast
     if narrow is None and dtype in TOLERANCE:
         kinds = {param.dtype for param in recorded.trained.model.parameters()} & {torch.bfloat16, torch.float16}
         narrow = max(kinds, key=lambda kind: torch.finfo(kind).eps, default=None)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from leaveout._util.trees import PARAM, Params, State, distance, each, nbytes
+from leaveout.diff.operator import gradient
 from leaveout.errors import MismatchError, UnsupportedError
 from leaveout.optim import AVERAGE
 from leaveout.run.gradient_states import CACHE
@@ -25,10 +26,10 @@ from leaveout.run.record import Record
 from leaveout.task import batches
 from leaveout.task.batches import Batch
 from leaveout.task.checks import refuse
-from leaveout.task.derivatives import gradient
 from leaveout.task.footprint import activation_bytes
 from leaveout.task.guard.comparison import Comparison
 from leaveout.task.guard.points import mixing
+from leaveout.task.objective import Objective
 from leaveout.task.preparing import MicroBatch, prepared, trial_batch, trial_ids
 from leaveout.task.task import Task
 from leaveout.trajectory.modes import Modes
@@ -52,24 +53,28 @@ BLOCK = 64
 class Trajectory:
     """A run together with the task it was trained on; with ``layers``, for some of its parameters.
 
-    ``task``, ``rule`` and the returned states are then those of the chosen parameters alone. ``trained`` is the task
-    with the rounding of mixed precision, for values; ``task`` is without it, for derivatives.
+    ``objective``, ``rule`` and the returned states are then those of the chosen parameters alone. ``trained`` is the
+    objective with the rounding of mixed precision, for values; ``objective`` is without it, for derivatives. Both are
+    as the first step saw them.
 
     Raises:
         MismatchError: if the task's model or data are not those of the run, saying what differs.
     """
 
     def __init__(self, run: Run, task: Task, layers: str | Sequence[str] | None = None) -> None:
-        task = task.training_of(run.rule.groups) if run.manifest.uneven else task  # some may be frozen by now
+        if run.manifest.uneven:  # some may be frozen by now
+            task = task.of(task.objective.training_only(run.rule.groups))
         check_model(run.manifest, task.model, task.parameters())
         _check_size(run, task)
         self.run = run
         self._modes = Modes(run, task, layers)
-        self._rule = run.rule.averaging(on=run.averaged).extended(task.clip, tuple(run.manifest.buffers))
+        self._rule = run.rule.averaging(on=run.averaged).extended(task.objective.clip, tuple(run.manifest.buffers))
         self._anchors = run.kept if run.kept[-1] == len(run) else [*run.kept, len(run)]  # states that others start from
-        _, self.trained, self.task = self._modes.first
-        self.rule = self._rule.restricted(self.task.chosen)
-        if layers is not None and task.clip is not None and task.clip.norm is not None:
+        _, self.trained, self.objective = self._modes.first
+        self.task = task.of(self.objective)
+        self.rule = self._rule.restricted(self.objective.chosen)
+        clip = self.objective.clip
+        if layers is not None and clip is not None and clip.norm is not None:
             raise UnsupportedError(
                 "layers= looks at some parameters alone, and clip_norm= ties them to all others: leave layers out.",
                 code="layers-with-clipping",
@@ -89,16 +94,17 @@ class Trajectory:
         If the model may run other code for other examples, they are also compared wherever it does, on ``queries`` too.
         """
         question = self.run.fingerprint, self.final_whole()[PARAM], self._drawn()
-        modes = self._modes.compared_at(*question)
+        modes = self._modes.compared_at(question)
         first = modes.comparison(self.run.record(0))
         if first is not None and first.open:
             self._look_everywhere(modes, first, queries)
-            modes = self._modes.compared_at(*question)
-        if len(self.run.manifest.modes) <= 1 and modes.first.task.abilities == self.task.abilities:
+            modes = self._modes.compared_at(question)
+        if len(self.run.manifest.modes) <= 1 and modes.first.objective.abilities == self.objective.abilities:
             return self
         other = copy.copy(self)
         other._modes, other._final = modes, self._final
-        _, other.trained, other.task = modes.first
+        _, other.trained, other.objective = modes.first
+        other.task = self.task.of(other.objective)
         return other
 
     def _drawn(self) -> list[int]:
@@ -106,7 +112,9 @@ class Trajectory:
         draw = Random(0)  # noqa: S311 - no secret
         steps = draw.choices(range(len(self)), k=DRAWN)
         drawn = {draw.choice(self.run.record(step).ids.tolist()) for step in steps}
-        return trial_ids(self.task, sorted(number for number in drawn if number < self.task.size) or None)
+        return trial_ids(
+            self.task, self.objective, sorted(number for number in drawn if number < self.task.size) or None
+        )
 
     def _look_everywhere(self, modes: Modes, first: Comparison, queries: Dataset | None) -> None:
         """Compare derivatives in the steps, and for the queries, in which the model runs other code."""
@@ -123,10 +131,10 @@ class Trajectory:
     def check_examples(self) -> None:
         """Refuse examples that depend on each other at the run's last state, as a few forward passes show."""
         params = self.final_whole()[PARAM]
-        if not self.task.check or self.task.coupled:
+        if not self.task.check or self.objective.coupled:
             return
-        batch = trial_batch(self.task, params, self._drawn())
-        problem = None if batch.whole else mixing(self.task, params, batch)
+        batch = trial_batch(self.task, self.objective, params, self._drawn())
+        problem = None if batch.whole else mixing(self.objective, params, batch)
         if problem:
             refuse([f"at the run's last state, {problem}"])
 
@@ -147,11 +155,11 @@ class Trajectory:
 
     def initial(self) -> State:
         """Return the state before the first step."""
-        return self._of_task(self._state(0))
+        return self._chosen(self._state(0))
 
     def final(self) -> State:
         """Return the state after the last step."""
-        return self._of_task(self.final_whole())
+        return self._chosen(self.final_whole())
 
     def final_whole(self) -> State:
         """Return the state of all parameters after the last step; it is read only once, so do not write to it."""
@@ -164,7 +172,7 @@ class Trajectory:
     @cached_property
     def activations(self) -> int:
         """Bytes that the first batch's forward pass keeps for its backward pass."""
-        return activation_bytes(self.task, self.final_whole()[PARAM], self.batch(0))
+        return activation_bytes(self.objective, self.final_whole()[PARAM], self.batch(0))
 
     @property
     def slot(self) -> str:
@@ -177,7 +185,7 @@ class Trajectory:
 
     def forward(self) -> Iterator[RecordedStep]:
         """Yield the steps from the first to the last."""
-        self.task.tracer.expect(len(self))
+        self.objective.execution.tracer.expect(len(self))
         before = self._state(0)
         for start, stop in pairwise(self._anchors):
             states = self._between(before, self._state(stop), start, stop)
@@ -190,7 +198,7 @@ class Trajectory:
 
         Of the states between two kept ones, only some are held at a time if they are large.
         """
-        self.task.tracer.expect(len(self))
+        self.objective.execution.tracer.expect(len(self))
         kept = self._anchors
         first = len(self) if before is None else before
         places = range(bisect_left(kept, first))
@@ -244,14 +252,14 @@ class Trajectory:
         for index in range(start, stop):
             record = self.run.record(index)
             batch = self._batch(record, state[PARAM])
-            view = self._modes.of(record)
-            after = self._rule.step(state, gradient(view.whole, state[PARAM], batch), record.hypers)
+            seen = self._modes.of(record)
+            after = self._rule.step(state, gradient(seen.whole, state[PARAM], batch), record.hypers)
             travelled += distance(after[PARAM], state[PARAM])
             if index < stop - 1:
                 yield after
             else:
                 recorded = RecordedStep(
-                    record, state, last, batch, state[PARAM], view.whole.uncast(), view.whole, self.run.as_recorded
+                    record, state, last, batch, state[PARAM], seen.objective, seen.whole, self.run.as_recorded
                 )
                 StepCheck(self._rule).arrival(recorded, after, travelled)
             state = after
@@ -325,19 +333,19 @@ class Trajectory:
 
     def _recorded_step(self, index: int, before: State, after: State) -> RecordedStep:
         record = self.run.record(index)
-        view = self._modes.of(record)
+        seen = self._modes.of(record)
         batch = self._batch(record, before[PARAM])
-        states = (self._of_task(before), self._of_task(after))
-        seen = self.run.manifest.seen
-        return RecordedStep(record, *states, batch, before[PARAM], view.task, view.trained, self.run.exact, seen)
+        states = (self._chosen(before), self._chosen(after))
+        loop = self.run.manifest.seen
+        return RecordedStep(record, *states, batch, before[PARAM], seen.objective, seen.trained, self.run.exact, loop)
 
-    def trained_at(self, record: Record) -> Task:
-        """Return the task in the modes of a step, with the rounding of mixed precision."""
+    def trained_at(self, record: Record) -> Objective:
+        """Return the objective in the modes of a step, with the rounding of mixed precision."""
         return self._modes.of(record).trained
 
-    def _of_task(self, state: State) -> State:
-        """Return the parameters and buffers of a state that the task has derivatives for."""
-        names = self.task.variables(state[PARAM])
+    def _chosen(self, state: State) -> State:
+        """Return the parameters and buffers of a state that the objective has derivatives in."""
+        names = self.objective.variables(state[PARAM])
         return {slot: {name: params[name] for name in names if name in params} for slot, params in state.items()}
 
 

@@ -160,12 +160,12 @@ class _Predictions:
     def _of(self, params: Params, number: int) -> int:
         task = self.trajectory.task
         with torch.no_grad():
-            outputs, targets = task.outputs(params, task.read([number], self.query))
+            outputs, targets = task.objective.outputs(params, task.read([number], self.query))
             reading = self._reading or self._read(outputs, targets)
         return int(class_logits(reading, outputs).argmax(1))
 
     def _read(self, outputs: Tensor, targets: Tensor) -> Reading:
-        allowed = readings(outputs, targets, self.trajectory.task.output_losses(outputs, targets))
+        allowed = readings(outputs, targets, self.trajectory.task.objective.output_losses(outputs, targets))
         if not allowed:
             raise UnsupportedError(
                 "brittleness counts flips of predicted classes, and these outputs are not scores of classes: give a "

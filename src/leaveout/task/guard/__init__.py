@@ -1,1 +1,1 @@
-"""Second derivatives compared with finite differences of the gradient: which forms are correct for a task."""
+"""Second derivatives compared with finite differences of the gradient: which forms are correct for an objective."""

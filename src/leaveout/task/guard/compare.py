@@ -1,4 +1,4 @@
-"""Finds out which forms of second derivative are correct for a task, on its first examples.
+"""Finds out which forms of second derivative are correct for an objective, on its first examples.
 
 PyTorch has many formulas, and a few are wrong or missing. Every form is tried and compared with finite differences of
 the gradient: near the task's initial state (where gates that are zero are opened), and at a run's last state.
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from leaveout._util.trees import Params
+from leaveout.diff.forms import CHANGES, EXAMPLE, FOLLOWING, VECTOR, VECTORS, Abilities, Form
+from leaveout.diff.operator import example_gradients, gradient
 from leaveout.errors import first_line
-from leaveout.task.derivatives import example_gradients, gradient
-from leaveout.task.forms import CHANGES, EXAMPLE, FOLLOWING, VECTOR, VECTORS, Abilities, Form
 from leaveout.task.guard import agreement
 from leaveout.task.guard.coupled import coupled_abilities
 from leaveout.task.guard.culprit import culprit
@@ -25,7 +25,7 @@ from leaveout.task.preparing import is_large
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
-    from leaveout.task.task import Task
+    from leaveout.task.objective import Objective
 
 NOTHING: dict[str, Any] = {
     **dict.fromkeys(("vector", "vectors", "changes", "example")),
@@ -33,45 +33,46 @@ NOTHING: dict[str, Any] = {
 }
 """What cannot be computed of a function whose gradient is not its derivative."""
 
-Check: TypeAlias = Callable[["Task", Params, Any, Point | None], bool]
+Check: TypeAlias = Callable[["Objective", Params, Any, Point | None], bool]
 
 
-def compared(task: Task, params: Params, batch: Any, before: Abilities | None = None) -> tuple[str | None, Abilities]:
+def compared(
+    objective: Objective, params: Params, batch: Any, before: Abilities | None = None
+) -> tuple[str | None, Abilities]:
     """Return a problem that no method can handle, or the task's abilities at this state and near it.
 
     With ``before``, only the abilities it had are tried, at the state itself first.
     """
-    if isinstance(batch, TrainingBatch) and (task.coupled or batch.whole):
-        return coupled_abilities(task, params, batch, before)
-    tested = trial(task, params, batch, near=before is None)
-    problem = tested.problem or _untransformed(task, params, batch)
+    if isinstance(batch, TrainingBatch) and (objective.coupled or batch.whole):
+        return coupled_abilities(objective, params, batch, before)
+    tested = trial(objective, params, batch, near=before is None)
+    problem = tested.problem or _untransformed(objective, params, batch)
     if problem:
         return problem, Abilities()
-    found = hidden(tested.task, tested.at, tested.batch)
-    abilities = _Search(task, params, batch, tested, found).abilities(before)
+    found = hidden(tested.objective, tested.at, tested.batch)
+    abilities = _Search(objective, params, batch, tested, found).abilities(before)
     if found.own or (found.stops and not abilities.symmetric):
         abilities = abilities._replace(reason=found.own or found.stops)
     elif before is not None and before.reason:
         abilities = abilities._replace(reason=before.reason)
     elif not (abilities.whole and abilities.symmetric):
-        abilities = abilities._replace(reason=culprit(tested.task, tested.at, tested.batch))
+        abilities = abilities._replace(reason=culprit(tested.objective, tested.at, tested.batch))
     return None, abilities
 
 
-def tried(task: Task, params: Params, batch: Any) -> tuple[str | None, Abilities]:
+def tried(objective: Objective, params: Params, batch: Any) -> tuple[str | None, Abilities]:
     """Return the task's abilities, tried but not compared."""
-    if problem := _untransformed(task, params, batch):
+    if problem := _untransformed(objective, params, batch):
         return problem, Abilities()
-    tested = Trial(task.quiet(), batch, params)
-    found = hidden(tested.task, params, batch)
-    abilities = _Search(task, params, batch, tested, found).abilities(None)
+    tested = Trial(objective.untraced(), batch, params)
+    found = hidden(tested.objective, params, batch)
+    abilities = _Search(objective, params, batch, tested, found).abilities(None)
     return None, abilities._replace(reason=found.own or found.stops)
 
 
-def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
+def _untransformed(objective: Objective, params: Params, batch: Any) -> str | None:
     """Return the problem with a model that ``torch.func`` cannot differentiate even once."""
-    quiet = task.quiet()
-    quiet.abilities = Abilities()
+    quiet = objective.untraced().able(Abilities())
     try:
         gradient(quiet, params, batch)
         example_gradients(quiet, params, batch)
@@ -86,13 +87,13 @@ def _untransformed(task: Task, params: Params, batch: Any) -> str | None:
 class _Search:
     """The forms of each kind in order of preference, tried until one is correct."""
 
-    def __init__(self, task: Task, params: Params, batch: Any, tested: Trial, found: Hidden) -> None:
+    def __init__(self, objective: Objective, params: Params, batch: Any, tested: Trial, found: Hidden) -> None:
         self.found = found
-        self.task, self.batch, self.point = tested.task, tested.batch, tested.point
+        self.objective, self.batch, self.point = tested.objective, tested.batch, tested.point
         # A form that is correct in float64 must also run in the task's own dtype; float32 has all of float64's kernels.
         dtype = next(iter(params.values())).dtype
-        covered = self.point is not None and tested.task.is_wide and dtype in (torch.float32, torch.float64)
-        self.original = None if covered else (task.quiet(), params, batch)
+        covered = self.point is not None and tested.objective.is_wide and dtype in (torch.float32, torch.float64)
+        self.original = None if covered else (objective.untraced(), params, batch)
         self.result = Abilities(vmap=True, stacks=True, forward=True, outer=True)
 
     def abilities(self, before: Abilities | None) -> Abilities:
@@ -102,7 +103,7 @@ class _Search:
         with every example's gradient; and a kind that differs from another one only in the axis of ``vmap`` keeps its
         result from ``before`` if the other kind has the same result as before.
         """
-        large = is_large(self.task)
+        large = is_large(self.objective)
         brief = before if large else None
         self._switch("vmap", agreement.examples, before)
         if not self._as_before(brief, "vmap", "stacks"):
@@ -149,7 +150,7 @@ class _Search:
             self._set(name, getattr(before, name))
         return True
 
-    def _symmetric(self, _task: Task, _at: Params, _batch: Any, point: Point | None) -> bool:
+    def _symmetric(self, _task: Objective, _at: Params, _batch: Any, point: Point | None) -> bool:
         return not self.found.elsewhere and (point is None or point.difference.symmetric)
 
     def _switch(self, name: str, check: Check, before: Abilities | None) -> None:
@@ -186,14 +187,12 @@ class _Search:
     def _is_right(self, check: Check) -> bool:
         """Say whether it runs, in float64 and in the task's own dtype, and is correct at the point."""
         try:
-            if self.point is not None:
-                self.task.abilities = self.result
-                if not check(self.task, self.point.at, self.batch, self.point):
-                    return False
+            able = self.objective.able(self.result)
+            if self.point is not None and not check(able, self.point.at, self.batch, self.point):
+                return False
             if self.original is not None:
-                task, params, batch = self.original
-                task.abilities = self.result
-                check(task, params, batch, None)
+                objective, params, batch = self.original
+                check(objective.able(self.result), params, batch, None)
         except MISSING:
             return False
         return True

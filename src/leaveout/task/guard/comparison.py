@@ -27,47 +27,47 @@ from leaveout.task.rewrites.own_functions import calls
 from leaveout.task.training_batch import TrainingBatch, parts_of, size_of, take
 
 if TYPE_CHECKING:
-    from leaveout.task.task import Task
+    from leaveout.task.objective import Objective
 
 
 class Comparison:
     """The abilities that are right at a run's last state, and in every code that was looked at."""
 
-    def __init__(self, task: Task, params: Params, batch: TrainingBatch) -> None:
-        self._task, self.abilities = task, task.abilities
+    def __init__(self, objective: Objective, params: Params, batch: TrainingBatch) -> None:
+        self._objective, self.abilities = objective, objective.abilities
         self._compare(params, batch, "at the run's last state")
-        self._known = places(task, params, batch) | places(task, params, batch.batch)
+        self._known = places(objective, params, batch) | places(objective, params, batch.batch)
         # Gradients are stopped, but without an effect so far.
         self._unseen = self.abilities.hidden and self.abilities.symmetric and not self._has_effect(params, batch)
 
     @property
     def open(self) -> bool:
         """Say whether what was found may not hold for other examples or parameters."""
-        return not (self._task.abilities.vmap and self._task.abilities.stacks) or self._unseen
+        return not (self._objective.abilities.vmap and self._objective.abilities.stacks) or self._unseen
 
     def _has_effect(self, params: Params, batch: Batch) -> bool:
-        return matters(*widened(self._task, params, batch))
+        return matters(*widened(self._objective, params, batch))
 
     def add(self, params: Params, batch: Batch, where: str) -> None:
         """Compare on examples that run code which none did so far; ``where`` they are, for error messages."""
         for part in parts_of(batch):
             if self._is_new(params, part):
-                if not (self._task.coupled or getattr(part, "whole", None)):
+                if not (self._objective.coupled or getattr(part, "whole", None)):
                     rows = list(range(size_of(part)))
                     new = [i for i in rows if self._is_new(params, _chosen(part, [i]))]
                     part = _chosen(part, (new or rows)[:TRIAL])
                 self._compare(params, part, where)
                 self._unseen = self._unseen and not self._has_effect(params, part)
-                self._known |= places(self._task, params, part)
+                self._known |= places(self._objective, params, part)
 
     def _is_new(self, params: Params, batch: Batch) -> bool:
         """Say whether examples run other code than those compared, or are the first on which a stop has an effect."""
-        if not places(self._task, params, batch) <= self._known:
+        if not places(self._objective, params, batch) <= self._known:
             return True
         return self._unseen and self._has_effect(params, batch)
 
     def _compare(self, params: Params, batch: Batch, where: str) -> None:
-        problem, self.abilities = compared(self._task, params, batch, self.abilities)
+        problem, self.abilities = compared(self._objective, params, batch, self.abilities)
         refuse([f"{where}, {problem}"] if problem else [])
 
 
@@ -75,10 +75,10 @@ def _chosen(batch: Batch, rows: list[int]) -> Batch:
     return take(batch, torch.tensor(rows, device=leaves(batch)[0].device))
 
 
-def places(task: Task, params: Params, batch: Batch) -> set[Any]:
+def places(objective: Objective, params: Params, batch: Batch) -> set[Any]:
     """Return the places in the code from which PyTorch is called in a forward pass, and the model's own functions."""
     with calls() as made, _Places() as seen:
-        vjp(lambda q: task.losses({**params, **q}, batch), task.variables(params))
+        vjp(lambda q: objective.losses({**params, **q}, batch), objective.variables(params))
     return seen.found | {function for function, _ in made}
 
 

@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 
 from leaveout._util.trees import Params, distance, each, norm, sum_of
+from leaveout.diff.forms import COUPLED, Abilities, Form
+from leaveout.diff.hessian import Hessian
+from leaveout.diff.operator import gradient, stacked_gradients
 from leaveout.errors import LeaveoutError, first_line
 from leaveout.task import batches
-from leaveout.task.derivatives import batch_products, directional, gradient, stacked_gradients, weighted_changes
 from leaveout.task.draws import replay
-from leaveout.task.forms import COUPLED, Abilities, Form
 from leaveout.task.guard.differences import MISSING, Difference, difference, inner, like, padding_rows
 from leaveout.task.training_batch import TrainingBatch
 
 if TYPE_CHECKING:
-    from leaveout.task.task import Task
+    from leaveout.task.objective import Objective
 
 
-def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
+def coupled_defaults(objective: Objective, before: Abilities | None) -> Abilities:
     """Return the abilities of the forms that differentiate the whole step, without any per-example terms."""
     base = before or Abilities(vmap=True, stacks=True)
     return Abilities(
@@ -38,22 +39,22 @@ def coupled_defaults(task: Task, before: Abilities | None) -> Abilities:
         vector=Form.TRANSPOSED if base.hidden else Form.REVERSE_REVERSE,
         vectors=Form.TRANSPOSED if base.hidden else Form.REVERSE_REVERSE,
         changes=Form.THROUGH if base.hidden else Form.FORWARD_REVERSE,
-        symmetric=not task.coupled and base.symmetric,
+        symmetric=not objective.coupled and base.symmetric,
         hidden=base.hidden,
         stops=base.stops,
         slope=base.slope,
-        reason=COUPLED if task.coupled else "random draws of the forward pass cannot be told apart by example",
+        reason=COUPLED if objective.coupled else "random draws of the forward pass cannot be told apart by example",
     )
 
 
 def coupled_abilities(
-    task: Task, params: Params, batch: TrainingBatch, before: Abilities | None
+    objective: Objective, params: Params, batch: TrainingBatch, before: Abilities | None
 ) -> tuple[str | None, Abilities]:
     """Return a problem that no method can handle, or the task's abilities."""
-    abilities = coupled_defaults(task, before)
+    abilities = coupled_defaults(objective, before)
     try:
-        wide, given = task.widened(), batches.to_float64(batch)
-        at = batches.to_float64(task.variables(params) | params)
+        wide, given = objective.to_float64(), batches.to_float64(batch)
+        at = batches.to_float64(objective.variables(params) | params)
         counters = [name for name, held in wide.model.named_buffers() if not held.is_floating_point()]
         measured = difference(_plain(wide, given), at, padding=padding_rows(wide.model), counters=counters)
     except LeaveoutError:
@@ -61,13 +62,14 @@ def coupled_abilities(
     except Exception as error:  # noqa: BLE001 - a model that insists on its own dtype, or fails; reported as a problem
         return f"its gradient cannot be computed in training mode ({first_line(error)})", abilities
     for changes in _fallbacks(abilities):
-        wide.abilities = abilities = abilities._replace(**changes)
+        abilities = abilities._replace(**changes)
+        able = wide.able(abilities)
         try:
-            problem = _differs(wide, at, given, measured, abilities)
+            problem = _differs(able, at, given, measured, abilities)
         except MISSING:
             continue
         if problem is None:
-            return None, _quickest(wide, at, given, abilities)
+            return None, _quickest(able, at, given, abilities)
     return (
         "its step in training mode cannot be differentiated rightly by torch.func; Replay() needs no such derivative",
         abilities,
@@ -90,17 +92,16 @@ def _fallbacks(abilities: Abilities) -> list[dict[str, Any]]:
     ]
 
 
-def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities) -> Abilities:
+def _quickest(objective: Objective, at: Params, batch: TrainingBatch, abilities: Abilities) -> Abilities:
     """Return the same with the fastest form for one vector, if its results agree with the others'."""
     if not abilities.vmap or abilities.vector is Form.TRANSPOSED:
         return abilities
-    vector = like(task.variables(at), torch.Generator().manual_seed(0))
+    vector = like(objective.variables(at), torch.Generator().manual_seed(0))
     quick = abilities._replace(vector=Form.REVERSE_FORWARD)
     products = []
     try:
         for one in (abilities, quick):
-            task.abilities = one
-            _, curved, reads = directional(task, at, batch, vector)
+            curved, reads, *_ = Hessian(objective.able(one), at, batch).pull(each(lambda t: t[None], vector))
             products.append((curved, {"weights": reads}))
     except MISSING:
         return abilities
@@ -109,58 +110,58 @@ def _quickest(task: Task, at: Params, batch: TrainingBatch, abilities: Abilities
 
 
 def _differs(
-    task: Task, at: Params, batch: TrainingBatch, measured: Difference | None, abilities: Abilities
+    objective: Objective, at: Params, batch: TrainingBatch, measured: Difference | None, abilities: Abilities
 ) -> str | None:
     """Return which quantity disagrees with the model itself; None if none does."""
-    value = gradient(task, at, batch)
-    plain = _plain(task, batch)(at)
+    value = gradient(objective, at, batch)
+    plain = _plain(objective, batch)(at)
     if not _near(value, {name: plain[name] for name in value}):
         return "gradient"
     size = len(batches.leaves(batch)[0])
-    if size > 2 and task.statistics == "leave" and not batch.whole:
+    if size > 2 and objective.statistics == "leave" and not batch.whole:
         weights = next(iter(at.values())).new_ones((2, size))
         weights[1, 0] = 0
         rest = batches.map_leaves(lambda leaf: leaf[1:], batch)
-        less = _plain(task, rest, (size - 1) / size)(at)
-        stacked = stacked_gradients(task, each(lambda t: torch.stack([t, t]), at), weights, batch)
+        less = _plain(objective, rest, (size - 1) / size)(at)
+        stacked = stacked_gradients(objective, each(lambda t: torch.stack([t, t]), at), weights, batch)
         gradients = each(lambda t: t[1], stacked)
         if not _near(gradients, {name: less[name] for name in gradients}):
             return "leaving an example out"
     if measured is None:
         return None
-    stack = {name: torch.stack([d[name] for d in measured.directions]) for name in task.variables(at)}
-    _, curved, reads = batch_products(task, at, batch, stack)
+    stack = {name: torch.stack([d[name] for d in measured.directions]) for name in objective.variables(at)}
+    curved, reads, *_ = Hessian(objective, at, batch).pull(stack)
     for which in (0, 1):
         if not measured.agrees_transposed(each(lambda t, i=which: t[i], curved), which):
             return "pull-back"
     if abilities.changes is not None:
         ones = stack[next(iter(stack))].new_ones((2, size))
-        _, pushed = weighted_changes(task, at, batch, (stack, ones, torch.zeros_like(ones)))
+        pushed, _ = Hessian(objective, at, batch).push(stack, ones, torch.zeros_like(ones))
         if not measured.agrees(each(lambda t: t[0], pushed), 0):
             return "derivative along a vector"
-    return None if _reads_right(task, at, batch, measured, reads) else "derivative in the weights"
+    return None if _reads_right(objective, at, batch, measured, reads) else "derivative in the weights"
 
 
-def _reads_right(task: Task, at: Params, batch: TrainingBatch, measured: Difference, reads: Tensor) -> bool:
+def _reads_right(objective: Objective, at: Params, batch: TrainingBatch, measured: Difference, reads: Tensor) -> bool:
     """Compare the derivative in the examples' weights with differences of the gradient."""
-    step = 1e-5 if task.is_wide else 1e-2
+    step = 1e-5 if objective.is_wide else 1e-2
     change = torch.linspace(-1, 1, reads.shape[1], dtype=reads.dtype, device=reads.device)
     weights = 1 + step * torch.stack([change, -change])
-    moved = stacked_gradients(task, each(lambda t: torch.stack([t, t]), at), weights, batch)
+    moved = stacked_gradients(objective, each(lambda t: torch.stack([t, t]), at), weights, batch)
     slope = each(lambda t: (t[0] - t[1]) / (2 * step), moved)
     scale = norm(slope) + 1e-3 * norm(measured.gradient)
-    near = 1e-5 if task.is_wide else 2e-2
+    near = 1e-5 if objective.is_wide else 2e-2
     return all(
         abs(float(own @ change) - inner(slope, u)) <= near * norm(u) * scale
         for own, u in zip(reads, measured.directions, strict=True)
     )
 
 
-def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Params], Params]:
+def _plain(objective: Objective, batch: TrainingBatch, share: float = 1.0) -> Callable[[Params], Params]:
     """Compute (ḡ, r') by the model itself; ``share`` rescales the loss of a batch to another's denominator."""
-    model = copy.deepcopy(task.model)
+    model = copy.deepcopy(objective.model)
     for name, module in model.named_modules():
-        module.training = name in task.training
+        module.training = name in objective.mode.training
     draws = batch.whole
 
     def slope(params: Params) -> Params:
@@ -169,18 +170,22 @@ def _plain(task: Task, batch: TrainingBatch, share: float = 1.0) -> Callable[[Pa
         with torch.no_grad():
             for name, value in params.items():
                 (named if name in named else held)[name].copy_(value)
-        trained = [named[name] for name in task.chosen]
+        trained = [named[name] for name in objective.chosen]
         with torch.enable_grad(), replay(draws) if draws else nullcontext():
-            outputs, targets = task.called.rule(model, batch.batch)
-            losses = task.parts.losses(outputs, targets)
+            outputs, targets = objective.called.rule(model, batch.batch)
+            losses = objective.parts.losses(outputs, targets)
             scaled = losses * batch.scale if isinstance(batch.scale, torch.Tensor) else losses
-            penalty = 0.5 * task.l2 * sum_of(named[name].square().sum() for name in task.names) if task.l2 else 0
+            penalty = (
+                0.5 * objective.l2 * sum_of(named[name].square().sum() for name in objective.names)
+                if objective.l2
+                else 0
+            )
             gradients = torch.autograd.grad(share * (scaled.mean() + penalty), trained, allow_unused=True)
         slopes = {
             name: torch.zeros_like(tensor) if g is None else g
-            for name, tensor, g in zip(task.chosen, trained, gradients, strict=True)
+            for name, tensor, g in zip(objective.chosen, trained, gradients, strict=True)
         }
-        moved = {name: held[name].detach().clone().to(params[name]) for name in task.buffers}
+        moved = {name: held[name].detach().clone().to(params[name]) for name in objective.mode.buffers}
         return {**slopes, **moved}
 
     return slope

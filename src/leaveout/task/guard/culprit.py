@@ -19,32 +19,32 @@ from leaveout.task.guard.differences import Difference, difference, padding_rows
 from leaveout.task.rewrites.missing_rules import WrittenOut, is_hidden, padding_of, stops
 
 if TYPE_CHECKING:
-    from leaveout.task.task import Task
+    from leaveout.task.objective import Objective
 
 
-def culprit(task: Task, params: Params, batch: Any) -> str:
+def culprit(objective: Objective, params: Params, batch: Any) -> str:
     """Name the innermost module whose second derivative is wrong or missing, or else the loss, with the reason."""
-    calls, outputs, targets = _forward(task, params, batch)
+    calls, outputs, targets = _forward(objective, params, batch)
     wrong: dict[str, str] = {}
-    for name, module in task.model.named_modules():
+    for name, module in objective.model.named_modules():
         if name in calls:
             prefix = f"{name}." if name else ""
             own = {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
             padding = {f"own.{weight}": row for weight, row in padding_rows(module).items()}
-            with task.called.modes(frozenset()), sdpa_kernel(SDPBackend.MATH):
+            with objective.called.modes(frozenset()), sdpa_kernel(SDPBackend.MATH):
                 problem = _problem(partial(_module_value, module, own, *calls[name]), padding)
             if problem:
                 wrong[name] = f"'{name or 'model'}' ({type(module).__name__}) {problem}"
     inner = [name for name in wrong if not any(other != name and _within(other, name) for other in wrong)]
     if inner:
         return wrong[inner[0]]
-    problem = _problem(partial(_loss_value, task, outputs, targets))
+    problem = _problem(partial(_loss_value, objective, outputs, targets))
     if problem or isinstance(outputs, Tensor):
         return f"the loss {problem}" if problem else "PyTorch's second derivative of the model with its loss is wrong"
     return "the model has several outputs, and Gauss-Newton products are those of a single one"
 
 
-def _forward(task: Task, params: Params, batch: Any) -> tuple[dict[str, tuple[tuple, dict]], Tensor, Any]:
+def _forward(objective: Objective, params: Params, batch: Any) -> tuple[dict[str, tuple[tuple, dict]], Tensor, Any]:
     """Return the arguments with which each module is first called, by name; and the outputs and targets."""
     calls: dict[str, tuple[tuple, dict]] = {}
 
@@ -54,10 +54,10 @@ def _forward(task: Task, params: Params, batch: Any) -> tuple[dict[str, tuple[tu
 
         return hook
 
-    handles = [m.register_forward_hook(note(n), with_kwargs=True) for n, m in task.model.named_modules()]
+    handles = [m.register_forward_hook(note(n), with_kwargs=True) for n, m in objective.model.named_modules()]
     try:
         with torch.no_grad():
-            outputs, targets = task.outputs(params, batch)
+            outputs, targets = objective.outputs(params, batch)
     finally:
         for handle in handles:
             handle.remove()
@@ -85,13 +85,13 @@ def _module_value(module: nn.Module, own: Params, args: tuple, kwargs: dict) -> 
     return at, value
 
 
-def _loss_value(task: Task, outputs: Any, targets: Any) -> tuple[Params, Callable]:
+def _loss_value(objective: Objective, outputs: Any, targets: Any) -> tuple[Params, Callable]:
     """Return a point and the sum of the losses, as a function of the model's outputs."""
     at = {f"out.{i}": leaf.detach() for i, leaf in enumerate(filter(_is_real, batches.leaves(outputs)))}
 
     def value(point: Params) -> Tensor:
         moving = iter(point[f"out.{i}"] for i in range(len(at)))
-        return task.output_losses(
+        return objective.output_losses(
             batches.map_leaves(lambda leaf: next(moving) if _is_real(leaf) else leaf, outputs), targets
         ).sum()
 

@@ -22,7 +22,7 @@ from leaveout.task.rewrites.missing_rules import is_hidden, padding_of, stops
 from leaveout.task.rewrites.own_functions import calls
 
 if TYPE_CHECKING:
-    from leaveout.task.task import Task
+    from leaveout.task.objective import Objective
 
 SHIFTS = (0.1, 1.0, 10.0)
 """How far stopped values are moved, relative to their size, to see whether the gradient depends on them anywhere."""
@@ -50,23 +50,23 @@ class Hidden(NamedTuple):
     own: str = ""
 
 
-def hidden(task: Task, at: Params, batch: Any) -> Hidden:
+def hidden(objective: Objective, at: Params, batch: Any) -> Hidden:
     """Return what hides a dependence from the gradient of a batch of examples."""
-    own = _own_gradients(task, at, batch)
-    with _Stopped(task.model) as noted:
-        _, live = noted.gradient(task, at, batch)
+    own = _own_gradients(objective, at, batch)
+    with _Stopped(objective.model) as noted:
+        _, live = noted.gradient(objective, at, batch)
     if not live:
         return Hidden(own=own)
-    return Hidden(live, not matters(task, at, batch) and matters(task, at, batch, SHIFTS), own)
+    return Hidden(live, not matters(objective, at, batch) and matters(objective, at, batch, SHIFTS), own)
 
 
-def matters(task: Task, at: Params, batch: Any, shifts: Sequence[float] = (0.0,)) -> bool:
+def matters(objective: Objective, at: Params, batch: Any, shifts: Sequence[float] = (0.0,)) -> bool:
     """Say whether the gradient depends on the stopped values, after moving them by one of these shifts."""
     for shift in shifts:
         pair = []
         for further in (0.0, SLIGHT):
-            with _Stopped(task.model, shift + further * max(shift, 1.0)) as moved:
-                pair.append(moved.gradient(task, at, batch)[0])
+            with _Stopped(objective.model, shift + further * max(shift, 1.0)) as moved:
+                pair.append(moved.gradient(objective, at, batch)[0])
         if not distance(*pair) <= COUNTS * norm(pair[0]):
             return True
     return False
@@ -88,12 +88,12 @@ class _Stopped(TorchFunctionMode):
         self._inside: dict[int, Tensor] = {}  # made of stopped values, where gradients are off
         self._off = False
 
-    def gradient(self, task: Task, at: Params, batch: Any) -> tuple[Params, str]:
+    def gradient(self, objective: Objective, at: Params, batch: Any) -> tuple[Params, str]:
         """Compute the gradient of the mean loss; and name the stops on the way to it, none if there are none."""
         tracked = {name: tensor.detach().requires_grad_() for name, tensor in at.items()}
         self._used.clear()
         with torch.enable_grad():
-            loss = task.losses(tracked, batch).mean()
+            loss = objective.losses(tracked, batch).mean()
         found = [tensor for _, tensor in self._found]
         slopes = torch.autograd.grad(loss, [*tracked.values(), *found], allow_unused=True, materialize_grads=False)
         pairs = zip(tracked.items(), slopes, strict=False)
@@ -152,10 +152,11 @@ class _Stopped(TorchFunctionMode):
         return f"the loss stops gradients ({kind})"
 
 
-def _own_gradients(task: Task, at: Params, batch: Any) -> str:
+def _own_gradients(objective: Objective, at: Params, batch: Any) -> str:
     """Name the own functions of a model whose gradient is not their derivative, whatever gradient they are given."""
     with calls() as made:
-        task.gradient(at, next(iter(at.values())).new_ones(len(leaves(batch)[0])), batch)
+        ones = next(iter(at.values())).new_ones(len(leaves(batch)[0]))
+        objective.gradient(at, ones, batch, alone=True)
     wrong = sorted({function.__name__ for function, args in made if not _is_derivative(function, args)})
     return f"the model has functions with a gradient of their own ({', '.join(wrong)})" if wrong else ""
 

@@ -15,7 +15,7 @@ from leaveout.task import batches
 from leaveout.task.guard.differences import Difference, difference, finite, like, padding_rows
 
 if TYPE_CHECKING:
-    from leaveout.task.task import Task
+    from leaveout.task.objective import Objective
 
 MOVED = 0.1
 """The distance of the nearby point from a state, relative to the parameters."""
@@ -62,22 +62,22 @@ class Point(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A task and a batch in float64, if possible, and a point; or a problem found there."""
+    """An objective and a batch in float64, if possible, and a point; or a problem found there."""
 
-    task: Task
+    objective: Objective
     batch: Any
     at: Params
     point: Point | None = None
     problem: str | None = None
 
 
-def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
+def trial(objective: Objective, params: Params, batch: Any, near: bool) -> Trial:
     """Return a point near a state, where gates that are zero at the state are open, or else the state itself.
 
     What is correct at a point without symmetries is correct elsewhere, and the moved point has the fewest; without
     ``near`` the state itself comes first. At both, examples are checked for dependence on each other.
     """
-    wide, at, given = widened(task, params, batch)
+    wide, at, given = widened(objective, params, batch)
     moved = each(torch.add, at, like(at, torch.Generator().manual_seed(0), MOVED))
     point: Point | None = None
     for seed, place in enumerate((moved, at) if near else (at, moved)):
@@ -90,35 +90,35 @@ def trial(task: Task, params: Params, batch: Any, near: bool) -> Trial:
     return Trial(wide, given, at if point is None else point.at, point)
 
 
-def mixing(task: Task, params: Params, batch: Any) -> str | None:
+def mixing(objective: Objective, params: Params, batch: Any) -> str | None:
     """Say whether examples depend on each other at a state, using forward passes only."""
-    wide, at, given = widened(task, params, batch)
+    wide, at, given = widened(objective, params, batch)
     return _mixing(wide, at, given)
 
 
-def widened(task: Task, params: Params, batch: Any) -> tuple[Task, Params, Any]:
-    """Return the task, a state and a batch in float64, if the model can be computed in it."""
+def widened(objective: Objective, params: Params, batch: Any) -> tuple[Objective, Params, Any]:
+    """Return the objective, a state and a batch in float64, if the model can be computed in it."""
     try:
-        wide, given = task.widened(), batches.to_float64(batch)
+        wide, given = objective.to_float64(), batches.to_float64(batch)
         with torch.no_grad():
             wide.losses(batches.to_float64(params), given)
     except LeaveoutError:
         raise
     except Exception:  # noqa: BLE001 - a model that insists on its own dtype is compared in that
-        wide, given = task.quiet(), batch
+        wide, given = objective.untraced(), batch
     return wide, batches.to_float64(params) if wide.is_wide else each(torch.clone, params), given
 
 
-def plain(task: Task, batch: Any) -> Callable[[Params], Params]:
+def plain(objective: Objective, batch: Any) -> Callable[[Params], Params]:
     """Return the function that computes ḡ as ``loss.backward()`` does."""
-    return lambda params: _plain(task, batch, params)[1]
+    return lambda params: _plain(objective, batch, params)[1]
 
 
-def _plain(task: Task, batch: Any, params: Params) -> tuple[Tensor, Params]:
+def _plain(objective: Objective, batch: Any, params: Params) -> tuple[Tensor, Params]:
     """Compute the losses, and ḡ."""
     tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
     with torch.enable_grad():
-        losses = task.losses(tracked, batch)
+        losses = objective.losses(tracked, batch)
         gradients = torch.autograd.grad(losses.mean(), list(tracked.values()), allow_unused=True)
     pairs = zip(tracked.items(), gradients, strict=True)
     return losses.detach(), {n: torch.zeros_like(t) if g is None else g for (n, t), g in pairs}
@@ -131,20 +131,20 @@ def reads(examples: Params, direction: Params) -> Tensor:
     return torch.stack(products).sum(0) / size
 
 
-def _mixing(task: Task, at: Params, batch: Any) -> str | None:
+def _mixing(objective: Objective, at: Params, batch: Any) -> str | None:
     """Say whether an example's loss alone differs from its loss in the batch."""
     with torch.no_grad():
-        alone, together = torch.cat([task.losses(at, one) for one in _singles(batch)]), task.losses(at, batch)
-    return _apart(task, at, batch, alone, together)
+        alone, together = torch.cat([objective.losses(at, one) for one in _singles(batch)]), objective.losses(at, batch)
+    return _apart(objective, at, batch, alone, together)
 
 
-def _apart(task: Task, at: Params, batch: Any, alone: Tensor, together: Tensor) -> str | None:
+def _apart(objective: Objective, at: Params, batch: Any, alone: Tensor, together: Tensor) -> str | None:
     """Say how losses of single examples differ from those in the batch, and whether the other examples cause it."""
-    near = partial(torch.allclose, rtol=_rounding(task), atol=1e-2 * _rounding(task), equal_nan=True)
+    near = partial(torch.allclose, rtol=_rounding(objective), atol=1e-2 * _rounding(objective), equal_nan=True)
     if near(alone, together):
         return None
     with torch.no_grad():
-        if not all(near(task.losses(at, batch), together) for _ in range(AGAIN)):
+        if not all(near(objective.losses(at, batch), together) for _ in range(AGAIN)):
             return (
                 "the same examples have another loss each time; draws by numpy or Python's random are not recorded, so "
                 "use PyTorch's random generators"
@@ -153,19 +153,19 @@ def _apart(task: Task, at: Params, batch: Any, alone: Tensor, together: Tensor) 
     return _depends(f"{alone[worst]:.6g} alone, {together[worst]:.6g} with others")
 
 
-def _point(task: Task, at: Params, batch: Any, seed: int) -> tuple[str | None, Point | None]:
+def _point(objective: Objective, at: Params, batch: Any, seed: int) -> tuple[str | None, Point | None]:
     """Return plain autograd's results at a state, or that examples depend on each other; None if not finite."""
-    together, whole = _plain(task, batch, at)
-    alone, parts = zip(*(_plain(task, one, at) for one in _singles(batch)), strict=True)
-    if problem := _apart(task, at, batch, torch.cat(alone), together):
+    together, whole = _plain(objective, batch, at)
+    alone, parts = zip(*(_plain(objective, one, at) for one in _singles(batch)), strict=True)
+    if problem := _apart(objective, at, batch, torch.cat(alone), together):
         return problem, None
     examples = {name: torch.stack([part[name] for part in parts]) for name in at}
     if not (finite(whole) and finite(examples)):
         return None, None
     apart = distance(whole, each(lambda e: e.mean(0), examples))
-    if apart > _rounding(task) * (1e2 * norm(whole) + norm(examples)):
+    if apart > _rounding(objective) * (1e2 * norm(whole) + norm(examples)):
         return _depends("the mean of their gradients is not the batch's"), None
-    measured = difference(plain(task, batch), at, seed, padding_rows(task.model), here=whole)
+    measured = difference(plain(objective, batch), at, seed, padding_rows(objective.model), here=whole)
     return None, Point(measured, examples) if measured else None
 
 
@@ -178,8 +178,8 @@ def _slice(leaf: Tensor, i: int) -> Tensor:
     return leaf[i : i + 1]
 
 
-def _rounding(task: Task) -> float:
-    return 1e-7 if task.is_wide else 1e-3
+def _rounding(objective: Objective) -> float:
+    return 1e-7 if objective.is_wide else 1e-3
 
 
 def _depends(how: str) -> str:

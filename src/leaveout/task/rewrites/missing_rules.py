@@ -267,6 +267,13 @@ def quiet_loops() -> Iterator[None]:
 
 
 @contextmanager
+def batched() -> Iterator[None]:
+    """Let ``vmap`` batch every operation: some are written out, the others done one by one."""
+    with WrittenOut(), quiet_loops():
+        yield
+
+
+@contextmanager
 def plain_attention() -> Iterator[None]:
     """Switch off the fused transformer layers of evaluation mode, which have no derivatives."""
     before = torch.backends.mha.get_fastpath_enabled()

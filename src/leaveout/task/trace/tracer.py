@@ -76,14 +76,16 @@ class Tracer:
         self._expected = max(self._expected or 0, calls)
         self._recent.clear()
 
-    def __call__(self, name: str, function: Callable, *args: Any, exact: bool = False, warm_up: int = WARM_UP) -> Any:
-        """Call ``function(*args)``, or repeat its trace; it is traced after ``warm_up`` calls, if that pays off.
+    def find(
+        self, name: str, function: Callable, args: tuple, *, exact: bool = False, warm_up: int = WARM_UP
+    ) -> Callable | None:
+        """Return a function's trace for arguments like these, made after ``warm_up`` calls if that pays off; or None.
 
         ``name`` identifies the function: two functions of the same name must compute the same from the same arguments.
         ``exact`` keeps every bit; otherwise sums may be taken in another order.
         """
         if self._never:
-            return function(*args)
+            return None
         key = (name, _signature(args))
         self._recent[name] += 1
         if key not in self._traces:
@@ -91,11 +93,9 @@ class Tracer:
             self._recent[key] += 1
             anew = self.images and not exact
             if not (anew or (self._calls[key] > warm_up and self._pays(key))) or len(self._traces) >= MOST:
-                return function(*args)
-            self._traces[key], result = _traced(name, function, args, anew)
-            return result
-        trace = self._traces[key]
-        return function(*args) if trace is None else trace(*args)
+                return None
+            self._traces[key] = _traced(name, function, args, anew)
+        return self._traces[key]
 
     def _pays(self, key: tuple) -> bool:
         """Say whether calls with these shapes will be so many that a trace saves more time than it takes.
@@ -134,7 +134,7 @@ class Tracer:
             self._calls[key] += calls
             if self._never or self._calls[key] <= pays * (not self.images) or len(self._traces) >= MOST:
                 return None
-            self._traces[key], _ = _traced(name, function, args, self.images, whole=True)
+            self._traces[key] = _traced(name, function, args, self.images, whole=True)
         return self._traces[key]
 
 
@@ -149,15 +149,12 @@ def _signature(nest: Any) -> Any:
     return type(nest), nest
 
 
-def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool = False) -> tuple[Callable | None, Any]:
-    """Return the function's trace as a function of the same arguments, and the value of this call.
-
-    The trace is None if it cannot be made. The value has the bits that later calls by the trace give.
-    """
+def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool = False) -> Callable | None:
+    """Return the function's trace as a function of the same arguments; None if it cannot be made."""
     inputs = _inputs(args)
     trial, expected = _captured(name, function, args, inputs, anew, whole)
     if trial is None:
-        return None, expected
+        return None
     nest = map_leaves(lambda _: 0, expected)
     _separate(trial.module, inputs, trial.values)
     repeat = call_directly(trial.module)
@@ -166,7 +163,7 @@ def _traced(name: str, function: Callable, args: tuple, anew: bool, whole: bool 
     def call(*now: Any) -> Any:
         return _nested(nest, repeat(*leaves(now)))
 
-    return call, _nested(nest, map(Tensor.clone, trial.values))
+    return call
 
 
 def _staged(name: str, function: Callable, shared: tuple, others: tuple, anew: bool) -> Callable | None:

@@ -1,4 +1,4 @@
-"""The ways in which PyTorch can take a second derivative, and which of them are correct for a task.
+"""The ways in which PyTorch can take a second derivative, and which of them are correct for an objective.
 
 The product wanted is the one with J = ∂ḡ/∂θ, the derivative of the gradient *as training computes it*. Without
 stop-gradients J is the Hessian, and symmetric. Each way differentiates twice, in forward mode (a derivative along a
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from enum import Enum
 from typing import NamedTuple
+
+from leaveout.errors import UnsupportedError
 
 
 class Form(Enum):
@@ -78,3 +80,17 @@ CHANGES = (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.THROUGH)
 EXAMPLE = (Form.FORWARD_REVERSE, Form.REVERSE_REVERSE, Form.THROUGH)
 FOLLOWING = (Form.TRANSPOSED, Form.THROUGH)
 """The forms that each kind of product can take, the fastest first; and those that are right with any stop-gradients."""
+
+
+def no_form(reason: str) -> UnsupportedError:
+    """Return the error for a method that needs a second derivative which no form can compute."""
+    if reason == COUPLED:
+        return UnsupportedError(
+            f"{COUPLED}, so that there is no gradient of one of them alone, which this method needs: use SGDIE(), "
+            "TracIn(), ACC(), ACC(transport='exact') or Replay().",
+            code="examples-coupled",
+        )
+    return UnsupportedError(
+        f"The derivative of this task's gradient cannot be computed: {reason}. TracIn() and Replay() need none.",
+        code="derivative-not-available",
+    )

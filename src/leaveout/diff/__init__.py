@@ -1,0 +1,1 @@
+"""How one recorded step is differentiated: the operator of its batch, and one class per curvature."""
