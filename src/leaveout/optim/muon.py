@@ -12,7 +12,7 @@ from torch import Tensor
 from leaveout._util.trees import PARAM
 from leaveout.optim.definition import Definition, Group, Hyper, Slots, Values
 
-ADJUST = (None, "original", "match_rms_adamw")
+ADJUST = (None, "original", "match_rms_adamw", "spectral_unclamped")
 
 
 class Muon(Definition):
@@ -84,9 +84,10 @@ def orthogonal(matrix: Tensor, hyper: Values) -> Tensor:
 def _ratio(shape: Sequence[int], hyper: Values) -> float:
     """Return the factor on the learning rate for a matrix of this shape."""
     rows, columns = shape
-    if ADJUST[int(hyper["adjust"])] == "match_rms_adamw":
+    adjust = ADJUST[int(hyper["adjust"])]
+    if adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
+    return math.sqrt(rows / columns if adjust == "spectral_unclamped" else max(1, rows / columns))
 
 
 OPTIMIZER = Muon()
