@@ -18,7 +18,7 @@ class LeaveoutError(Exception):
     """
 
     def __init__(self, message: str, *, code: str) -> None:
-        super().__init__(message)
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())  # so that it can be printed
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:

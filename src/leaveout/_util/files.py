@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 20
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""What a text may hold in Python and not in UTF-8: half a character, or a byte of a file's name that is not text."""
+
 FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
 """How a text begins that a spreadsheet may take for a formula; the page's own export (``dom.js``) has the same."""
 
@@ -117,6 +120,12 @@ def save_text(file: Path, text: str) -> None:
         write_text(file, text)
 
 
+def holds(file: Path, text: str) -> bool:
+    """Return whether there is a file that ``save_text`` wrote with this text."""
+    with _writable(file):
+        return file.exists() and plain(file).read_bytes() == text.encode("utf-8", "replace")
+
+
 def save_csv(file: str | Path, table: pd.DataFrame, *, overwrite: bool) -> Path:
     """Write a table to a CSV file, which must not exist unless it may be overwritten."""
     path = free(file, overwrite=overwrite)
@@ -147,6 +156,7 @@ def check_writable(file: Path) -> None:
     with _writable(file):
         if file.is_dir():
             raise IsADirectoryError("it is a directory")
+        plain(file)
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}."):
             pass
 
@@ -267,9 +277,13 @@ def asides(names: str) -> str:
 
 
 def _sync(path: Path) -> None:
+    """Sync a file or a directory to disk, if its file system can; some network ones cannot for directories."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(descriptor)
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
+import warnings
 import weakref
 from pathlib import Path
 
-from leaveout.errors import RunError
+from leaveout.errors import LeaveoutWarning, RunError
 
 LOCK = ".lock"
+
+BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+"""What a system says of a file that another writer has locked."""
+
+WITHOUT_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
+"""What a file system says that has no locks, such as some that are mounted over a network."""
 
 
 class Lock:
     """A lock that allows a directory one writer; the system releases it when the process ends, however it ends.
+
+    On a file system without locks there is a warning, and nothing that keeps a second writer out.
 
     Raises:
         RunError: if there is another writer, in this process or another.
@@ -72,7 +82,17 @@ def _take(file: Path, descriptor: int) -> None:
         raise OSError(f"{file} is not a lock file")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
+        if error.errno in WITHOUT_LOCKS:
+            warnings.warn(
+                f"{file.parent} is on a file system without locks ({error.strerror}): make sure that nothing else "
+                "writes there meanwhile.",
+                LeaveoutWarning,
+                stacklevel=2,
+            )
+            return
+        if error.errno not in BUSY:
+            raise
         holder = os.read(descriptor, 32).decode(errors="replace").strip()
         writer = f"process {holder}" if holder else "another process"
         raise RunError(
@@ -100,8 +120,8 @@ def has_writer(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno in BUSY
     finally:
         os.close(descriptor)
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,8 @@ def entry(commands: Callable[[], object] = app) -> None:
     An error about something that was typed is a usage error, with exit code 2; any other has exit code 1.
     """
     warnings.formatwarning = plainly
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files, and texts of data, may not be valid UTF-8
     try:
         commands()
     except LeaveoutError as error:

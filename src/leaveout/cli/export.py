@@ -9,7 +9,7 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from leaveout._util.files import csv_text, save_text
+from leaveout._util.files import csv_text, holds, save_text
 from leaveout.cli.app import AsJson, ResultsOption, console, opened, print_json
 from leaveout.cli.auto import AUTO
 from leaveout.cli.commands import app
@@ -47,7 +47,7 @@ def export(
         raise typer.BadParameter(f"{target} must end in {', '.join(FORMATS)}.", param_hint="--out")
     table = gathered(recorded, paths)
     text = _written(table, target.suffix)
-    if not target.exists() or target.read_bytes() != text.encode("utf-8", "replace"):
+    if not holds(target, text):
         if target.exists() and not again:
             raise InputError(
                 f"{target} exists already and holds something else: give --again to replace it, or another name with "

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from leaveout._util.files import csv_text
+from leaveout._util.files import csv_text, holds
 from leaveout._util.leftovers import tidy
 from leaveout.cli.app import AsJson, MemoryOption, ResultsOption, console, opened, print_json, print_next, working
 from leaveout.cli.commands import app
@@ -87,7 +87,7 @@ def labels(
                 resources=resources,
             )
             answer.save(out, overwrite=again)
-    if csv is not None and not (csv.exists() and csv.read_bytes() == csv_text(answer.table).encode("utf-8", "replace")):
+    if csv is not None and not holds(csv, csv_text(answer.table)):
         answer.to_csv(csv, overwrite=again)
     if as_json:
         print_json(_content(answer, run, out, top))

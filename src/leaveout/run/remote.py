@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from leaveout._util.files import cache_directory, checksum, write_whole
-from leaveout.errors import InputError, RunError
+from leaveout._util.files import SURROGATE, cache_directory, checksum, write_whole
+from leaveout.errors import InputError, RunError, first_line
 
 MANIFEST = "manifest.json"
 FILES = re.compile(r"initial\.safetensors|shard-(\d+)\.safetensors")
@@ -27,27 +27,34 @@ def local(path: str | Path) -> Path:
     A copy belongs to one manifest: a run that has changed is fetched again. Local files whose checksum agrees with
     the manifest are not fetched again.
     """
+    if SURROGATE.search(str(path)):
+        raise InputError(
+            f"{path} is not valid UTF-8, and files are read by such names alone: rename it.",
+            code="address-not-reachable",
+        )
     if "://" not in str(path):
         return Path(path)
     import fsspec  # takes long, and most runs are on this machine
 
     try:
         system, root = fsspec.core.url_to_fs(str(path))
-        if "file" in system.protocol:
-            return Path(root)
-        return _fetched(system, root, str(path))
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - each file system has errors of its own for what it misses
         raise InputError(
-            f"{path} cannot be reached ({error}): correct it, or install what it needs.", code="address-not-reachable"
+            f"{path} cannot be reached ({first_line(error)}): correct it, or install what it needs.",
+            code="address-not-reachable",
         ) from None
+    if "file" in system.protocol:
+        return Path(root)
+    try:
+        return _fetched(system, root, str(path))
     except FileNotFoundError:
         raise RunError(
             f"{path} does not hold a run (no {MANIFEST}): give the directory that a Recorder wrote.",
             code="run-not-found",
         ) from None
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - and for what it is refused
         raise RunError(
-            f"{path} cannot be read ({error}): try again, or copy the run here.", code="run-not-fetched"
+            f"{path} cannot be read ({first_line(error)}): try again, or copy the run here.", code="run-not-fetched"
         ) from None
 
 

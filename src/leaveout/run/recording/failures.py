@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from leaveout._util.files import is_full
 from leaveout.errors import InputError, RunError, UnsupportedError
 from leaveout.run.manifest import MANIFEST
 
@@ -199,19 +200,31 @@ def not_finite(step: int, name: str, ids: list[int], bad: list[int]) -> RunError
     )
 
 
-def disk_full(path: Path, error: OSError) -> str:
-    """Return the message for a full disk: what has been written, and how to continue."""
+def not_written(path: Path, error: OSError) -> str:
+    """Return the message for a disk that is full, or fails: what has been written, and how to continue."""
     begun = (path / MANIFEST).exists()
     there = "open_run(path, partial=True) reads what is on disk" if begun else "nothing is on disk yet"
-    return (
-        f"The run in {path} could not be written further ({error}): {there}; make room and continue it with resume=True"
-    )
+    cure = "make room" if _is_full(error) else "mend that"
+    return f"The run in {path} could not be written further ({error}): {there}; {cure} and continue it with resume=True"
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno is None or is_full(error)  # safetensors gives no number
 
 
 def not_an_epoch(epoch: object) -> InputError:
     """Return the error for an epoch that is not a whole number from 0 on."""
     return InputError(
         f"epoch={epoch!r} does not count an epoch: give a whole number from 0 on.", code="epoch-not-a-count"
+    )
+
+
+def not_copied() -> UnsupportedError:
+    """Return the error for a recorder that is pickled or copied."""
+    return UnsupportedError(
+        "A Recorder belongs to the process and the training that it records, and cannot be pickled or copied: pass on "
+        "the Run that finish() returns.",
+        code="recorder-not-copied",
     )
 
 
@@ -222,6 +235,7 @@ def already_recording() -> RunError:
     )
 
 
-def stopped(message: str) -> RunError:
-    """Return the error for a full disk, if the training is to stop then."""
-    return RunError(f"{message}, or train on without recording by on_full='continue'.", code="disk-full")
+def stopped(message: str, error: OSError) -> RunError:
+    """Return the error for a disk that takes no more, if the training is to stop then."""
+    message = f"{message}, or train on without recording by on_full='continue'."
+    return RunError(message, code="disk-full") if _is_full(error) else RunError(message, code="run-not-writable")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from leaveout._util.files import SURROGATE
 from leaveout._util.trees import PARAM, State
 from leaveout._util.wrappers import bare
 from leaveout.errors import UnsupportedError
@@ -25,9 +26,15 @@ def check_modules(model: nn.Module) -> None:
             code="distributed-not-supported",
         )
     model = bare(model)
-    if problems := module_problems(model):
+    if problems := [*module_problems(model), *_name_problems(model)]:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise UnsupportedError(f"This model cannot be recorded exactly:\n{listed}", code="model-not-supported")
+
+
+def _name_problems(model: nn.Module) -> list[str]:
+    """Name a parameter or buffer that no file can hold by its name: the whole run would be lost."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if SURROGATE.search(name)]
+    return [f"the name {names[0]!r} has a character that UTF-8 does not have; give its module another"] if names else []
 
 
 FEW = 1 << 15

@@ -53,11 +53,9 @@ class Recorder:
     Args:
         path: a new directory for the run.
         model: the ``nn.Module`` that the loop calls, which may come from ``torch.compile``.
-        optimizer: an optimizer of ``torch.optim`` over its parameters, one of ``leaveout.optim.optimizers()``; it may
-            be inside a wrapper that holds it as ``.optimizer``.
+        optimizer: one of ``leaveout.optim.optimizers()`` over its parameters, or a wrapper with it as ``.optimizer``.
         keep: which states go to disk: ``"all"``; every K-th, for a number K; or ``"auto"``, all of them until
-            half of ``disk`` is used, and after that ever fewer, so that it suffices for any run. States in
-            between are recomputed from the recorded batches when they are needed.
+            half of ``disk`` is used, and after that ever fewer. Others are recomputed when they are needed.
         disk: the budget for ``"auto"``, and for kept batches.
         keep_batches: store what the loader yields with the run, compressed; by default if the data set of a watched
             loader does not give the same examples twice (augmentation, random masking).
@@ -65,10 +63,9 @@ class Recorder:
             decay of an EMA that it updates in its own way after every step. ``score(at="average")`` scores it.
         overwrite: replace a run in the directory, with its scores, checks and report; a notebook cell may run again.
         resume: continue the run if the directory holds one that was cut short. Model and optimizer are restored to
-            its last state, ``done`` says how many steps lead there, and ``watch`` skips their batches. Anything else
-            in the loop is the loop's own responsibility: seed the loader as before, and step a scheduler that steps
-            with every batch ``done`` times. With a number of steps, the loop has restored model and optimizer itself,
-            from a checkpoint saved after that many steps; the run continues from there, and later steps are dropped.
+            its last state, ``done`` says how many steps lead there, and ``watch`` skips their batches. The rest is the
+            loop's own: seed the loader as before, and step a scheduler that steps with every batch ``done`` times.
+            With a number of steps, the loop has restored both from a checkpoint after that many; later ones go.
         on_full: when the disk is full, ``"stop"`` raises at the next step, ``"continue"`` warns and trains on
             unrecorded. Either way, the run up to then can be read and resumed.
         on_problem: ``"warn"`` of what keeps the run from being scored, as soon as it is seen, or ``"stop"`` there.
@@ -229,6 +226,9 @@ class Recorder:
 
         return open_run(self._writer.path, partial=self._full)
 
+    def __reduce__(self) -> tuple:
+        raise failures.not_copied()
+
     def __enter__(self) -> Recorder:
         return self
 
@@ -277,10 +277,10 @@ class Recorder:
         self._pending.clear()
         self._writer.abandon()
         self._full = True
-        message = failures.disk_full(self._writer.path, error)
+        message = failures.not_written(self._writer.path, error)
         if self._stop_when_full:
             self._cut = True
-            raise failures.stopped(message) from error
+            raise failures.stopped(message, error) from error
         warnings.warn(f"{message}; training continues without being recorded.", LeaveoutWarning, stacklevel=2)
 
     def _release(self) -> None:

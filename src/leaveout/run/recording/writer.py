@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from leaveout._util.files import asides, is_full
+from leaveout._util.files import SURROGATE, asides, is_full
 from leaveout._util.lock import LOCK, Lock
 from leaveout._util.trees import PARAM, State
 from leaveout.errors import RunError
@@ -58,7 +58,7 @@ class Writer:
         self, path: str | Path, shard_bytes: int = SHARD_BYTES, *, resume: bool = False, steps: int | None = None
     ) -> None:
         self.path = Path(path)
-        self._lock = claim(self.path, resume=resume)
+        self._lock = claim(path, resume=resume)
         self._shard_bytes = shard_bytes
         self._manifest: Manifest | None = None
         self._records: list[Record] = []
@@ -248,15 +248,22 @@ class Writer:
             self._manifest = writing.result()
 
 
-def claim(path: Path, *, resume: bool = False) -> Lock:
+def claim(address: str | Path, *, resume: bool = False) -> Lock:
     """Lock the directory for its writer, or refuse if it holds something or is being written."""
+    path = Path(address)
     try:
+        if "://" in str(address):
+            raise ValueError("it is no local directory; a run is copied to such a place when it is finished")
+        if SURROGATE.search(str(path)):
+            raise ValueError("it is not valid UTF-8")
         check_free(path, resume=resume)
         path.mkdir(parents=True, exist_ok=True)
         lock = Lock(path)
     except (OSError, ValueError) as error:
         remedy = "make room, or choose another directory" if is_full(error) else "choose another directory"
-        raise RunError(f"{path} cannot be written ({error}): {remedy} for the run.", code="run-not-writable") from None
+        raise RunError(
+            f"{address} cannot be written ({error}): {remedy} for the run.", code="run-not-writable"
+        ) from None
     try:
         check_free(path, resume=resume)
     except RunError:
