@@ -196,7 +196,7 @@ def test_a_kink_beside_the_state_does_not_make_a_right_derivative_wrong():
     at = {name: param.detach() for name, param in model.named_parameters()}
     objective = task.objective
     assert slope(objective.untraced(), at, batch, trial(objective, at, batch, near=False).point)
-    problem, abilities = compared(objective, at, trial_batch(task, objective, at, [0, 1, 2]), objective.abilities)
+    problem, abilities = compared(objective, at, trial_batch(objective, at, task.read([0, 1, 2])), objective.abilities)
     assert problem is None
     assert abilities.slope
 
@@ -242,7 +242,9 @@ def test_fewer_passes_of_a_large_model_find_the_same(name: str, size: str, monke
         task = lo.Task(model.eval(), nn.CrossEntropyLoss(), data())
         trained = task.objective.in_mode(training=frozenset(part for part, _ in model.named_modules()))
         last = {key: param.detach() * 1.1 for key, param in model.named_parameters()}
-        problem, abilities = compared(trained, last, trial_batch(task, trained, last, [0, 1, 2]), trained.abilities)
+        problem, abilities = compared(
+            trained, last, trial_batch(trained, last, task.read([0, 1, 2])), trained.abilities
+        )
         assert problem is None
         found.append((task.objective.abilities, abilities))
         passes.append(count[0])

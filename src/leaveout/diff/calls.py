@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from leaveout._util.trees import Params
 from leaveout.compute.threads import spread
 from leaveout.task.batches import Batch, leaves, map_leaves
+from leaveout.task.objective import Objective
 from leaveout.task.rewrites.missing_rules import batched
 from leaveout.task.rewrites.products import fast_products
 from leaveout.task.trace.tracer import WARM_UP
 from leaveout.task.training_batch import size_of
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 
 def run(

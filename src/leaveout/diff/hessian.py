@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -22,14 +22,12 @@ from leaveout.diff.forms import COUPLED, Form, no_form
 from leaveout.diff.operator import Product, StepOperator, check_separable, form_of, in_order, is_single, transposed
 from leaveout.errors import UnsupportedError
 from leaveout.task.batches import Batch
+from leaveout.task.objective import Objective
 from leaveout.task.rewrites.elementary import Elementary
 from leaveout.task.rewrites.folding import Folded
 from leaveout.task.rewrites.kinks import inverse_widths
 from leaveout.task.rewrites.missing_rules import Passing, quiet_loops
 from leaveout.task.training_batch import Picked, Window, parts_of, size_of
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 
 class ByVector(StepOperator):

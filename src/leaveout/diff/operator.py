@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,13 +20,11 @@ from leaveout._util.trees import Params, each, inner, pullback, rows
 from leaveout.diff.calls import by_chunks, ones, run, stacked, staged
 from leaveout.diff.forms import COUPLED, Form, no_form
 from leaveout.task.batches import Batch
+from leaveout.task.objective import Objective
 from leaveout.task.rewrites.elementary import Elementary
 from leaveout.task.rewrites.missing_rules import Passing, batched
 from leaveout.task.trace.tracer import RARE
 from leaveout.task.training_batch import Picked, TrainingBatch, has_shared_draws, size_of, take
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 
 class Product(NamedTuple):

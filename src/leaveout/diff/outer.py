@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from leaveout.diff.calls import ones
 from leaveout.diff.forms import Form, no_form
 from leaveout.diff.hessian import ByVector
 from leaveout.task.batches import Batch, map_leaves
+from leaveout.task.objective import Objective
 from leaveout.task.training_batch import TrainingBatch, joined, size_of
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 
 class GaussNewton(ByVector):

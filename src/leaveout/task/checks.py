@@ -5,32 +5,33 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params
 from leaveout.errors import InputError, UnsupportedError, first_line, is_whole, kind_of
 from leaveout.task import batches
+from leaveout.task.batches import Collate
 from leaveout.task.guard.compare import compared, tried
 from leaveout.task.guard.culprit import nodes
+from leaveout.task.objective import Objective
 from leaveout.task.preparing import trial_ids
 
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
-    from leaveout.task.task import Task
 
-
-def examined(objective: Objective, task: Task) -> tuple[Objective, bool]:
+def examined(
+    objective: Objective, train_set: Dataset, collate: Collate | None, *, check: bool
+) -> tuple[Objective, bool]:
     """Return the objective with what a trial on some examples shows of it, and whether the data differ when read again.
 
     Raises:
         UnsupportedError: naming the problems that occur.
     """
-    ids = trial_ids(task, objective)
+    ids = trial_ids(objective, range(batches.size(train_set)))
     try:
-        batch, again = (batches.to(batches.read(task.train_set, ids, task.collate), objective.device) for _ in range(2))
+        batch, again = (batches.to(batches.read(train_set, ids, collate), objective.device) for _ in range(2))
     except InputError:
         raise
     except Exception as error:
@@ -42,7 +43,7 @@ def examined(objective: Objective, task: Task) -> tuple[Objective, bool]:
     if not params:
         raise refusal(["no parameter of the model is trained; set requires_grad=True on those that should be"])
     objective = replace(objective, counted=_counted(objective, params, batch, len(ids)))
-    problem, abilities = (compared if task.check else tried)(objective, params, batch)
+    problem, abilities = (compared if check else tried)(objective, params, batch)
     refuse([problem] if problem else [])
     return objective.able(abilities), random_data
 

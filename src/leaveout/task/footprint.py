@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leaveout._util.trees import Params
 from leaveout.task import batches
 from leaveout.task.batches import Batch
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
+from leaveout.task.objective import Objective
 
 
 def activation_bytes(objective: Objective, params: Params, batch: Batch) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ from leaveout.task.batches import Batch
 from leaveout.task.draws import Draws, has_randomness, note
 from leaveout.task.example_draws import Axes, by_example, example_axes
 from leaveout.task.forward import default_forward, default_targets
+from leaveout.task.objective import Objective
 from leaveout.task.training_batch import TrainingBatch, Window
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
-    from leaveout.task.task import Task
 
 TRIAL = 3
 """How many examples a trial uses; one less for a large model."""
@@ -83,15 +80,13 @@ def is_large(objective: Objective) -> bool:
     return sum(param.numel() for param in objective.model.parameters()) >= LARGE
 
 
-def trial_ids(task: Task, objective: Objective, among: Sequence[int] | None = None) -> list[int]:
+def trial_ids(objective: Objective, among: Sequence[int]) -> list[int]:
     """Draw the training examples on which derivatives are compared, with a fixed seed."""
-    among = range(task.size) if among is None else among
     return sorted(Random(0).sample(among, min(TRIAL - is_large(objective), len(among))))  # noqa: S311 - no secret
 
 
-def trial_batch(task: Task, objective: Objective, params: Params, ids: Sequence[int]) -> TrainingBatch:
+def trial_batch(objective: Objective, params: Params, batch: Batch) -> TrainingBatch:
     """Return some training examples as training would see them, with draws from a fixed seed."""
-    batch = task.read(ids)
     state = {"cpu": torch.Generator().manual_seed(0).get_state()}
     random = has_randomness(lambda: _eager(objective, batch, params), objective.device)
     ready = prepared(objective, [MicroBatch(batch, state if random else None)], params)

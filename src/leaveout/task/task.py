@@ -83,7 +83,7 @@ class Task:
         given = objective_of(model, loss, forward, Execution(memory=Memory(images, never=not trace)), **fields, **how)
         refuse(module_problems(given.model))
         # A trial on some examples finds what the modules' types do not show.
-        self.objective, self.random_data = examined(given, self)
+        self.objective, self.random_data = examined(given, train_set, collate, check=check)
 
     def __repr__(self) -> str:
         return f"Task({type(self.model).__name__}, {call_name(self.loss)}, {self.size} training examples)"

@@ -110,6 +110,6 @@ class Modes:
         key, params, ids = self._at
 
         def made() -> Comparison:
-            return Comparison(objective, params, trial_batch(self._task, objective, params, ids))
+            return Comparison(objective, params, trial_batch(objective, params, self._task.read(ids)))
 
         return objective.execution.memory.recall(("compared", key, objective, objective.abilities), made)

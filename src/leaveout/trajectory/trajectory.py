@@ -112,9 +112,8 @@ class Trajectory:
         draw = Random(0)  # noqa: S311 - no secret
         steps = draw.choices(range(len(self)), k=DRAWN)
         drawn = {draw.choice(self.run.record(step).ids.tolist()) for step in steps}
-        return trial_ids(
-            self.task, self.objective, sorted(number for number in drawn if number < self.task.size) or None
-        )
+        known = sorted(number for number in drawn if number < self.task.size)
+        return trial_ids(self.objective, known or range(self.task.size))
 
     def _look_everywhere(self, modes: Modes, first: Comparison, queries: Dataset | None) -> None:
         """Compare derivatives in the steps, and for the queries, in which the model runs other code."""
@@ -133,7 +132,7 @@ class Trajectory:
         params = self.final_whole()[PARAM]
         if not self.task.check or self.objective.coupled:
             return
-        batch = trial_batch(self.task, self.objective, params, self._drawn())
+        batch = trial_batch(self.objective, params, self.task.read(self._drawn()))
         problem = None if batch.whole else mixing(self.objective, params, batch)
         if problem:
             refuse([f"at the run's last state, {problem}"])

@@ -7,7 +7,7 @@ point; without a point, only that it can be computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from leaveout.diff.outer import Fisher, GaussNewton
 from leaveout.task import batches
 from leaveout.task.guard.differences import FLOOR, inner
 from leaveout.task.guard.points import Point, reads
+from leaveout.task.objective import Objective
 from leaveout.task.preparing import is_large
 from leaveout.task.rewrites.missing_rules import batched
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 
 def examples(objective: Objective, at: Params, batch: Any, point: Point | None) -> bool:

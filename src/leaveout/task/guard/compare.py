@@ -7,7 +7,7 @@ the gradient: near the task's initial state (where gates that are zero are opene
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,11 +21,9 @@ from leaveout.task.guard.culprit import culprit
 from leaveout.task.guard.differences import MISSING
 from leaveout.task.guard.hidden import Hidden, hidden
 from leaveout.task.guard.points import Point, Trial, trial
+from leaveout.task.objective import Objective
 from leaveout.task.preparing import is_large
 from leaveout.task.training_batch import TrainingBatch
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 NOTHING: dict[str, Any] = {
     **dict.fromkeys(("vector", "vectors", "changes", "example")),

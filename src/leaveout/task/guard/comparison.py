@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,10 @@ from leaveout.task.checks import refuse
 from leaveout.task.guard.compare import compared
 from leaveout.task.guard.hidden import matters
 from leaveout.task.guard.points import widened
+from leaveout.task.objective import Objective
 from leaveout.task.preparing import TRIAL
 from leaveout.task.rewrites.own_functions import calls
 from leaveout.task.training_batch import TrainingBatch, parts_of, size_of, take
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 
 class Comparison:

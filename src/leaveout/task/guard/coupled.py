@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from leaveout.errors import LeaveoutError, first_line
 from leaveout.task import batches
 from leaveout.task.draws import replay
 from leaveout.task.guard.differences import MISSING, Difference, difference, inner, like, padding_rows
+from leaveout.task.objective import Objective
 from leaveout.task.training_batch import TrainingBatch
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 
 def coupled_defaults(objective: Objective, before: Abilities | None) -> Abilities:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,10 +16,8 @@ from torch.overrides import TorchFunctionMode
 from leaveout._util.trees import Params, each
 from leaveout.task import batches
 from leaveout.task.guard.differences import Difference, difference, padding_rows
+from leaveout.task.objective import Objective
 from leaveout.task.rewrites.missing_rules import WrittenOut, is_hidden, padding_of, stops
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 
 def culprit(objective: Objective, params: Params, batch: Any) -> str:

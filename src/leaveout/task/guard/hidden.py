@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,11 +18,9 @@ from torch.overrides import TorchFunctionMode
 from leaveout._util.trees import Params, distance, norm
 from leaveout.task.batches import leaves, map_leaves
 from leaveout.task.guard.differences import difference, inner, like
+from leaveout.task.objective import Objective
 from leaveout.task.rewrites.missing_rules import is_hidden, padding_of, stops
 from leaveout.task.rewrites.own_functions import calls
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
 
 SHIFTS = (0.1, 1.0, 10.0)
 """How far stopped values are moved, relative to their size, to see whether the gradient depends on them anywhere."""

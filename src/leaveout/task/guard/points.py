@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from leaveout._util.trees import Params, distance, each, norm
 from leaveout.errors import LeaveoutError
 from leaveout.task import batches
 from leaveout.task.guard.differences import Difference, difference, finite, like, padding_rows
-
-if TYPE_CHECKING:
-    from leaveout.task.objective import Objective
+from leaveout.task.objective import Objective
 
 MOVED = 0.1
 """The distance of the nearby point from a state, relative to the parameters."""
