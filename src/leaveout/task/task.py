@@ -46,7 +46,7 @@ class Task:
         clip_value: the largest absolute value of its entries, if it was clipped (``clip_grad_value_``).
         statistics: for BatchNorm in training mode: a left-out example also leaves the batch's statistics
             (``"leave"``), as if it had not been in the batch, or stays in them and only its loss is dropped
-            (``"stay"``).
+            (``"stay"``), as it does in any other buffer that the model writes to.
         accumulation: for a step on several micro-batches: ``"mean"`` if their losses were averaged, as by
             ``(loss / k).backward()``; ``"sum"`` if they were added; ``"window"`` if they were divided by the whole
             window's denominator; or a number k if they were divided by k, however many there were.

@@ -28,6 +28,7 @@ from leaveout.task.batches import Batch
 from leaveout.task.checks import refuse
 from leaveout.task.footprint import activation_bytes
 from leaveout.task.guard.comparison import Comparison
+from leaveout.task.guard.coupled import carried
 from leaveout.task.guard.points import mixing
 from leaveout.task.objective import Objective
 from leaveout.task.preparing import MicroBatch, prepared, trial_batch, trial_ids
@@ -111,6 +112,9 @@ class Trajectory:
         """Draw examples from random steps, on which derivatives are compared."""
         draw = Random(0)  # noqa: S311 - no secret
         steps = draw.choices(range(len(self)), k=DRAWN)
+        if carried(self.objective):  # a state may have a row for each example of a batch
+            record = self.run.record(steps[0])
+            return [int(number) for number in record.ids[: record.parts[0].length]]
         drawn = {draw.choice(self.run.record(step).ids.tolist()) for step in steps}
         known = sorted(number for number in drawn if number < self.task.size)
         return trial_ids(self.objective, known or range(self.task.size))

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leaveout._util.trees import Params, distance, each, norm, sum_of
 from leaveout.diff.forms import COUPLED, Abilities, Form
@@ -26,13 +26,16 @@ from leaveout.task.guard.differences import MISSING, Difference, difference, inn
 from leaveout.task.objective import Objective
 from leaveout.task.training_batch import TrainingBatch
 
+LEAVING = "leaving an example out"
+
 
 def coupled_defaults(objective: Objective, before: Abilities | None) -> Abilities:
     """Return the abilities of the forms that differentiate the whole step, without any per-example terms."""
     base = before or Abilities(vmap=True, stacks=True)
+    own = carried(objective)  # written by the model's own code, which may read it as a number
     return Abilities(
-        vmap=base.vmap,
-        stacks=base.stacks,
+        vmap=base.vmap and not own,
+        stacks=base.stacks and not own,
         reads=True,
         vector=Form.TRANSPOSED if base.hidden else Form.REVERSE_REVERSE,
         vectors=Form.TRANSPOSED if base.hidden else Form.REVERSE_REVERSE,
@@ -59,6 +62,7 @@ def coupled_abilities(
         raise
     except Exception as error:  # noqa: BLE001 - a model that insists on its own dtype, or fails; reported as a problem
         return f"its gradient cannot be computed in training mode ({first_line(error)})", abilities
+    problems = set()
     for changes in _fallbacks(abilities):
         abilities = abilities._replace(**changes)
         able = wide.able(abilities)
@@ -68,6 +72,13 @@ def coupled_abilities(
             continue
         if problem is None:
             return None, _quickest(able, at, given, abilities)
+        problems.add(problem)
+    if problems == {LEAVING}:
+        return (
+            "an example that is left out would change the others' losses by more than BatchNorm's statistics, which "
+            "alone it can leave; keep it in the batch with Task(statistics='stay')",
+            abilities,
+        )
     return (
         "its step in training mode cannot be differentiated rightly by torch.func; Replay() needs no such derivative",
         abilities,
@@ -119,12 +130,11 @@ def _differs(
     if size > 2 and objective.statistics == "leave" and not batch.whole:
         weights = next(iter(at.values())).new_ones((2, size))
         weights[1, 0] = 0
-        rest = batches.map_leaves(lambda leaf: leaf[1:], batch)
-        less = _plain(objective, rest, (size - 1) / size)(at)
+        less = _without_first(objective, at, batch)
         stacked = stacked_gradients(objective, each(lambda t: torch.stack([t, t]), at), weights, batch)
-        gradients = each(lambda t: t[1], stacked)
-        if not _near(gradients, {name: less[name] for name in gradients}):
-            return "leaving an example out"
+        gradients = {name: stacked[name][1] for name in less}
+        if less and not _near(gradients, less):
+            return LEAVING
     if measured is None:
         return None
     stack = {name: torch.stack([d[name] for d in measured.directions]) for name in objective.variables(at)}
@@ -138,6 +148,29 @@ def _differs(
         if not measured.agrees(each(lambda t: t[0], pushed), 0):
             return "derivative along a vector"
     return None if _reads_right(objective, at, batch, measured, reads) else "derivative in the weights"
+
+
+def _without_first(objective: Objective, at: Params, batch: TrainingBatch) -> Params:
+    """Compute what a batch without its first example gives, by the model itself; a carried state keeps the example."""
+    held = carried(objective)
+    size = len(batches.leaves(batch)[0])
+    rest = batches.map_leaves(lambda leaf: leaf[1:], batch)
+    try:
+        less = _plain(objective, rest, (size - 1) / size)(at)
+    except RuntimeError:
+        if not held:
+            raise
+        return {}  # a state with a row for each example
+    return {name: value for name, value in less.items() if name not in held}
+
+
+def carried(objective: Objective) -> set[str]:
+    """Return the moving buffers that are no statistics of PyTorch's norms: no example can leave them.
+
+    There is no weight of an example in the model's own code; its loss is left out, and it stays in the state.
+    """
+    norms = {name for name, module in objective.called.named if isinstance(module, nn.modules.batchnorm._NormBase)}
+    return {name for name in objective.mode.buffers if name.rpartition(".")[0] not in norms}
 
 
 def _reads_right(objective: Objective, at: Params, batch: TrainingBatch, measured: Difference, reads: Tensor) -> bool:
@@ -183,6 +216,7 @@ def _plain(objective: Objective, batch: TrainingBatch, share: float = 1.0) -> Ca
             name: torch.zeros_like(tensor) if g is None else g
             for name, tensor, g in zip(objective.chosen, trained, gradients, strict=True)
         }
+        held = dict(model.named_buffers())  # a module may have put another tensor in the place of one
         moved = {name: held[name].detach().clone().to(params[name]) for name in objective.mode.buffers}
         return {**slopes, **moved}
 

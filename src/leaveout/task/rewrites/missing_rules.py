@@ -10,10 +10,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from leaveout.task.batches import leaves
 from leaveout.task.rewrites.function_mode import opened
 from leaveout.task.rewrites.packing import numbers, packed, unpacked
+
+WRITING = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
+"""Operators that write to their first argument."""
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 PACKING: dict[Any, Callable] = {torch._pack_padded_sequence: packed, torch._pad_packed_sequence: unpacked}
@@ -162,6 +166,10 @@ class Passing(WrittenOut):
     ) -> Any:
         if stops(function):
             return _Stop.apply(args[0])
+        if _writes(function) and not torch.is_grad_enabled():
+            args, kwargs = (args[0], *_stopped(args[1:])), _stopped(kwargs or {})
+            with torch.enable_grad():  # what is written to stays the same tensor
+                return super().__torch_function__(function, types, args, kwargs)
         function = STOPPED.get(function, function)
         if not is_hidden(function):
             return super().__torch_function__(function, types, args, kwargs)
@@ -221,6 +229,20 @@ def is_hidden(function: Callable) -> bool:
     """Say whether a call is made with gradients disabled; the calls that enable or disable them do not count."""
     name = getattr(function, "__name__", "")
     return not torch.is_grad_enabled() and bool(name) and not name.startswith(("_", "set_", "is_"))
+
+
+def _writes(function: Callable) -> bool:
+    """Say whether a function writes to its first argument.
+
+    >>> _writes(Tensor.add_), _writes(Tensor.__setitem__), _writes(Tensor.add)
+    (True, True, False)
+    """
+    name = getattr(function, "__name__", "")
+    return name in WRITING or (name.endswith("_") and not name.startswith("_"))
+
+
+def _stopped(values: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: _Stop.apply(t) if t.is_floating_point() else t, values)
 
 
 class _Stop(torch.autograd.Function):
