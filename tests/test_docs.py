@@ -21,7 +21,15 @@ from problems import mostly_full
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-RUN = ("README.md", "docs/tutorial.md", "docs/guarantees.md", "docs/labels.md", "docs/report.md", "docs/trainers.md")
+RUN = (
+    "README.md",
+    "docs/tutorial.md",
+    "docs/guarantees.md",
+    "docs/labels.md",
+    "docs/report.md",
+    "docs/trainers.md",
+    "docs/extending.md",
+)
 DOCUMENTS = [
     *RUN,
     "docs/architecture.md",

@@ -34,7 +34,8 @@ class DVEmb(Estimator):
     Cost: that of SGD-IE, or of ACC, with a Gauss-Newton product (forward mode, then backward) in place of each HVP.
 
     Args:
-        curvature: ``"ggn"``, ``"fisher"`` (gradient outer products) or ``"hessian"``.
+        curvature: ``"ggn"``, ``"fisher"`` (gradient outer products) or ``"hessian"``; or a class of your own, derived
+            from ``leaveout.diff.operator.StepOperator``.
         project: apply a seeded random projection of this width to the gradients of each parameter group.
         acc: correct with the example's own curvature.
         transport: how the correction's displacement is transported, as for ``ACC``.
@@ -42,7 +43,7 @@ class DVEmb(Estimator):
         layers: only these parameters are displaced: names or patterns such as ``"head.*"``.
     """
 
-    curvature: str = "ggn"
+    curvature: str | type[StepOperator] = "ggn"
     project: int | None = None
     acc: bool = False
     transport: str | Subspace = "auto"
@@ -51,7 +52,8 @@ class DVEmb(Estimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.curvature not in KINDS:
+        own = isinstance(self.curvature, type) and issubclass(self.curvature, StepOperator)
+        if not own and self.curvature not in KINDS:
             raise InputError(
                 f"curvature={self.curvature!r} is unknown: use one of {', '.join(map(repr, KINDS))}.",
                 code="curvature-unknown",
@@ -65,7 +67,7 @@ class DVEmb(Estimator):
     def name(self) -> str:
         """The method's name."""
         options = {
-            "curvature": self.curvature,
+            "curvature": self.curvature if isinstance(self.curvature, str) else self.curvature.__name__,
             "project": None if self.project is None else f"project {self.project}",
             "transport": self.transport if self.acc else None,
             "readout": self.readout,
@@ -83,4 +85,5 @@ class DVEmb(Estimator):
     def choice(self) -> Choice:
         """Return its curvature, and what is read."""
         transport = self.transport if self.acc else None
-        return Choice(KINDS[self.curvature], self.readout, transport=transport, project=self.project)
+        kind = KINDS[self.curvature] if isinstance(self.curvature, str) else self.curvature
+        return Choice(kind, self.readout, transport=transport, project=self.project)
