@@ -127,6 +127,7 @@ class _Minimum:
         self.chunk = 2 * budget.product_bytes(trajectory)
         hypers = trajectory.run.record(len(trajectory) - 1).hypers
         rule = trajectory.rule
+        self.rule = rule.beside(self.params, trajectory.objective.names)
         if any(hyper.get("maximize") for hyper in hypers):
             raise UnsupportedError(
                 "Influence functions are taken at a minimum of the loss, and this run maximised it: use SGDIE() or "
@@ -183,7 +184,8 @@ class _Minimum:
     def _product(self, ids: list[int], rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         batch, vectors = self.task.read(ids), self.layout.unflatten(rows)
         self.request.cost.hvps += len(rows)
-        return self.layout.flatten(Hessian(self._chunked(len(rows)), self.params, batch).pull(vectors).curved)
+        curved = Hessian(self._chunked(len(rows)), self.params, batch).pull(vectors).curved
+        return self.layout.flatten(curved) + self.layout.flatten(self.rule.bent(self.params, vectors))
 
     def _chunked(self, count: int) -> Objective:
         """Return the objective for products with so many vectors."""

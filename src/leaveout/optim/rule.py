@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vmap
+from torch.func import grad, jvp, vmap
 
 from leaveout._util.trees import PARAM, Params, State, height, memory, pullback
 from leaveout.optim.averaging import AVERAGE, mixed, shares
@@ -21,6 +21,9 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 Step = Callable[[Slots, torch.Tensor, Values], Slots]
 
+Penalty = Callable[[Params], Tensor]
+"""What a training loop adds to the loss of every step: a number computed from the parameters alone."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -29,8 +32,9 @@ class Rule:
     ``extras`` are the hyperparameter columns that this run has in addition to those its optimizer always has: options
     that a group turns on, and the dtypes of hyperparameters that torch holds as tensors.
 
-    Two things come from the training loop rather than the optimizer. ``clip`` is applied to the gradient first.
-    ``assigned`` are buffers of the model, such as BatchNorm's running statistics: the "gradient" under such a name is
+    Three things come from the training loop rather than the optimizer. The gradient of ``penalty``, a function of the
+    parameters that belongs to no example, is added to the gradient first; ``clip`` is applied to the sum. ``assigned``
+    are buffers of the model, such as BatchNorm's running statistics: the "gradient" under such a name is
     the buffer's new value, which the step assigns.
     """
 
@@ -41,6 +45,7 @@ class Rule:
     extras: tuple[str, ...] = field(default=(), repr=False)
     clip: Clip | None = field(default=None, repr=False)
     assigned: tuple[str, ...] = field(default=(), repr=False)
+    penalty: Penalty | None = field(default=None, repr=False)
     # In a step read from disk, a group's hyperparameters may also say that its parameters were skipped (STILL), or took
     # the step with a zero gradient (IDLE).
 
@@ -86,6 +91,11 @@ class Rule:
     @property
     def linear(self) -> bool:
         """Say whether the step is linear in (state, gradient) together, so that it is its own derivative."""
+        return self.additive and self.penalty is None
+
+    @property
+    def additive(self) -> bool:
+        """Say whether the step is linear in the gradient of the batch, whatever else it does with the state."""
         return self.definition.linear and self.clip is None
 
     @property
@@ -98,21 +108,29 @@ class Rule:
         divisions = [None if hyper.get(STILL) else self.definition.division(values(hyper)) for hyper in hypers]
         return [one and Division(*one[:2], *(float(number) for number in one[2:])) for one in divisions]
 
-    def extended(self, clip: Clip | None, assigned: Sequence[str]) -> Rule:
-        """Return the same rule with clipping before the step and buffers that the step assigns."""
-        return replace(self, clip=clip, assigned=tuple(assigned))
+    def extended(self, clip: Clip | None, assigned: Sequence[str], penalty: Penalty | None = None) -> Rule:
+        """Return the same rule with a penalty, clipping before the step and buffers that the step assigns."""
+        return replace(self, clip=clip, assigned=tuple(assigned), penalty=penalty)
 
     def restricted(self, names: Sequence[str]) -> Rule:
         """Return the same rule for some of the parameters."""
         return replace(self, groups={name: group for name, group in self.groups.items() if name in names})
 
+    def beside(self, params: Params, trained: Sequence[str]) -> Rule:
+        """Return the rule of some parameters with a penalty on all that are trained, of which the others stay here."""
+        others = {name: params[name] for name in trained if name not in self.groups}
+        whole = self.penalty
+        if whole is None or not others:
+            return self
+        return replace(self, penalty=lambda own: whole({**others, **own}))
+
     def step(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """Compute O(s, g): the state of one model after one step."""
-        return self._each(self.definition.step, state, self.clipped(self.received(gradient, hypers)), hypers)
+        return self._each(self.definition.step, state, self._given(state, gradient, hypers), hypers)
 
     def repeat(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """Compute O(s, g) bit for bit as it was recorded: with fused kernels if the step was taken with them."""
-        return self._each(self.definition.repeat, state, self.clipped(self.received(gradient, hypers)), hypers)
+        return self._each(self.definition.repeat, state, self._given(state, gradient, hypers), hypers)
 
     def steps(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """Compute O(s, g) for a stack of models."""
@@ -127,7 +145,7 @@ class Rule:
     @property
     def by_coordinate(self) -> bool:
         """Say whether a step moves each coordinate by its own slots and gradient alone, and nothing else."""
-        plain = self.clip is None and not self.assigned and AVERAGE not in self.slots
+        plain = self._plain and not self.assigned and AVERAGE not in self.slots
         return plain and self.definition.stacking == "elementwise"
 
     def jumped(
@@ -141,7 +159,7 @@ class Rule:
 
     def steps_(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> State:
         """Compute ``steps`` in place: the state and the gradient are overwritten."""
-        if self.clip is not None or self.definition.stacking != "elementwise":
+        if not self._plain or self.definition.stacking != "elementwise":
             return self.steps(state, gradient, hypers)
         used = {memory(tensor) for params in state.values() for tensor in params.values()}
         gradient = self.received(gradient, hypers)
@@ -184,7 +202,7 @@ class Rule:
         """Compute ∂O(s, g)ᵀ·u, the part for the state and the part for the gradient, for stacks of the same height."""
         if self.linear and (pulled := self._transposed(vector, hypers)):
             return pulled
-        if self.clip is None and (pulled := self._pulled(at, vector, hypers)):
+        if self._plain and (pulled := self._pulled(at, vector, hypers)):
             return pulled
         _, pull = pullback(self._stacked(self.definition.smooth, hypers), *at)
         state, gradient = pull(vector)
@@ -208,9 +226,9 @@ class Rule:
     def consumed(self, before: State, after: State, hypers: Sequence[Hyper]) -> Params | None:
         """Recover the gradient that led from one state to the next, up to rounding; None if the states do not tell.
 
-        For a clipped gradient they tell only what clipping left of it.
+        For a clipped gradient they tell only what clipping left of it, and with a penalty the sum.
         """
-        if self.clip is not None:
+        if not self._plain:
             return None
         used: Params = {}
         for name, group in self.groups.items():
@@ -234,6 +252,31 @@ class Rule:
         self._assign(new, state, gradient, hypers)
         return new
 
+    @property
+    def _plain(self) -> bool:
+        """Say whether the optimizer received the gradient of the batch as it was."""
+        return self.clip is None and self.penalty is None
+
+    def _given(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> Params:
+        """Return the gradient that the optimizer of one model was given: with the penalty's, then clipped."""
+        return self.clipped(self.received(self.penalised(state, gradient), hypers))
+
+    def penalised(self, state: State, gradient: Params) -> Params:
+        """Add the penalty's gradient to that of one model's batch."""
+        if self.penalty is None:
+            return gradient
+        added = grad(self.penalty)({name: state[PARAM][name] for name in self.groups})
+        return {**gradient, **{name: gradient[name] + tensor for name, tensor in added.items()}}
+
+    def bent(self, params: Params, vectors: Params) -> Params:
+        """Compute the penalty's Hessian at these parameters times each vector of a stack."""
+        if self.penalty is None:
+            return {name: torch.zeros_like(stack) for name, stack in vectors.items()}
+        slope, own = grad(self.penalty), {name: params[name] for name in self.groups}
+        along = {name: vectors[name] for name in self.groups}
+        bent = vmap(lambda one: jvp(slope, (own,), (one,))[1])(along)
+        return {**{name: torch.zeros_like(stack) for name, stack in vectors.items()}, **bent}
+
     def received(self, gradient: Params, hypers: Sequence[Hyper]) -> Params:
         """Return the gradient as the optimizer received it: zero for parameters that had none."""
         stopped = [group for group, hyper in enumerate(hypers) if hyper.get(STILL) or hyper.get(IDLE)]
@@ -250,12 +293,15 @@ class Rule:
 
     def _stacked(self, function: Step, hypers: Sequence[Hyper]) -> Callable[[State, Params], State]:
         def alone(state: State, gradient: Params) -> State:
-            return self._each(function, state, self.clipped(self.received(gradient, hypers)), hypers)
+            return self._each(function, state, self._given(state, gradient, hypers), hypers)
+
+        def given(params: Params, gradient: Params) -> Params:
+            return self._given({PARAM: params}, gradient, hypers)
 
         def whole(state: State, gradient: Params) -> State:
-            gradient = self.received(gradient, hypers)
-            clipped = gradient if self.clip is None or not height(gradient) else vmap(self.clipped)(gradient)
-            return self._each(function, state, clipped, hypers)
+            if self._plain or not height(gradient):
+                return self._each(function, state, self.received(gradient, hypers), hypers)
+            return self._each(function, state, vmap(given)(state[PARAM], gradient), hypers)
 
         return whole if self.definition.stacking == "elementwise" else vmap(alone)
 

@@ -56,7 +56,7 @@ class Correction:
     cost: Cost
 
     def __post_init__(self) -> None:
-        if not self.trajectory.rule.linear:
+        if not self.trajectory.rule.additive:
             raise UnsupportedError(
                 "Free and subspace transport need a step that is linear in the gradient, which "
                 f"{self.trajectory.rule.kind}'s is not: use ACC(), which reads the finite change of such a step (the "

@@ -119,7 +119,8 @@ class LinearStep:
     def __init__(
         self, rule: Rule, recorded: RecordedStep, operator: StepOperator, path: Callable[[Params], Params] | None = None
     ) -> None:
-        self._rule, self._recorded, self.operator = rule, recorded, operator
+        self._rule = rule.beside(recorded.params, recorded.objective.names)
+        self._recorded, self.operator = recorded, operator
         self._path = path or (lambda params: params)
         self.hypers, self.linear = recorded.record.hypers, rule.linear
 

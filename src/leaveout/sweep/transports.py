@@ -205,7 +205,9 @@ class SubspaceTransport(Transport):
             )
         chunk = budget.chunk(self._free.resources.divided(4), self._trajectory, len(self._basis))
         operator = self._free.kind(recorded.objective, recorded.params, recorded.batch)
-        products = (operator.pull(self._layout.unflatten(part)).curved for part in self._basis.split(chunk))
+        rule = rule.beside(recorded.params, recorded.objective.names)
+        parts = [self._layout.unflatten(part) for part in self._basis.split(chunk)]
+        products = (each(torch.add, operator.pull(part).curved, rule.bent(recorded.params, part)) for part in parts)
         curved = torch.cat([self._layout.flatten(product) @ self._basis.T for product in products])
         gradient = self._inside[PARAM] @ curved
         add_rows(gradient, row, terms, alpha=-1 / len(recorded.record.ids))

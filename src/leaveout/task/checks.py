@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
 from torch.utils.data import Dataset
 
-from leaveout._util.trees import Params
+from leaveout._util.trees import Params, each
 from leaveout.errors import InputError, UnsupportedError, first_line, is_whole, kind_of
 from leaveout.task import batches
 from leaveout.task.batches import Collate
@@ -46,6 +47,27 @@ def examined(
     problem, abilities = (compared if check else tried)(objective, params, batch)
     refuse([problem] if problem else [])
     return objective.able(abilities), random_data
+
+
+def check_penalty(objective: Objective) -> None:
+    """Refuse a penalty that is not one number computed from the parameters, with a first and a second derivative."""
+    penalty = objective.penalty
+    if penalty is None:
+        return
+    params = {name: param.detach() for name, param in objective.parameters().items()}
+    try:
+        value = penalty(params)
+        problem = None if isinstance(value, Tensor) and value.shape == () else f"returns {kind_of(value)}"
+        if problem is None:
+            vmap(lambda one: jvp(grad(penalty), (params,), (one,))[1])(each(lambda t: t[None], params))
+    except Exception as error:  # noqa: BLE001 - whatever the function raises
+        problem = f"fails: {first_line(error)}"
+    if problem:
+        raise InputError(
+            f"penalty= {problem}; it must be a function of the trained parameters by name that returns one number, as "
+            "lambda params: 1e-4 * sum(p.square().sum() for p in params.values()) does.",
+            code="penalty-not-a-number",
+        )
 
 
 def _counted(objective: Objective, params: Params, batch: Any, count: int) -> bool:

@@ -24,6 +24,7 @@ from leaveout._util.wrappers import bare
 from leaveout.diff.forms import Abilities
 from leaveout.errors import InputError, UnsupportedError
 from leaveout.optim.clip import Clip
+from leaveout.optim.rule import Penalty
 from leaveout.task import batches
 from leaveout.task.batches import Batch, Each
 from leaveout.task.draws import Draws, replay
@@ -69,6 +70,7 @@ class Objective:
         chosen: those in which derivatives are taken.
         l2: strength of the per-example L2 term over all trained parameters.
         clip: how the gradient was clipped.
+        penalty: what was added to the loss of each step, and belongs to no example.
         statistics: whether a left-out example leaves BatchNorm's statistics, too.
         accumulation: how the losses of several micro-batches were added up.
         counted: whether examples count differently in the loss of a batch.
@@ -84,6 +86,7 @@ class Objective:
     chosen: tuple[str, ...]
     l2: float = 0.0
     clip: Clip | None = None
+    penalty: Penalty | None = None
     statistics: str = "leave"
     accumulation: str | int = "mean"
     counted: bool = False
@@ -252,7 +255,8 @@ class Objective:
         counts = self.parts.counts(outputs, targets) if self.counted and self.parts.counts else None
         if counts is not None:
             losses = losses * counts * (len(counts) if self.parts.summed else len(counts) / counts.sum())
-        return losses + self._decay(self.parameters()) if self.l2 else losses
+        losses = losses + self._decay(self.parameters()) if self.l2 else losses
+        return losses if self.penalty is None else losses + self.penalty(self.parameters())
 
     def output_losses(self, outputs: Tensor, targets: Any) -> Each:
         """Return per-example losses of given outputs, without the L2 term."""

@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 
 from leaveout._util.trees import Params
 from leaveout.optim.clip import clip_of
+from leaveout.optim.rule import Penalty
 from leaveout.task import batches
 from leaveout.task.batches import Batch, Collate
-from leaveout.task.checks import check_options, examined, refuse
+from leaveout.task.checks import check_options, check_penalty, examined, refuse
 from leaveout.task.execution import Execution, Memory
 from leaveout.task.forward import Forward
 from leaveout.task.losses import Loss, call_name
@@ -44,6 +45,9 @@ class Task:
         clip_norm: the largest norm of the gradient, if it was clipped (``clip_grad_norm_``); ``(norm, p)`` for another
             norm than the Euclidean.
         clip_value: the largest absolute value of its entries, if it was clipped (``clip_grad_value_``).
+        penalty: what the training loop added to the loss of every step, ``penalty(params) -> number``, a function of
+            all trained parameters by name: ``lambda params: 1e-4 * sum(p.abs().sum() for p in params.values())``. It
+            belongs to no example: it stays when examples leave, and is no part of a query's loss.
         statistics: for BatchNorm in training mode: a left-out example also leaves the batch's statistics
             (``"leave"``), as if it had not been in the batch, or stays in them and only its loss is dropped
             (``"stay"``), as it does in any other buffer that the model writes to.
@@ -69,6 +73,7 @@ class Task:
         collate: Collate | None = None,
         clip_norm: float | tuple[float, float] | None = None,
         clip_value: float | None = None,
+        penalty: Penalty | None = None,
         statistics: str = "leave",
         accumulation: str | int = "mean",
         measure: Measure = "loss",
@@ -78,10 +83,11 @@ class Task:
         check_options(model, loss, train_set, l2, statistics, accumulation)
         self.train_set, self.collate, self.check, self.queries = train_set, collate, check, Queries(collate)
         images = any(isinstance(module, nn.Conv2d) for module in model.modules())
-        fields = {"l2": l2, "clip": clip_of(clip_norm, clip_value), "measure": measure}
+        fields = {"l2": l2, "clip": clip_of(clip_norm, clip_value), "penalty": penalty, "measure": measure}
         how = {"statistics": statistics, "accumulation": accumulation}
         given = objective_of(model, loss, forward, Execution(memory=Memory(images, never=not trace)), **fields, **how)
         refuse(module_problems(given.model))
+        check_penalty(given)
         # A trial on some examples finds what the modules' types do not show.
         self.objective, self.random_data = examined(given, train_set, collate, check=check)
 

@@ -20,9 +20,9 @@ CLIPS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Norms at which gradients are often clipped."""
 
 REMEDY = (
-    "Give the Task what the loop did: the loss, l2 and model that were trained; clip_norm= or clip_value= where "
-    "gradients were clipped; accumulation= where a step had several micro-batches; a loss that returns (sums, counts) "
-    "where the mean was over tokens or weights."
+    "Give the Task what the loop did: the loss, l2 and model that were trained; penalty= where something was added to "
+    "the loss; clip_norm= or clip_value= where gradients were clipped; accumulation= where a step had several "
+    "micro-batches; a loss that returns (sums, counts) where the mean was over tokens or weights."
 )
 
 
@@ -54,7 +54,7 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
     What was seen of the loop comes first if it alone explains the difference, and else before what remains to be asked.
     """
     hypers, buffers, clip = recorded.record.hypers, rule.assigned, rule.clip
-    received = rule.received(recomputed, hypers)
+    received = rule.received(rule.penalised(recorded.before, recomputed), hypers)
     clipped = rule.clipped(received)
     moving = [n for n, g in rule.groups.items() if not hypers[g].get(STILL) and not hypers[g].get(IDLE)]
     rule = rule.extended(None, ()).restricted(moving)  # the optimizer alone: the gradient it received is compared

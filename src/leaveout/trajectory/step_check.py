@@ -44,6 +44,9 @@ class StepCheck:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
 
+    def _of(self, recorded: RecordedStep) -> Rule:
+        return self._rule.beside(recorded.params, recorded.objective.names)
+
     def step(self, recorded: RecordedStep, predicted: State) -> None:
         """Check ``‖predicted − recorded‖ ≤ tolerance · length`` in every slot, allowing for what rounding can do."""
         if not recorded.exact:
@@ -59,7 +62,7 @@ class StepCheck:
             used = gradient(recorded.trained, recorded.params, recorded.batch)
             raise MismatchError(
                 f"Step {recorded.record.index} does not follow from its batch and this task: computed again it ends "
-                f"with {words} from what was recorded. {diagnosis(self._rule, recorded, used)}",
+                f"with {words} from what was recorded. {diagnosis(self._of(recorded), recorded, used)}",
                 code="step-does-not-follow",
             )
 
@@ -142,14 +145,14 @@ class StepCheck:
     def recomputed(self, recorded: RecordedStep, params: Params) -> State:
         """Take the step with the gradient at these parameters."""
         value = gradient(recorded.trained, params, recorded.batch)
-        return self._rule.step(recorded.before, value, recorded.record.hypers)
+        return self._of(recorded).step(recorded.before, value, recorded.record.hypers)
 
     def _lengths(self, recorded: RecordedStep) -> Lengths:
         """Measure how far the step moved the parameters, and what the gradient contributed to each buffer."""
         moved = {PARAM: distance(recorded.after[PARAM], recorded.before[PARAM])}
         if len(recorded.after) > 1:
             nothing = each(torch.zeros_like, recorded.before[PARAM])
-            without = self._rule.step(recorded.before, nothing, recorded.record.hypers)
+            without = self._of(recorded).step(recorded.before, nothing, recorded.record.hypers)
             moved |= {slot: distance(without[slot], recorded.after[slot]) for slot in without if slot != PARAM}
         return moved
 

@@ -69,12 +69,12 @@ class Trajectory:
         _check_size(run, task)
         self.run = run
         self._modes = Modes(run, task, layers)
-        self._rule = run.rule.averaging(on=run.averaged).extended(task.objective.clip, tuple(run.manifest.buffers))
+        clip, penalty, buffers = task.objective.clip, task.objective.penalty, tuple(run.manifest.buffers)
+        self._rule = run.rule.averaging(on=run.averaged).extended(clip, buffers, penalty)
         self._anchors = run.kept if run.kept[-1] == len(run) else [*run.kept, len(run)]  # states that others start from
         _, self.trained, self.objective = self._modes.first
         self.task = task.of(self.objective)
         self.rule = self._rule.restricted(self.objective.chosen)
-        clip = self.objective.clip
         if layers is not None and clip is not None and clip.norm is not None:
             raise UnsupportedError(
                 "layers= looks at some parameters alone, and clip_norm= ties them to all others: leave layers out.",
