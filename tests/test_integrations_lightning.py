@@ -192,7 +192,9 @@ def test_labels_are_judged_by_what_the_loss_of_the_step_compares(tmp_path) -> No
     for name in ("defaults", "not called as a whole, accumulated"):
         recorder, module = recorded(name)[:2]
         labels = lo.labels(recorder.run, recorder.task(), folds=None)
-        plain = lo.Task(module, nn.CrossEntropyLoss(), data())
+        plain = lo.Task(
+            module, nn.CrossEntropyLoss(), data(), accumulation=CASES[name][1].get("accumulate_grad_batches", 1)
+        )
         assert labels.table.equals(lo.labels(recorder.run, plain, folds=None).table)
         margins = recorder.task(measure="margin")
         expected = lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss(), measure="margin"), data(6, 9))
@@ -392,15 +394,52 @@ def test_a_loss_that_is_no_mean_is_refused(tmp_path) -> None:
     lo.SGDIE().score(recorder.run, recorder.task(nn.CrossEntropyLoss(weight)), data(6, 9))
 
 
-def test_a_penalty_in_the_loss_is_said_after_the_first_step(tmp_path) -> None:
-    class Penalised(Net):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) + 1e-3 * sum(p.square().sum() for p in self.parameters())
+class Penalised(Net):
+    """With a penalty on the parameters in its step, which stays when an example leaves."""
 
-    with pytest.warns(lo.LeaveoutWarning, match="weight_decay"):
-        fit(Penalised, {}, callbacks=[RecorderCallback(tmp_path / "run")])
-    with refused(lo.UnsupportedError, "model-loss-unknown", "weight_decay"):
-        fit(Penalised, {}, callbacks=[RecorderCallback(tmp_path / "again", on_problem="stop")])
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 5}])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_penalty_in_the_step_belongs_to_nobody(tmp_path, settings, norm) -> None:
+    recorder = RecorderCallback(tmp_path / "run", on_problem="stop")
+    module = fit(Penalised, settings, callbacks=[recorder], norm=norm)
+    task = recorder.task(statistics="stay")
+    base = query_loss(module)
+    truth = [query_loss(fit(Penalised, settings, i, norm=norm)) - base for i in LEFT_OUT]
+    scores = lo.Replay().score(recorder.run, task, data(6, 9), ids=LEFT_OUT)
+    assert scores.mean().tolist() == pytest.approx(truth, rel=1e-6, abs=1e-10)
+    given = lo.Task(
+        module, nn.CrossEntropyLoss(), data(), penalty=lambda p: 0.01 * sum(one.square().sum() for one in p.values()),
+        clip_norm=settings.get("gradient_clip_val"), statistics="stay",
+    )  # fmt: skip
+    for method in (lo.SGDIE(), lo.ACC()):
+        one, other = (method.score(recorder.run, t, data(6, 9)).mean() for t in (task, given))
+        assert one.tolist() == pytest.approx(other.tolist(), rel=1e-9, abs=1e-13)
+    assert recorder.task(statistics="stay").objective.penalty is not None
+    assert lo.labels(recorder.run, task) is not None
+
+
+def test_a_penalty_on_activations_is_said_after_the_first_step(tmp_path) -> None:
+    class Active(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 1e-3 * self.body[0](batch[0]).square().mean()
+
+    with pytest.warns(lo.LeaveoutWarning, match="depends on them"):
+        fit(Active, {}, callbacks=[RecorderCallback(tmp_path / "run")])
+    with refused(lo.UnsupportedError, "model-loss-unknown", "depends on them", "penalty="):
+        fit(Active, {}, callbacks=[RecorderCallback(tmp_path / "again", on_problem="stop")])
+
+
+def test_two_losses_and_a_penalty_are_said_after_the_first_step(tmp_path) -> None:
+    class Two(Penalised):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + F.mse_loss(self(batch[0]).sum(1), batch[1].double())
+
+    with refused(lo.UnsupportedError, "model-loss-unknown", "penalty="):
+        fit(Two, {}, callbacks=[RecorderCallback(tmp_path / "again", on_problem="stop")])
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -18,6 +18,7 @@ from leaveout.integrations.model_loss import undisturbed
 from leaveout.integrations.step_loss import (
     StepCall,
     StepOutputs,
+    StepPenalty,
     loss_of_step,
     module_of_step,
     rest_of_step,
@@ -79,7 +80,8 @@ class RecorderCallback(Callback):
         Args:
             loss: an ``nn`` loss module, or ``(outputs, targets) -> one loss per example``, where the outputs are what
                 the module itself returns for the inputs. By default it is what ``training_step`` returns: the mean of
-                a loss of ``torch.nn.functional``, taken per example. With manual optimization it must be given.
+                a loss of ``torch.nn.functional``, taken per example. A penalty on the parameters that it adds to one
+                such loss is taken as the task's ``penalty``. With manual optimization the loss must be given.
             options: those of ``leaveout.Task``.
         """
         _ = self.run
@@ -97,11 +99,9 @@ class RecorderCallback(Callback):
             )
         if loss is None:
             few = batches.read(data, range(min(TRIAL, batches.size(data))), collate)
-            _check_mean(self._module, few)
-            with undisturbed(self._module):
-                found = module_of_step(self._module, few)
-            loss, forward = (step_losses, StepCall()) if found is None else (found, StepOutputs())
-            options = {"forward": forward, **options}
+            pair = batches.read(data, range(min(2, batches.size(data))), collate)
+            loss, taken = _loss_of(self._module, few, pair)
+            options = {**taken, **options}
         return Task(self._module, loss, data, **{"collate": collate, **self._settings, **options})
 
     def setup(self, trainer: Trainer, _module: LightningModule, stage: str) -> None:
@@ -227,17 +227,30 @@ class Converted:
         return self._convert(self._collate(examples))
 
 
+def _loss_of(module: LightningModule, batch: Any, other: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the loss that ``training_step`` computes for examples, and the options of a task that go with it."""
+    with undisturbed(module):
+        added, again = (rest_of_step(module, one) for one in (batch, other))
+        if not (isinstance(added, torch.Tensor) and bool((added != 0).any())):
+            _check_mean(module, batch)
+            found = module_of_step(module, batch)
+            return (step_losses, {"forward": StepCall()}) if found is None else (found, {"forward": StepOutputs()})
+        added, again = added.mean(), again.mean()
+        found = module_of_step(module, batch, added)
+    if found is not None and torch.allclose(added, again, rtol=1e-5, atol=0):
+        return found, {"forward": StepOutputs(penalised=True), "penalty": StepPenalty(module, other)}
+    why = "which depends on them" if found is not None else "which are not those of one function"
+    raise UnsupportedError(
+        f"{type(module).__name__}.training_step adds {float(added):.3g} to the losses of its examples, {why}: give "
+        "task(loss=...), a loss of what the module itself returns for its inputs that has all that depends on the "
+        "example, and penalty=, a function of the parameters, for the rest.",
+        code="model-loss-unknown",
+    )
+
+
 def _check_mean(module: LightningModule, batch: Any) -> None:
     """Refuse a ``training_step`` whose loss is not the mean of per-example losses, and nothing else."""
     with undisturbed(module):
-        added = rest_of_step(module, batch)
-        if isinstance(added, torch.Tensor) and bool((added != 0).any()):
-            raise UnsupportedError(
-                f"{type(module).__name__}.training_step adds {float(added.flatten()[0]):.3g} to the losses of its "
-                "examples, a penalty that would not leave with an example: give a penalty on the squares of weights "
-                "to the optimizer instead, as weight_decay=, or leave it out.",
-                code="model-loss-unknown",
-            )
         own, each = loss_of_step(module, batch), StepCall()(module, batch)[0]
     count = len(batches.leaves(batch)[0])
     if own is None or each.shape != (count,) or not torch.allclose(each.mean(), own, rtol=1e-4, atol=1e-7):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,8 +14,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from leaveout._util.trees import Params
 from leaveout.errors import UnsupportedError
 from leaveout.task import batches
+from leaveout.task.forward import Called
 from leaveout.task.losses import as_module
 
 MEANS: frozenset[Callable] = frozenset(
@@ -81,13 +85,19 @@ class Compared(TorchFunctionMode):
 
 
 class StepOutputs:
-    """``(module, batch) -> (outputs, targets)``: what the loss that ``module.training_step`` returns compares."""
+    """``(module, batch) -> (outputs, targets)``: what the loss that ``module.training_step`` returns compares.
+
+    If the step is ``penalised``, it returns that loss and a penalty, which is no part of this.
+    """
+
+    def __init__(self, penalised: bool = False) -> None:
+        self._penalised = penalised
 
     def __call__(self, module: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Call ``training_step``."""
         with Compared() as compared:
             value = loss_of_step(module, batch)
-        if value is not compared.value:
+        if value is not compared.value and not self._penalised:
             raise UnsupportedError(
                 f"What {type(module).__name__}.training_step returns is the value of one loss for some batches and not "
                 "for others: give task(loss=...), a loss of what the module itself returns for its inputs.",
@@ -96,17 +106,49 @@ class StepOutputs:
         return compared.outputs, compared.targets
 
 
-def module_of_step(module: nn.Module, batch: Any) -> nn.Module | None:
-    """Return the loss module whose value ``training_step`` returns; None if it returns anything else."""
+class StepPenalty:
+    """``params -> number``: what ``module.training_step`` adds to the losses of a batch, whichever examples it has.
+
+    It is asked for by way of a copy of the module, one thread at a time.
+    """
+
+    def __init__(self, module: Any, batch: Any) -> None:
+        own = copy.deepcopy(module, {id(param): param for param in module.parameters()})
+        own._trainer = module._trainer
+        self._called, self._batch = Called(own, _rest_and_nothing), batch
+
+    def __call__(self, params: Params) -> Tensor:
+        """Call ``training_step`` with these parameters."""
+        dtype = next(iter(params.values())).dtype
+        tensors = [*self._called.model.named_parameters(), *self._called.model.named_buffers()]
+        held = {name: batches.converted(tensor.detach(), dtype) for name, tensor in tensors}
+        with ONE_AT_A_TIME:
+            (rest, _), _ = self._called.pure({**held, **params}, batches.converted(self._batch, dtype), frozenset())
+        return rest.mean()
+
+
+ONE_AT_A_TIME = threading.Lock()
+
+
+def module_of_step(module: nn.Module, batch: Any, added: Tensor | None = None) -> nn.Module | None:
+    """Return the loss module whose value, and what is ``added``, ``training_step`` returns; None if it does not."""
     with Compared() as compared:
         value = loss_of_step(module, batch)
-    return compared.loss if value is compared.value and isinstance(compared.loss, nn.Module) else None
+    if added is None:
+        alone = value is compared.value
+    else:
+        alone = compared.value is not None and torch.allclose(value, compared.value + added, rtol=1e-5, atol=0)
+    return compared.loss if alone and isinstance(compared.loss, nn.Module) else None
 
 
 def rest_of_step(module: nn.Module, batch: Any) -> Any:
     """Return what ``training_step`` returns where the losses of examples are zero: 0 unless it adds something."""
     with Nothing():
         return loss_of_step(module, batch)
+
+
+def _rest_and_nothing(module: nn.Module, batch: Any) -> tuple[Tensor, None]:
+    return rest_of_step(module, batch), None
 
 
 def loss_of_step(module: Any, batch: Any) -> Any:
