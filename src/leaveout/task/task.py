@@ -58,7 +58,7 @@ class Task:
             function ``(outputs, targets) -> one number per example``; ``task.measuring(...)`` changes it later.
         trace: repeat recurring computations from a trace of their operations, which is faster. Operations that cannot
             be traced are logged (``logging.getLogger("leaveout")``, level INFO) and computed without a trace.
-        check: compare second derivatives, on the first examples, with finite differences of the gradient, now and at
+        check: compare second derivatives, on random examples, with finite differences of the gradient, now and at
             the scored state; a form that is wrong is not used. Takes less than a second for a small model.
     """
 

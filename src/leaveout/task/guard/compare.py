@@ -1,4 +1,4 @@
-"""Finds out which forms of second derivative are correct for an objective, on its first examples.
+"""Finds out which forms of second derivative are correct for an objective, on some of its examples.
 
 PyTorch has many formulas, and a few are wrong or missing. Every form is tried and compared with finite differences of
 the gradient: near the task's initial state (where gates that are zero are opened), and at a run's last state.
