@@ -131,6 +131,7 @@ def test_parts_that_do_not_fit_are_made_smaller() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:At step .* the replay with every example has left")
 def test_a_minute_is_a_minute_with_batch_norm(tmp_path: Path) -> None:
     """A CNN with BatchNorm, where no replays go side by side and a gradient without each example in turn is slow."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from leaveout.errors import InputError
 
 T = TypeVar("T")
 
-JUDGED = ((1, 0, 20.0), (3, 1, 4.0), (12, 4, 1.3))
+JUDGED = ((1, 0, 60.0), (2, 1, 10.0), (3, 1, 4.0), (12, 4, 1.3))
 """From how many items on work is judged, by the mean time of those after which, and how far it may seem to exceed.
 
 The first items include one-time work such as tracing, so they are judged leniently.

@@ -218,10 +218,10 @@ def _exact(replays: Replays, left_out: LeftOut, clock: Clock) -> Chosen:
     return Chosen(scores, _alone(scores), None, True, scores.cost.seconds, clock.seconds)
 
 
-def methods_for(run: Run, task: Task) -> tuple[Estimator, ...]:
-    """List the methods that are worth comparing on a run."""
+def methods_for(run: Run, task: Task, clock: Clock | None = None) -> tuple[Estimator, ...]:
+    """List the methods that are worth comparing on a run; raise OutOfTimeError if finding out takes too long."""
     try:
-        mild = are_mild(Trajectory(run, task).compared())
+        mild = are_mild(Trajectory(run, task).compared(), clock)
     except LeaveoutError:
         mild = False  # no second derivatives: methods that need them report it themselves
     return (*KINKED, *METHODS) if mild else METHODS
@@ -248,13 +248,21 @@ def _scored(
 ) -> tuple[dict[str, Scores], dict[str, str]]:
     """Return the scores of every method that can be used in time, by name, and why the others cannot."""
     run, task = question.run, question.task
-    methods = methods_for(run, task) if methods is None else methods
     scored: dict[Estimator, Scores] = {}
     missing: dict[str, str] = {}
     first: Exception | None = None
-    least, most = math.inf, clock.part(ESTIMATES)
-    waiting = sorted(sharing(methods, run, task), key=lambda unit: not isinstance(unit[0], TracIn))  # the quickest
-    while waiting:
+    least, before, most = math.inf, clock.spent, clock.part(ESTIMATES)
+    asked, open_kinks = (METHODS, True) if methods is None else (methods, False)
+    waiting = sorted(sharing(asked, run, task), key=lambda unit: not isinstance(unit[0], TracIn))  # the quickest
+    while waiting or (open_kinks and scored):
+        if not waiting:  # measuring kinks takes longer than the quickest methods
+            open_kinks = False
+            try:
+                asked = methods_for(run, task, most) if most.left else METHODS
+            except OutOfTimeError:
+                missing |= {one.name: "left out, as no time was left" for one in KINKED}
+            waiting = sharing([one for one in asked if one not in METHODS], run, task)
+            continue
         unit = waiting.pop(0)
         if scored and not most.left:
             missing |= {one.resolved(run, task).name: "left out, as no time was left" for one in unit}
@@ -278,12 +286,12 @@ def _scored(
     if not scored and least < math.inf:
         raise InputError(
             f"No method fits into budget={clock.seconds:g}, seconds of processor time: the quickest takes about "
-            f"{_about(least)}, so give budget={practical(least / (1 - PROBE))}.",
+            f"{_about(least)}, so give budget={practical(max(clock.seconds, before + least))}.",
             code="budget-too-small",
         )
     if not scored and first is not None:
         raise first
-    return {scored[method].method: scored[method] for method in methods if method in scored}, missing
+    return {scored[method].method: scored[method] for method in asked if method in scored}, missing
 
 
 def _with_replays(scores: Scores, rows: list[int], truth: Tensor, cost: Cost) -> Scores:

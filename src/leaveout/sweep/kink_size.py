@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from leaveout._util.trees import PARAM, Params, each, embed, norm
+from leaveout.compute.clock import Clock
 from leaveout.diff.hessian import Hessian, KinkedHessian, kink_widths
 from leaveout.diff.operator import StepOperator
 from leaveout.sweep.linear_step import LinearStep
@@ -41,14 +42,17 @@ def has_kinks(recorded: RecordedStep) -> bool:
     return bool(kink_widths(recorded.objective, recorded.params, recorded.batch))
 
 
-def are_mild(trajectory: Trajectory) -> bool:
-    """Say whether the model has kinks whose curvature can be trusted; measured once per run and objective."""
+def are_mild(trajectory: Trajectory, clock: Clock | None = None) -> bool:
+    """Say whether the model has kinks whose curvature can be trusted; measured once per run and objective.
+
+    Raises OutOfTimeError if that would take longer than what is left on the clock.
+    """
     question = ("kinks", trajectory.run.fingerprint, len(trajectory), trajectory.objective)
-    size = trajectory.objective.execution.memory.recall(question, lambda: kink_size(trajectory))
+    size = trajectory.objective.execution.memory.recall(question, lambda: kink_size(trajectory, clock))
     return size is not None and size < (LARGEST_DIVIDED if trajectory.rule.divides else LARGEST)
 
 
-def kink_size(trajectory: Trajectory) -> float | None:
+def kink_size(trajectory: Trajectory, clock: Clock | None = None) -> float | None:
     """Measure the ‖∂F_kinks − ∂F‖ in the parameters that three quarters of a few steps reach; None without kinks.
 
     This is not the mean: a few steps with large kinks do no harm.
@@ -56,7 +60,7 @@ def kink_size(trajectory: Trajectory) -> float | None:
     kept = [index for index in trajectory.run.kept if index < len(trajectory)]
     count = min(len(kept), STEPS)
     sizes = []
-    for part in range(count):
+    for part in range(count) if clock is None else clock.watch(range(count), count):
         recorded = trajectory.recorded_step(kept[(2 * part + 1) * len(kept) // (2 * count)])
         if not has_kinks(recorded):
             return None
