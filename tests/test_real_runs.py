@@ -62,6 +62,16 @@ def evaluating(start: int):
     return turn
 
 
+def warmed_up(start: int):
+    """Train the last layer alone until a step, with the first one frozen and BatchNorm at rest; then everything."""
+
+    def turn(model, step: int) -> None:
+        freeze(0, start)(model, step)
+        list(model.children())[1].train(step >= start)
+
+    return turn
+
+
 def decayed(params):
     return torch.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.05)
 
@@ -210,6 +220,21 @@ CASES = {
     ),
     "BatchNorm frozen midway, dropout off": (
         lambda: Case(net(BN(6), nn.Tanh(), nn.Dropout(0.3)), data(), turn=evaluating(4)),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "BatchNorm, frozen midway to the end": (
+        lambda: Case(net(BN(6), nn.Tanh()), data(), turn=freeze(4), optimizer=decayed),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "BatchNorm that rests until midway": (
+        lambda: Case(net(BN(6), nn.Tanh()), data(), turn=warmed_up(4)),
+        nn.CrossEntropyLoss(),
+        {},
+    ),
+    "BatchNorm that rests until midway, cumulative, AdamW": (
+        lambda: Case(net(BN(6, momentum=None), nn.Tanh()), data(), turn=warmed_up(3), optimizer=adamw),
         nn.CrossEntropyLoss(),
         {},
     ),

@@ -19,16 +19,20 @@ from leaveout.task.modules import COUNT
 class MovingBuffers:
     """Watches a model's buffers until its first step, and says which of them that step changed.
 
+    BatchNorm's statistics move too if they rest in the first step while parameters that are recorded are frozen: the
+    loop trains a part first and will train the rest, with its BatchNorm.
+
     Values, including counts, are stored in the dtype of the model's parameters, so that they are part of the state
     like any other number.
 
     Args:
         model: the model that is trained.
+        params: the parameters that are recorded.
         names: the moving buffers, if they are known from a run that is being resumed.
     """
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...] | None = None) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, params: Params, names: tuple[str, ...] | None = None) -> None:
+        self._model, self._params = model, params
         self._dtype = next((p.dtype for p in model.parameters()), torch.float32)
         self._look()
         self._before = self._copied(self._buffers())
@@ -52,13 +56,20 @@ class MovingBuffers:
         now = self._copied(self._buffers())
         if self._names is None:
             kept = [name for name in now if name in self._before and now[name].shape == self._before[name].shape]
-            moved = {name for name in kept if not torch.equal(now[name], self._before[name])}
+            moved = {name for name in kept if not torch.equal(now[name], self._before[name])} | self._resting(kept)
             # With momentum=0, BatchNorm moves the count of its batches alone; its statistics belong to it.
             counting = {_module(name) for name in moved if name.endswith(COUNT)}
             self._names = tuple(name for name in kept if name in moved or _module(name) in counting)
         self._before = {**now, **{name: self._before[name] for name in self._names}}
         self._versions = {name: at for name, at in self._written().items() if name not in self._names}
         return {name: list(now[name].shape) for name in self._names}
+
+    def _resting(self, buffers: list[str]) -> set[str]:
+        """Return the statistics that will move when what is frozen is trained."""
+        if all(param.requires_grad for param in self._params.values()):
+            return set()
+        norms = [n for n, one in self._model.named_modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+        return {name for name in buffers if _module(name) in norms}
 
     def start(self) -> Params:
         """Return the moving buffers before the first step."""

@@ -201,7 +201,7 @@ def _plain(objective: Objective, batch: TrainingBatch, share: float = 1.0) -> Ca
         with torch.no_grad():
             for name, value in params.items():
                 (named if name in named else held)[name].copy_(value)
-        trained = [named[name] for name in objective.chosen]
+        trained = [named[name].requires_grad_() for name in objective.chosen]  # some may be frozen by now
         with torch.enable_grad(), replay(draws) if draws else nullcontext():
             outputs, targets = objective.called.rule(model, batch.batch)
             losses = objective.parts.losses(outputs, targets)
