@@ -1,5 +1,6 @@
 """A loss given as a function of ``torch.nn.functional`` is that of a plain loop with the same function."""
 
+import pickle
 from functools import partial
 from pathlib import Path
 
@@ -66,3 +67,38 @@ def test_a_function_that_is_not_pytorchs_still_has_to_say_each_examples_loss():
     with refused(lo.UnsupportedError, "task-not-supported", "reduction='none'"):
         lo.Task(nn.Linear(4, 3), lambda outputs, targets: F.cross_entropy(outputs, targets), data)
     lo.Task(nn.Linear(4, 3), partial(F.cross_entropy, reduction="none"), data)
+
+
+def losses_and_counts(out, y):
+    return F.cross_entropy(out, y, reduction="none"), torch.ones(len(y))
+
+
+PICKLED = {
+    "classes": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "function": F.cross_entropy,
+    "sum": nn.NLLLoss(reduction="sum"),
+    "elements": nn.BCEWithLogitsLoss(),
+    "own": losses_and_counts,
+}
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_a_task_is_pickled_before_and_after_it_was_used(name: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    end = nn.LogSoftmax(1) if name == "sum" else nn.Identity()
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 2), end)
+    y = torch.randint(2, (12,))
+    data = TensorDataset(torch.randn(12, 3), F.one_hot(y, 2).float() if name == "elements" else y)
+    task = lo.Task(model, PICKLED[name], data)
+    before = pickle.dumps(task)
+    run = lo.train(task, torch.optim.SGD(model.parameters(), lr=0.1), 2, 4, 0, tmp_path / "run")
+    scores = lo.SGDIE().score(run, task, data).values
+    for dumped in (before, pickle.dumps(task)):
+        assert torch.equal(lo.SGDIE().score(run, pickle.loads(dumped), data).values, scores)  # noqa: S301 - ours
+
+
+def test_a_task_with_a_function_without_a_name_says_which(tmp_path) -> None:
+    data = TensorDataset(torch.randn(12, 3), torch.randint(2, (12,)))
+    task = lo.Task(nn.Linear(3, 2), lambda out, y: F.cross_entropy(out, y, reduction="none"), data)
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(task)

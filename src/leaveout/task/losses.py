@@ -77,52 +77,53 @@ def as_module(loss: nn.Module | Loss) -> nn.Module | Loss:
 
 
 def taken_apart(loss: nn.Module | Loss) -> LossParts:
-    """Return the parts of an ``nn`` loss module, or of a callable."""
+    """Return the parts of an ``nn`` loss module, or of a callable; they can be pickled if the loss can."""
     if not isinstance(loss, nn.modules.loss._Loss):
-        return LossParts(lambda outputs, targets: _means(loss(outputs, targets)), lambda *given: _counted(loss(*given)))
+        return LossParts(partial(_means, loss), partial(_counted, loss))
+    single = _reduced(loss, "none")
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction != "none":
-        return _class_loss(loss)
-    single = _reduced(loss, "none")
+        counts = partial(_class_counts, loss)
+        return LossParts(partial(_class_losses, loss, single), counts, loss.reduction == "sum", by_targets=True)
     if isinstance(loss, nn.KLDivLoss) and loss.reduction == "batchmean":
-        return LossParts(lambda outputs, targets: single(outputs, targets).flatten(1).sum(1))
-
-    def losses(outputs: Any, targets: Any) -> Tensor:
-        values = single(outputs, targets)
-        return values.flatten(1).mean(1) if values.ndim > 1 else values
-
+        return LossParts(partial(_row_sums, single))
     if loss.reduction != "sum":
-        return LossParts(losses)
-
-    def counts(outputs: Any, targets: Any) -> Tensor:
-        values = single(outputs, targets)
-        return torch.full_like(values.flatten(1)[:, 0] if values.ndim > 1 else values, values[0].numel())
-
-    return LossParts(losses, counts, summed=True)
+        return LossParts(partial(_row_means, single))
+    return LossParts(partial(_row_means, single), partial(_row_lengths, single), summed=True)
 
 
-def _class_loss(loss: Any) -> LossParts:
-    """Return the parts of cross-entropy and the like: a mean over class weights, without ``ignore_index`` targets."""
-    single = _reduced(loss, "none")
+def _row_sums(single: Any, outputs: Any, targets: Any) -> Tensor:
+    return single(outputs, targets).flatten(1).sum(1)
 
-    def counts(outputs: Any, targets: Any) -> Tensor:
-        if targets.is_floating_point():  # class probabilities, in the second dimension
-            return targets.new_full((len(targets),), targets[0].numel() / targets.shape[1])
-        kept = targets != loss.ignore_index
-        weight = kept.to(torch.get_default_dtype() if outputs is None else outputs.dtype)
-        if loss.weight is not None:
-            weight = torch.where(kept, loss.weight[torch.where(kept, targets, 0)], 0)
-        return weight.reshape(len(weight), -1).sum(1)
 
-    def losses(outputs: Any, targets: Any) -> Tensor:
-        outputs, targets = classes_second(outputs, targets)
-        values = single(outputs, targets)
-        sums = values.reshape(len(values), -1).sum(1)
-        if values.ndim == 1 and loss.weight is None:  # one element, whose loss is 0 if it is masked
-            return values
-        number = counts(outputs, targets).detach()
-        return sums / torch.where(number > 0, number, 1)
+def _row_means(single: Any, outputs: Any, targets: Any) -> Tensor:
+    values = single(outputs, targets)
+    return values.flatten(1).mean(1) if values.ndim > 1 else values
 
-    return LossParts(losses, counts, loss.reduction == "sum", by_targets=True)
+
+def _row_lengths(single: Any, outputs: Any, targets: Any) -> Tensor:
+    values = single(outputs, targets)
+    return torch.full_like(values.flatten(1)[:, 0] if values.ndim > 1 else values, values[0].numel())
+
+
+def _class_counts(loss: Any, outputs: Any, targets: Any) -> Tensor:
+    """Count the targets of cross-entropy and the like by their class weights, without ``ignore_index``."""
+    if targets.is_floating_point():  # class probabilities, in the second dimension
+        return targets.new_full((len(targets),), targets[0].numel() / targets.shape[1])
+    kept = targets != loss.ignore_index
+    weight = kept.to(torch.get_default_dtype() if outputs is None else outputs.dtype)
+    if loss.weight is not None:
+        weight = torch.where(kept, loss.weight[torch.where(kept, targets, 0)], 0)
+    return weight.reshape(len(weight), -1).sum(1)
+
+
+def _class_losses(loss: Any, single: Any, outputs: Any, targets: Any) -> Tensor:
+    outputs, targets = classes_second(outputs, targets)
+    values = single(outputs, targets)
+    sums = values.reshape(len(values), -1).sum(1)
+    if values.ndim == 1 and loss.weight is None:  # one element, whose loss is 0 if it is masked
+        return values
+    number = _class_counts(loss, outputs, targets).detach()
+    return sums / torch.where(number > 0, number, 1)
 
 
 def classes_second(outputs: Any, targets: Any) -> tuple[Any, Any]:
@@ -139,14 +140,16 @@ def _reduced(loss: nn.Module, reduction: str) -> Any:
     return single
 
 
-def _means(values: Any) -> Tensor:
+def _means(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    values = loss(outputs, targets)
     if not isinstance(values, tuple):
         return values
     sums, counts = _pair(values)
     return sums / torch.where(counts > 0, counts, 1).detach()
 
 
-def _counted(values: Any) -> Tensor | None:
+def _counted(loss: Loss, outputs: Any, targets: Any) -> Tensor | None:
+    values = loss(outputs, targets)
     return _pair(values)[1].detach() if isinstance(values, tuple) else None
 
 
