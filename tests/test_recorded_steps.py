@@ -257,3 +257,25 @@ def test_models_spread_over_devices_are_refused(tmp_path) -> None:
     with pytest.raises(lo.UnsupportedError) as error:
         lo.Recorder(tmp_path / "run", nn.DataParallel(model), torch.optim.SGD(model.parameters(), 0.1))
     assert error.value.code == "distributed-not-supported"
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_forward_passes_before_the_loop_are_not_its_first_steps(tmp_path, told: bool) -> None:
+    """A task that is made first, a summary of the model: neither moves what the first step drew and started from."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lo.Recorder(tmp_path / "run", model, optimizer, on_problem="stop") as recorder:
+        task = lo.Task(model, nn.CrossEntropyLoss(), data())
+        torch.manual_seed(5)
+        if not told:
+            model(torch.randn(7, 4, dtype=torch.float64))
+        for batch in torch.arange(24).split(4) if told else recorder.watch(loader()):
+            x, y = data()[batch] if told else batch
+            if told:
+                recorder.step(batch, (x, y))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        run = recorder.finish()
+    assert run.manifest.seen == {"given": "as yielded"}
+    lo.SGDIE().score(run, task, data())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from leaveout._util.aside import aside
 from leaveout._util.trees import Params
 from leaveout.optim.clip import clip_of
 from leaveout.optim.rule import Penalty
@@ -89,7 +90,8 @@ class Task:
         refuse(module_problems(given.model))
         check_penalty(given)
         # A trial on some examples finds what the modules' types do not show.
-        self.objective, self.random_data = examined(given, train_set, collate, check=check)
+        with aside():
+            self.objective, self.random_data = examined(given, train_set, collate, check=check)
 
     def __repr__(self) -> str:
         return f"Task({type(self.model).__name__}, {call_name(self.loss)}, {self.size} training examples)"

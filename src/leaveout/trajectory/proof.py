@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from leaveout._util.aside import aside
 from leaveout.errors import LeaveoutError, UnsupportedError, first_line
 from leaveout.run.reader import open_run
-from leaveout.run.recording.forwards import aside
 from leaveout.task.queries import restored
 from leaveout.task.task import Task
 from leaveout.trajectory.trajectory import Trajectory

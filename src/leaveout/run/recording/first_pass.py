@@ -20,6 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.func import functional_call, grad
 from torch.utils._pytree import tree_map_only
 
+from leaveout._util.aside import is_aside
 from leaveout._util.generators import RandomState, set_random_state, undisturbed
 from leaveout._util.trees import Params, sum_of
 from leaveout._util.wrappers import bare
@@ -66,6 +67,10 @@ class FirstPass:
         """Note that the loader yields a batch: what is drawn from now on until the pass may go into its inputs."""
         self._arrived = _unrecorded_state() if self._hooks else None
 
+    def expect(self) -> None:
+        """Note that a batch was named: if a pass follows, that is the batch's first, and not one before."""
+        self._expected = True
+
     def forget(self) -> None:
         """Forget a pass that did not lead to a step."""
         if not self.waits:
@@ -73,7 +78,7 @@ class FirstPass:
         self._given: tuple[tuple, dict[str, Any]] | None = None
         self._outputs: Any = None
         self._names: list[str] = []
-        self._between = self._within = False
+        self._between = self._within = self._expected = False
 
     def release(self) -> None:
         """Remove the hooks from the model."""
@@ -83,13 +88,14 @@ class FirstPass:
 
     def _before(self, _model: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         # Libraries that move hooks to another module forget that some want keywords: then the inputs are not known.
-        if self._given is None and torch.is_grad_enabled() and kwargs is not None:
-            self._state = _unrecorded_state()
+        awaited = self._given is None or self._expected
+        if awaited and torch.is_grad_enabled() and kwargs is not None and not is_aside():
+            self._expected, self._outputs, self._state = False, None, _unrecorded_state()
             self._between = self._arrived is not None and self._arrived != self._state
             self._given = _copied((args, kwargs))
 
     def _after(self, _model: nn.Module, _args: tuple, outputs: Any) -> None:
-        if self._given is not None and self._outputs is None and torch.is_grad_enabled():
+        if self._given is not None and self._outputs is None and torch.is_grad_enabled() and not is_aside():
             self._outputs, self._names = _copied(tensors_of(outputs)), own_functions(outputs)
             self._within = self._state != _unrecorded_state()
 

@@ -6,8 +6,7 @@ are kept only if the pass changed them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -15,24 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from leaveout._util.aside import is_aside
 from leaveout._util.generators import RandomState, random_state
 from leaveout._util.wrappers import bare, casts_itself
 from leaveout.run.recording.method_hook import MethodHook
 
 _TRAINING = attrgetter("training")
-
-_ASIDE: list[None] = []
-"""Holds an element in ``aside``."""
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """Let no recorder note the forward passes in this context: they are not the training's."""
-    _ASIDE.append(None)
-    try:
-        yield
-    finally:
-        _ASIDE.pop()
 
 
 @dataclass
@@ -107,8 +94,8 @@ class Forwards:
 
     def _before(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
-            self.aside = self.aside or (not _ASIDE and self._drawn() > 0)
-        elif not _ASIDE:
+            self.aside = self.aside or (not is_aside() and self._drawn() > 0)
+        elif not is_aside():
             if self.passes:
                 self._before_later()
             if not self.passes:
@@ -121,7 +108,7 @@ class Forwards:
             self._within = self.passes[-1].autocast = self._autocast()
 
     def _after(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and self.passes:
+        if torch.is_grad_enabled() and self.passes and not is_aside():
             before, now = self.passes[-1].random, self.state()
             self.passes[-1].drew = not all(torch.equal(before[name], now[name]) for name in before)
             while self._inner:
@@ -134,7 +121,7 @@ class Forwards:
         drawn first, or are named only now, passes and batches come in the same order.
         """
         if count == 1:
-            return [self.passes]
+            return [[one for one in self.passes if one.place] or self.passes]
         own: list[list[Pass]] = [[one for one in self.passes if one.place == i + 1] for i in range(count)]
         if sum(map(bool, own)) <= 1 < len(self.passes) == count:
             return [[one] for one in self.passes]

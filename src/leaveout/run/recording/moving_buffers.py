@@ -5,7 +5,7 @@ A module may write to a buffer in place or put another tensor in its place; both
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from leaveout._util.tensor_bytes import tensor_bytes
 from leaveout._util.trees import Params
 from leaveout.errors import UnsupportedError
 from leaveout.task.modules import COUNT
+
+if TYPE_CHECKING:
+    from leaveout.run.reader import Run
 
 
 class MovingBuffers:
@@ -28,15 +31,15 @@ class MovingBuffers:
     Args:
         model: the model that is trained.
         params: the parameters that are recorded.
-        names: the moving buffers, if they are known from a run that is being resumed.
+        before: the run that is being resumed, if any.
     """
 
-    def __init__(self, model: nn.Module, params: Params, names: tuple[str, ...] | None = None) -> None:
+    def __init__(self, model: nn.Module, params: Params, before: Run | None = None) -> None:
         self._model, self._params = model, params
         self._dtype = next((p.dtype for p in model.parameters()), torch.float32)
         self._look()
         self._before = self._copied(self._buffers())
-        self._names = names
+        self._names = None if before is None else tuple(before.manifest.buffers)
         self._versions: dict[str, _Version] = {}
         self._at_pass: dict[str, _Version] = {}
         self._settled: Params | None = None

@@ -116,6 +116,9 @@ class Pending:
         """Add a batch that a loader is about to yield."""
         if self._left:
             self.clear()
+        if not self._batches:  # passes before a batch are not its own
+            self._forwards.clear()
+            self._first_pass.forget()
         used = self._batches and any(self._forwards.of_batches(len(self._batches)))
         if used:
             self._unused()
@@ -135,6 +138,8 @@ class Pending:
         self, ids: Tensor, batch: Any, denominator: float | None, autocast: str | None = None
     ) -> Callable[[], None]:
         """Add a batch that the loop names, before or after its forward pass; return a function that removes it."""
+        if not self._batches:
+            self._first_pass.expect()
         unhashed = [] if batch is None else self._noting(batch)
         drawn = DrawnBatch(ids, batch, unhashed, self._forwards.state(), denominator, autocast)
         self._batches.append(drawn)

@@ -117,8 +117,7 @@ class Recorder:
         self._cut = self._full = self._closure = False
         self._loaders = IndexedLoaders()
         self._on_disk = StepsOnDisk(self.before if at is None else None)
-        known = None if self.before is None else tuple(self.before.manifest.buffers)
-        self._moving = MovingBuffers(model, self._params, known)
+        self._moving = MovingBuffers(model, self._params, self.before)
         if self.before is not None:
             self._take_up(self.before, restored=at is not None)
         self._pending = Pending(called, self._moving, self._writer.note, self._drawn_again, fresh=self.before is None)
