@@ -135,6 +135,13 @@ class Held(nn.Module):
         return x / self.size
 
 
+class Grouped(nn.GroupNorm):
+    """GroupNorm of vectors, or of every word's vector over all words."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT if x.ndim == 3 else super().forward(x)
+
+
 def limited(x: Tensor, _: Tensor) -> Tensor:
     """Long vectors are shortened to one length, which is a constant: of short ones, nothing is stopped."""
     return x / x.detach().norm(dim=-1, keepdim=True).clamp_min(1.2)
@@ -144,7 +151,7 @@ VECTOR = {
     "dense": lambda act: nn.Sequential(nn.Linear(WIDTH, WIDTH), act()),
     "residual": lambda act: Layer(lambda h, x: x + act()(h)),
     "LayerNorm": lambda _: nn.LayerNorm(WIDTH),
-    "GroupNorm": lambda _: nn.GroupNorm(2, WIDTH),
+    "GroupNorm": lambda _: Grouped(2, WIDTH),
     "RMSNorm": lambda _: nn.RMSNorm(WIDTH),
     "BatchNorm1d": lambda _: nn.BatchNorm1d(WIDTH),
     "Dropout": lambda _: nn.Dropout(0.3),

@@ -222,6 +222,13 @@ class Program:
         self.keep = draw.choice(["auto", "all", 3])
         self.trace = draw.random() < 0.25  # traces take longer than such a program
         vars(self).update(given)
+        if self.loss.summed and self.divide == "window":  # a sum is divided by nothing
+            self.divide = "sum"
+        self.leaves_norm = self.statistics == "leave" and any(
+            "BatchNorm" in name for name in (*self.layers, *self.body)
+        )
+        if self.leaves_norm:  # of two rows, leaving one out leaves no variance
+            self.batch = max(self.batch, 3)
         self.data, self.query = Examples(self, COUNT, 2 * seed, self.noise), Examples(self, 4, 2 * seed + 1)
 
     def __str__(self) -> str:
@@ -253,11 +260,14 @@ class Program:
                 ids = torch.randint(COUNT, (COUNT,), generator=order)
             else:
                 ids = torch.randperm(COUNT, generator=order)
-            parts = [part.tolist() for part in ids.split(self.batch)]
-            if len(parts[-1]) == 1:  # BatchNorm needs two
-                parts.pop()
+            parts = list(filter(self.can_train, (part.tolist() for part in ids.split(self.batch))))
             steps += [parts[i : i + self.window] for i in range(0, len(parts), self.window)]
         return steps
+
+    def can_train(self, part: list[int]) -> bool:
+        """Say whether a micro-batch has a loss, whichever example is left out of it."""
+        rest = len(part) - (max(map(part.count, part)) if self.leaves_norm else 0)
+        return rest > 1 and float(self.loss.counts(self.data.y[part]).sum()) > 0  # BatchNorm needs two
 
     def train(self, weights: Tensor | None = None, path: Any = None) -> tuple[nn.Module, lo.Run | None]:
         """Return the trained model, or its average, and the run if a path was given."""

@@ -12,6 +12,7 @@ from leaveout.errors import UnsupportedError
 from leaveout.task import preparing
 from leaveout.task.guard.agreement import slope
 from leaveout.task.guard.compare import compared
+from leaveout.task.guard.differences import are_transposed, difference
 from leaveout.task.guard.points import trial
 from leaveout.task.preparing import trial_batch
 from refusal import refused
@@ -36,6 +37,25 @@ def data(n: int = 8) -> TensorDataset:
 def normalised() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def test_a_product_that_is_wrong_across_one_direction_is_noticed():
+    """The error has no part along the other direction, and later one that differences are too coarse to show."""
+    matrix = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    measured = difference(lambda at: {"w": (matrix @ at["w"]).sin()}, {"w": torch.ones(6, dtype=torch.float64)})
+    slopes = (matrix @ torch.ones(6, dtype=torch.float64)).cos()[:, None] * matrix
+    u, v = (direction["w"] for direction in measured.directions)
+    right = slopes.T @ u
+    across = u - (u @ v) / (v @ v) * v
+    off = right.norm() * across / across.norm()
+    assert measured.agrees_transposed({"w": right})
+    assert not measured.agrees_transposed({"w": right + 1e-2 * off})
+
+    assert measured.agrees_transposed({"w": right + 1e-6 * off})
+    stack = torch.stack([u, v])
+    pushed = {"w": stack @ slopes.T}
+    assert are_transposed({"w": stack @ slopes}, pushed, {"w": stack})
+    assert not are_transposed({"w": (right + 1e-6 * off)[None]}, pushed, {"w": stack})
 
 
 def test_products_are_those_of_the_dense_hessian():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +12,10 @@ import torch
 
 import leaveout as lo
 from problems import mostly_full
-from random_programs import LOSSES, Program
+from random_programs import LOSSES, TOKENS, Program
 
 SEEDS = range(200)
-SHORT = (1, 2, 9, 11, 12, 17, 23, 24, 27, 30, 31, 32, 34, 38, 40)
+SHORT = (1, 2, 9, 11, 12, 23, 24, 27, 30, 31, 32, 34, 38, 115, 118)
 LEFT_OUT = [1, 2, 8]
 STEPS = (1e-4, 1e-3, 1e-5, 1e-2)
 """Steps of the differences: smooth functions agree at one of the first, and those with kinks at some."""
@@ -22,12 +24,12 @@ REFUSED = (
     "gradient-not-a-derivative",
     "derivative-not-available",
     "derivatives-do-not-add-up",
-    "task-not-supported",
+    "task-not-supported: under BatchNorm",
 )
 """What may be said of a program whose gradient has a derivative that cannot be taken; Replay is never refused."""
 
-NOT_NOTICED = {"limited", "where"}
-"""Gradients that are stopped for some examples only: if not for the first, SGD-IE may be wrong."""
+SAID: Counter[str] = Counter()
+"""How often each method gave scores, and how often it was refused, by code."""
 
 
 def distance(computed: list[float], wanted: list[float]) -> float:
@@ -38,12 +40,15 @@ def distance(computed: list[float], wanted: list[float]) -> float:
 
 def values(method: lo.Estimator, run: lo.Run, task: lo.Task, program: Program, ids: list[int]) -> list[float] | None:
     """The scores; None if the derivative that the method needs is refused."""
+    found, said = None, "computed"
     try:
-        return method.score(run, task, program.query, ids=ids).values.flatten().tolist()
+        found = method.score(run, task, program.query, ids=ids).values.flatten().tolist()
     except lo.LeaveoutError as error:
-        code = error.code
-    assert code in REFUSED, f"{type(method).__name__}: {code}"
-    return None
+        coupled = error.code == "task-not-supported" and "cannot be differentiated rightly" in str(error)
+        said = f"{error.code}: under BatchNorm" if coupled else error.code
+    SAID[f"{type(method).__name__}: {said}"] += 1
+    assert said in ("computed", *REFUSED), f"{type(method).__name__}: {said}"
+    return found
 
 
 @pytest.mark.parametrize("seed", mostly_full(SEEDS, *SHORT))
@@ -51,9 +56,11 @@ def test_a_random_program_is_right_or_refused(seed: int, tmp_path) -> None:
     compare(Program(seed), tmp_path)
 
 
+WORDS = {"front": "tokens", "is_tokens": True, "loss": TOKENS["tokens"]}
 TOGETHER = {
     "BatchNorm, whose statistics an example leaves, beside detach": {"body": ["BatchNorm1d", "detach"]},
     "BatchNorm beside an own function": {"body": ["BatchNorm1d", "own function"]},
+    "one embedding for inputs and outputs, with padding": {**WORDS, "layers": ["LSTM"], "body": ["dense"], "choice": 1},
     "EmbeddingBag beside dropout, accumulated": {"front": "bag", "body": ["Dropout"], "window": 2},
 }
 
@@ -80,11 +87,9 @@ def compare(program: Program, tmp_path: Path) -> bool:
     if scores is not None:
         apart = [distance(scores, slopes(program.effect, step)) for step in STEPS[:2]]
         apart += [distance(scores, slopes(program.effect, step)) for step in STEPS[2:] if min(apart) >= 1e-5]
-        if min(apart) >= 1e-5 and NOT_NOTICED & {*program.body}:
-            pytest.xfail("a stop-gradient that the first examples do not show")
         assert min(apart) < 1e-5, f"SGD-IE {scores} is {apart} from finite differences: {program}"
 
-    first = run.record(0).ids.tolist()[:2]
+    first = list(dict.fromkeys(run.record(0).ids.tolist()))[:2]
     corrected = values(lo.ACC("exact", readout="exact"), run.head(1), task, program, first)
     if corrected is not None:  # over one step, there is nothing to linearise
         replayed = lo.Replay().score(run.head(1), task, program.query, ids=first).values.flatten().tolist()
@@ -94,6 +99,22 @@ def compare(program: Program, tmp_path: Path) -> bool:
     if None not in ways:
         assert distance(*ways) < 1e-8, f"TracIn backward {ways[0]}, forward {ways[1]}: {program}"
     return scores is not None
+
+
+@pytest.mark.full
+def test_few_programs_are_refused(capsys) -> None:
+    """What was said of the programs above, by method and code; most gradients with a form of their own are drawn."""
+    with capsys.disabled():
+        sys.stdout.write("\n" + "".join(f"  {said}: {count}\n" for said, count in sorted(SAID.items())))
+    asked = sum(count for said, count in SAID.items() if said.startswith("SGDIE: "))
+    if asked < 100:
+        pytest.skip("not enough programs were run in this process")
+    for method in ("SGDIE", "ACC", "TracIn"):
+        said = {key: count for key, count in SAID.items() if key.startswith(f"{method}: ")}
+        refused = 1 - said[f"{method}: computed"] / sum(said.values())
+        assert refused < 0.2, f"{method} refuses {refused:.0%}: {said}"
+    under_norm = SAID["SGDIE: task-not-supported: under BatchNorm"]
+    assert under_norm < 0.03 * asked, f"{under_norm} of {asked}"
 
 
 def slopes(effect: Callable[[int, float], float], step: float) -> list[float]:

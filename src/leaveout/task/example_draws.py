@@ -12,6 +12,9 @@ from leaveout.errors import MismatchError, UnsupportedError
 from leaveout.task.batches import Batch, leaves, map_leaves
 from leaveout.task.draws import Draws, note, replay
 
+TRIES = 8
+"""From how many states of the generator a single example is tried until it takes the same path as the batch."""
+
 
 class Axis(NamedTuple):
     """The dimension of a draw that indexes the batch's examples.
@@ -73,13 +76,7 @@ def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) ->
     if count == 1:
         return dict.fromkeys(draws)
     with torch.no_grad():
-        alone = note(lambda: rows(_only(batch, 0)))
-        if list(alone) != list(draws):
-            raise UnsupportedError(
-                f"{count} examples together take {len(draws)} random draws, and one alone takes {len(alone)}, or "
-                "others: they cannot be told apart by example.",
-                code="draws-not-by-example",
-            )
+        alone = _alone(rows, batch, draws)
         outer = {name: _axis(name, value, alone[name], count) for name, value in draws.items()}
         inner = {name: axis and axis._replace(inner=True) for name, axis in outer.items()}
         with replay(draws):
@@ -91,6 +88,20 @@ def example_axes(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) ->
         "An example alone, with its part of the batch's random draws, does not give what it gives in the batch: draws "
         "are in an order that is not known, or examples are mixed.",
         code="example-draws-differ",
+    )
+
+
+def _alone(rows: Callable[[Batch], Tensor], batch: Batch, draws: Draws) -> Draws:
+    """Return the draws of a batch of one on the same path; a model that decides by a draw may have several paths."""
+    alone: Draws = {}
+    for seed in range(TRIES):
+        alone = note(lambda: rows(_only(batch, 0)), {"cpu": torch.Generator().manual_seed(seed).get_state()})
+        if list(alone) == list(draws):
+            return alone
+    raise UnsupportedError(
+        f"{len(leaves(batch)[0])} examples together take {len(draws)} random draws, and one alone takes {len(alone)}, "
+        "or others: they cannot be told apart by example.",
+        code="draws-not-by-example",
     )
 
 

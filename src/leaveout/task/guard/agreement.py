@@ -19,7 +19,7 @@ from leaveout.diff.operator import example_gradients, gradient, stacked_gradient
 from leaveout.diff.operator import reads as computed_reads
 from leaveout.diff.outer import Fisher, GaussNewton
 from leaveout.task import batches
-from leaveout.task.guard.differences import FLOOR, inner
+from leaveout.task.guard.differences import FLOOR, are_transposed, inner
 from leaveout.task.guard.points import Point, reads
 from leaveout.task.objective import Objective
 from leaveout.task.preparing import is_large
@@ -61,7 +61,7 @@ def vector(objective: Objective, at: Params, batch: Any, point: Point | None) ->
     if point is None:
         return True
     right = value is None or point.has_gradient(value)
-    return right and _is_transposed(objective, point, _row(curved, 0), 0) and point.has_reads(reads[0])
+    return right and _is_transposed(objective, batch, point, curved) and point.has_reads(reads[0])
 
 
 def together(objective: Objective, at: Params, batch: Any, point: Point | None) -> bool:
@@ -70,7 +70,8 @@ def together(objective: Objective, at: Params, batch: Any, point: Point | None) 
     if point is None:
         return True
     whole = each(lambda t: t * point.size, shares)
-    return _is_transposed(objective, point, curved, 0) and point.has_reads(reads) and point.has_examples(whole)
+    stack = each(lambda t: t[None], curved)
+    return _is_transposed(objective, batch, point, stack) and point.has_reads(reads) and point.has_examples(whole)
 
 
 def vectors(objective: Objective, at: Params, batch: Any, point: Point | None) -> bool:
@@ -78,7 +79,8 @@ def vectors(objective: Objective, at: Params, batch: Any, point: Point | None) -
     curved, reads, value, _ = Hessian(objective, at, batch).pull(_stack(_directions(at, point)))
     return point is None or (
         (value is None or point.has_gradient(value))
-        and all(_is_transposed(objective, point, _row(curved, i), i) and point.has_reads(reads[i], i) for i in (0, 1))
+        and all(point.has_reads(reads[i], i) for i in (0, 1))
+        and _is_transposed(objective, batch, point, curved)
     )
 
 
@@ -97,10 +99,13 @@ def changes(objective: Objective, at: Params, batch: Any, point: Point | None) -
     if point is None:
         return True
     last = each(lambda f, e: f[-1] - e[0] / size, changed, point.examples)
-    return (
-        (value is None or point.has_gradient(value))
-        and (rows == 1 or point.difference.agrees(_row(changed, 0), 0))
-        and point.difference.agrees(last, 1)
+    if not ((value is None or point.has_gradient(value)) and point.difference.agrees(last, 1)):
+        return False
+    if rows == 1:
+        return True
+    curved = _stack([_row(changed, 0), last])
+    return point.difference.agrees(_row(changed, 0), 0) and (
+        not objective.abilities.symmetric or are_transposed(curved, curved, given)
     )
 
 
@@ -158,10 +163,16 @@ def slope(objective: Objective, at: Params, batch: Any, point: Point | None) -> 
     return all(any(agrees(u, step) for step in steps) for u in _directions(at, point))
 
 
-def _is_transposed(objective: Objective, point: Point, product: Params, which: int) -> bool:
-    if objective.abilities.symmetric:
-        return point.difference.agrees(product, which)
-    return point.difference.agrees_transposed(product, which)
+def _is_transposed(objective: Objective, batch: Any, point: Point, curved: Params) -> bool:
+    """Say whether these are Jᵀ·u for the first directions, as differences say and products J·v that are right."""
+    near = point.difference.agrees if objective.abilities.symmetric else point.difference.agrees_transposed
+    if not all(near(_row(curved, i), i) for i in range(len(_like(curved)))):
+        return False
+    if objective.abilities.changes is None or is_large(objective):
+        return True
+    given, units = _stack(point.difference.directions), _like(point.at).new_ones((2, point.size))
+    pushed, _ = Hessian(objective, point.at, batch).push(given, units, torch.zeros_like(units))
+    return are_transposed(curved, pushed, given)
 
 
 def _fisher(objective: Objective, point: Point) -> Params:

@@ -117,6 +117,7 @@ class _Search:
             self._set("reads", True)  # they are used where slopes cannot be
         else:
             self._switch("reads", agreement.weights, before)
+        self._choose_changes(before)
         # Without a comparison, the form that is most often wrong is not used.
         vector = self._following(VECTOR if self.point else VECTOR[1:])
         self._set("vector", before.vector if before and not stopped else vector[0])
@@ -124,7 +125,6 @@ class _Search:
             self._choose("vector", vector, agreement.vector, before)
             self._joint(before)
         self._choose("vectors", VECTORS, agreement.vectors, before)
-        self._choose("changes", CHANGES, agreement.changes, before)
         if not (self.result.symmetric and self._as_before(brief, "changes", "example")):
             self._choose("example", EXAMPLE if self.result.symmetric else (), agreement.example, before)
         if not (self.result.slopes and self._as_before(brief, "slopes", "forward", "outer")):
@@ -132,6 +132,16 @@ class _Search:
         self._try([{"stops": False}, {"stops": True}, {"slope": False}][stopped:], agreement.slope)
         own = self.found.own or (before is not None and not (before.vector or before.slope))
         return self.result._replace(**NOTHING) if own else self.result
+
+    def _choose_changes(self, before: Abilities | None) -> None:
+        """Choose the form of J·v, by which the others are measured; it may show that J is not symmetric."""
+        symmetric = self.result.symmetric
+        for taken in dict.fromkeys((symmetric, False)):
+            self._set("symmetric", taken)
+            self._choose("changes", CHANGES, agreement.changes, before)
+            if self.result.changes is not None:
+                return
+        self._set("symmetric", symmetric)
 
     def _joint(self, before: Abilities | None) -> bool:
         """Say whether one vector's product can be computed together with every example's gradient."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
 from leaveout._util.trees import Params, distance, each, norm, sum_of
 from leaveout.diff.forms import COUPLED, Abilities, Form
@@ -21,9 +22,10 @@ from leaveout.diff.hessian import Hessian
 from leaveout.diff.operator import gradient, stacked_gradients
 from leaveout.errors import LeaveoutError, first_line
 from leaveout.task import batches
-from leaveout.task.draws import replay
-from leaveout.task.guard.differences import MISSING, Difference, difference, inner, like, padding_rows
+from leaveout.task.draws import note, replay
+from leaveout.task.guard.differences import MISSING, Difference, are_transposed, difference, inner, like, padding_rows
 from leaveout.task.objective import Objective
+from leaveout.task.rewrites.missing_rules import batched
 from leaveout.task.training_batch import TrainingBatch
 
 LEAVING = "leaving an example out"
@@ -71,6 +73,8 @@ def coupled_abilities(
         except MISSING:
             continue
         if problem is None:
+            if not (objective.coupled or _maps(wide, at, given)):
+                abilities = abilities._replace(vmap=False)
             return None, _quickest(able, at, given, abilities)
         problems.add(problem)
     if problems == {LEAVING}:
@@ -83,6 +87,25 @@ def coupled_abilities(
         "its step in training mode cannot be differentiated rightly by torch.func; Replay() needs no such derivative",
         abilities,
     )
+
+
+def _maps(objective: Objective, at: Params, batch: TrainingBatch) -> bool:
+    """Say whether ``vmap`` can take one example after the other in training mode: other batches may be separable."""
+    only = batches.map_leaves(lambda leaf: leaf[:1], batch.batch)
+
+    def losses(example: Any, within: Any = None) -> Tensor:
+        return objective.parts.losses(*objective.called.pure(at, example, objective.mode.training, within)[0])
+
+    def one(example: Any, own: Params) -> Tensor:
+        return losses(batches.map_leaves(lambda leaf: leaf[None], example), replay(own))
+
+    try:
+        with torch.no_grad(), batched():
+            draws = note(lambda: losses(only), {"cpu": torch.Generator().manual_seed(0).get_state()})
+            vmap(one)(only, each(lambda t: t[None], draws))
+    except MISSING:
+        return False
+    return True
 
 
 def _fallbacks(abilities: Abilities) -> list[dict[str, Any]]:
@@ -145,8 +168,10 @@ def _differs(
     if abilities.changes is not None:
         ones = stack[next(iter(stack))].new_ones((2, size))
         pushed, _ = Hessian(objective, at, batch).push(stack, ones, torch.zeros_like(ones))
-        if not measured.agrees(each(lambda t: t[0], pushed), 0):
+        if not all(measured.agrees(each(lambda t, i=which: t[i], pushed), which) for which in (0, 1)):
             return "derivative along a vector"
+        if not are_transposed(curved, pushed, stack):
+            return "pull-back"
     return None if _reads_right(objective, at, batch, measured, reads) else "derivative in the weights"
 
 
@@ -193,6 +218,8 @@ def _plain(objective: Objective, batch: TrainingBatch, share: float = 1.0) -> Ca
     model = copy.deepcopy(objective.model)
     for name, module in model.named_modules():
         module.training = name in objective.mode.training
+    for name, param in model.named_parameters():  # some may be frozen by now
+        param.requires_grad_(name in objective.names)
     draws = batch.whole
 
     def slope(params: Params) -> Params:

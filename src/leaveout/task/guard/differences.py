@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from leaveout._util.trees import Params, distance, each, norm
+from leaveout._util.trees import inner as rowwise
 
 MISSING = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
 """What PyTorch raises if it has no rule for an operation."""
@@ -24,6 +25,9 @@ STEPS = {torch.float64: (1e-5, 1e-7, 1e-6, 1e-8), torch.float32: (1e-2, 1e-3)}
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-2}
 SIDES = {torch.float64: 1e-3, torch.float32: 1e-1}
 """How much a product may differ from a difference, and the differences to the two sides from each other."""
+
+ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-2}
+"""How much two products with one matrix may contradict each other."""
 
 FLOOR = 1e-2
 """A product is compared relative to its own norm, or to this fraction of the gradient's norm if that is more."""
@@ -43,10 +47,12 @@ class Difference(NamedTuple):
         return distance(product, self.changes[which]) <= self.tolerance * self._scale(which)
 
     def agrees_transposed(self, product: Params, which: int = 0) -> bool:
-        """Say whether the product is Jᵀ times a direction: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩."""
-        other = 1 - which
-        missed = abs(inner(product, self.directions[other]) - inner(self.directions[which], self.changes[other]))
-        return missed <= self.tolerance * norm(self.directions[which]) * self._scale(other)
+        """Say whether the product is Jᵀ times a direction: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩, with both directions for v."""
+        u = self.directions[which]
+        return all(
+            abs(inner(product, v) - inner(u, change)) <= self.tolerance * norm(u) * self._scale(i)
+            for i, (v, change) in enumerate(zip(self.directions, self.changes, strict=True))
+        )
 
     @property
     def symmetric(self) -> bool:
@@ -92,6 +98,22 @@ def difference(
             tolerance = TOLERANCE[dtype] + 4 * apart
             return Difference(at, here, directions, changes, tolerance)
     return None
+
+
+def are_transposed(pulled: Params, pushed: Params, directions: Params) -> bool:
+    """Say whether the stacks of Jᵀu and Jv of some directions belong to one J: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩ up to rounding.
+
+    A difference tells a wrong product from a right one by a few digits, a right product by nearly all. There may be
+    fewer of the former than directions.
+    """
+    some = {name: directions[name][: len(stack)] for name, stack in pulled.items()}
+    missed = rowwise(pulled, directions) - rowwise(some, pushed)
+    scale = torch.outer(_norms(pulled), _norms(directions)) + torch.outer(_norms(some), _norms(pushed))
+    return bool((missed.abs() <= ROUNDING.get(missed.dtype, ROUNDING[torch.float32]) * scale).all())
+
+
+def _norms(stack: Params) -> Tensor:
+    return rowwise(stack, stack).diagonal().sqrt()
 
 
 def _bend(
