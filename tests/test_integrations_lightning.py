@@ -401,7 +401,7 @@ class Penalised(Net):
         return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 5}])
+@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 3}])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_penalty_in_the_step_belongs_to_nobody(tmp_path, settings, norm) -> None:
     recorder = RecorderCallback(tmp_path / "run", on_problem="stop")
@@ -414,6 +414,7 @@ def test_a_penalty_in_the_step_belongs_to_nobody(tmp_path, settings, norm) -> No
     given = lo.Task(
         module, nn.CrossEntropyLoss(), data(), penalty=lambda p: 0.01 * sum(one.square().sum() for one in p.values()),
         clip_norm=settings.get("gradient_clip_val"), statistics="stay",
+        accumulation=settings.get("accumulate_grad_batches", 1),
     )  # fmt: skip
     for method in (lo.SGDIE(), lo.ACC()):
         one, other = (method.score(recorder.run, t, data(6, 9)).mean() for t in (task, given))

@@ -24,6 +24,9 @@ Step = Callable[[Slots, torch.Tensor, Values], Slots]
 Penalty = Callable[[Params], Tensor]
 """What a training loop adds to the loss of every step: a number computed from the parameters alone."""
 
+SHARE = "penalty share"
+"""How much of it a step got, beside its hyperparameters: a short window of micro-batches gets less than a full one."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -259,23 +262,23 @@ class Rule:
 
     def _given(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> Params:
         """Return the gradient that the optimizer of one model was given: with the penalty's, then clipped."""
-        return self.clipped(self.received(self.penalised(state, gradient), hypers))
+        return self.clipped(self.received(self.penalised(state, gradient, hypers), hypers))
 
-    def penalised(self, state: State, gradient: Params) -> Params:
+    def penalised(self, state: State, gradient: Params, hypers: Sequence[Hyper]) -> Params:
         """Add the penalty's gradient to that of one model's batch."""
         if self.penalty is None:
             return gradient
-        added = grad(self.penalty)({name: state[PARAM][name] for name in self.groups})
-        return {**gradient, **{name: gradient[name] + tensor for name, tensor in added.items()}}
+        added, share = grad(self.penalty)({name: state[PARAM][name] for name in self.groups}), _share(hypers)
+        return {**gradient, **{name: gradient[name] + share * tensor for name, tensor in added.items()}}
 
-    def bent(self, params: Params, vectors: Params) -> Params:
+    def bent(self, params: Params, vectors: Params, hypers: Sequence[Hyper] = ()) -> Params:
         """Compute the penalty's Hessian at these parameters times each vector of a stack."""
         if self.penalty is None:
             return {name: torch.zeros_like(stack) for name, stack in vectors.items()}
-        slope, own = grad(self.penalty), {name: params[name] for name in self.groups}
+        slope, own, share = grad(self.penalty), {name: params[name] for name in self.groups}, _share(hypers)
         along = {name: vectors[name] for name in self.groups}
         bent = vmap(lambda one: jvp(slope, (own,), (one,))[1])(along)
-        return {**{name: torch.zeros_like(stack) for name, stack in vectors.items()}, **bent}
+        return {name: share * bent[name] if name in bent else torch.zeros_like(v) for name, v in vectors.items()}
 
     def received(self, gradient: Params, hypers: Sequence[Hyper]) -> Params:
         """Return the gradient as the optimizer received it: zero for parameters that had none."""
@@ -381,6 +384,10 @@ def allowed_extras(definition: Definition) -> list[str]:
 def has_kernel(definition: Definition) -> bool:
     """Say whether the optimizer's fused kernel is known, so that its steps can be repeated to the last bit."""
     return type(definition).fused is not Definition.fused
+
+
+def _share(hypers: Sequence[Hyper]) -> float:
+    return hypers[0].get(SHARE, 1.0) if hypers else 1.0
 
 
 def _row(state: State, i: int) -> State:

@@ -207,7 +207,8 @@ class SubspaceTransport(Transport):
         operator = self._free.kind(recorded.objective, recorded.params, recorded.batch)
         rule = rule.beside(recorded.params, recorded.objective.names)
         parts = [self._layout.unflatten(part) for part in self._basis.split(chunk)]
-        products = (each(torch.add, operator.pull(part).curved, rule.bent(recorded.params, part)) for part in parts)
+        bent = (rule.bent(recorded.params, part, hypers) for part in parts)
+        products = (each(torch.add, operator.pull(part).curved, own) for part, own in zip(parts, bent, strict=True))
         curved = torch.cat([self._layout.flatten(product) @ self._basis.T for product in products])
         gradient = self._inside[PARAM] @ curved
         add_rows(gradient, row, terms, alpha=-1 / len(recorded.record.ids))

@@ -54,7 +54,7 @@ def diagnosis(rule: Rule, recorded: RecordedStep, recomputed: Params) -> str:
     What was seen of the loop comes first if it alone explains the difference, and else before what remains to be asked.
     """
     hypers, buffers, clip = recorded.record.hypers, rule.assigned, rule.clip
-    received = rule.received(rule.penalised(recorded.before, recomputed), hypers)
+    received = rule.received(rule.penalised(recorded.before, recomputed, hypers), hypers)
     clipped = rule.clipped(received)
     moving = [n for n, g in rule.groups.items() if not hypers[g].get(STILL) and not hypers[g].get(IDLE)]
     rule = rule.extended(None, ()).restricted(moving)  # the optimizer alone: the gradient it received is compared

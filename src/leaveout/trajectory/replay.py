@@ -146,7 +146,7 @@ def shuffled(trajectory: Trajectory, left_out: LeftOut, seed: int, resources: Re
     size, order = trajectory.task.size, torch.Generator().manual_seed(seed)
     epoch, places = None, torch.arange(size)
     for index in resources.track(range(len(trajectory)), len(trajectory), f"training {count}"):
-        record = trajectory.run.record(index)
+        record = trajectory.record(index)
         if record.epoch != epoch:
             epoch, places = record.epoch, torch.randperm(size, generator=order)
         ids = places[record.ids]

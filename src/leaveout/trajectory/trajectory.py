@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, chain, islice, pairwise
 from random import Random
@@ -19,6 +20,7 @@ from leaveout._util.trees import PARAM, Params, State, distance, each, nbytes
 from leaveout.diff.operator import gradient
 from leaveout.errors import MismatchError, UnsupportedError
 from leaveout.optim import AVERAGE
+from leaveout.optim.rule import SHARE
 from leaveout.run.gradient_states import CACHE
 from leaveout.run.model_match import check_model
 from leaveout.run.reader import Run
@@ -253,7 +255,7 @@ class Trajectory:
         """Yield the states between two kept ones by taking the recorded steps, which must lead to the second."""
         state, travelled = first, 0.0
         for index in range(start, stop):
-            record = self.run.record(index)
+            record = self.record(index)
             batch = self._batch(record, state[PARAM])
             seen = self._modes.of(record)
             after = self._rule.step(state, gradient(seen.whole, state[PARAM], batch), record.hypers)
@@ -282,6 +284,13 @@ class Trajectory:
             states = list(self._replayed(self._state(start), self._state(stop), start, stop))
             self.run.end = states[len(self) - start - 1]
         return {slot: each(torch.clone, params) for slot, params in self.run.end.items()}
+
+    def record(self, index: int) -> Record:
+        """Return what was recorded of a step, and how much of the penalty a window of another length got."""
+        record, whole = self.run.record(index), self.trained.accumulation
+        if self.trained.penalty is None or not isinstance(whole, int) or len(record.parts) == whole:
+            return record
+        return replace(record, hypers=[{**hyper, SHARE: len(record.parts) / whole} for hyper in record.hypers])
 
     def batch(self, index: int) -> Batch:
         """Return the batch of a step, checked against what was recorded of it."""
@@ -335,7 +344,7 @@ class Trajectory:
         return batch
 
     def _recorded_step(self, index: int, before: State, after: State) -> RecordedStep:
-        record = self.run.record(index)
+        record = self.record(index)
         seen = self._modes.of(record)
         batch = self._batch(record, before[PARAM])
         states = (self._chosen(before), self._chosen(after))
