@@ -16,7 +16,7 @@ import leaveout as lo
 from leaveout._util.trees import PARAM
 from leaveout.compute import progress
 from problems import only_estimated
-from refusal import refused
+from refusal import refused, settle
 
 
 class Balanced(HTMLParser):
@@ -244,6 +244,7 @@ def test_a_run_that_is_being_written_is_not_overwritten_unasked(tmp_path):
 
 def test_a_run_whose_directory_was_deleted_is_recorded_again(tmp_path):
     kept = interrupted(tmp_path / "run", 2)
+    settle(tmp_path)  # what a thread is still writing cannot be deleted
     shutil.rmtree(tmp_path / "run")
     assert len(trained(tmp_path / "run", 1, overwrite=True)[0]) == 2
     del kept
