@@ -91,7 +91,7 @@ def main(folder: Path, examples: int = 400, epochs: int = 30) -> dict[str, float
     print(f"{found:.0%} of the wrong labels are among the {len(suspects)} most harmful messages")
 
     with torch.no_grad():
-        losses = task.query_losses(task.parameters(), [val.x, val.y])
+        losses = task.objective.query_losses(task.parameters(), [val.x, val.y])
     query = int(losses.argmax())
     print(f"\nThe model does worst on {messages.excerpt(val.x[query])!r} ({messages.classes[int(val.y[query])]}).")
     print("Training messages that pushed it there, and what their labels say:")

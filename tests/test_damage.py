@@ -206,7 +206,7 @@ def test_a_config_that_was_changed_after_the_run_is_named(tmp_path: Path) -> Non
     plan = config.Config(config.DataPart(n_train=30, n_val=5), train=config.TrainPart(epochs=1, l2=0.01))
     run, _ = config.run_config(plan, tmp_path / "run")
     file, fingerprint = run.path / "config.toml", run.fingerprint
-    assert subject_of(run.path, None).task.l2 == 0.01
+    assert subject_of(run.path, None).task.objective.l2 == 0.01
     file.write_text(file.read_text().replace("0.01", "0.03"))
     assert [str(file) in told and "was changed" in told for told in lo.check_run(run.path)] == [True]
     with refused(lo.RunError, "config-changed", "config.toml"):

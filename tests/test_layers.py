@@ -136,7 +136,7 @@ SHORT = {
     "detached focal loss": Case(lambda h: h.tanh(), loss=focal),
     "GLU": layer(nn.GLU),
     "LSTM": sequence(lambda: nn.LSTM(2, 3, batch_first=True)),
-    "gradient reversal": Case(lambda h: Reversed.apply(h.tanh()), refused="a gradient of its own"),
+    "gradient reversal": Case(lambda h: Reversed.apply(h.tanh()), refused="a gradient of their own"),
     "cdist": Case(lambda h: torch.cdist(h.reshape(-1, 2, 3), h.reshape(-1, 2, 3) + 1), refused="second derivative"),
 }
 

@@ -154,8 +154,8 @@ def test_measuring_a_forward_pass_leaves_nothing_behind():
         gc.collect()
         return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
 
-    assert activation_bytes(problem.task, params, batch) > 0
+    assert activation_bytes(problem.task.objective, params, batch) > 0
     before = alive()
     for _ in range(5):
-        activation_bytes(problem.task, params, batch)
+        activation_bytes(problem.task.objective, params, batch)
     assert alive() == before

@@ -192,7 +192,7 @@ def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def test_what_is_free_at_the_moment_does_not_move_the_shards(tmp_path, problem, monkeypatch):
     for free in (10**12, 1):
-        monkeypatch.setattr("leaveout.compute.resources.free_memory", lambda: free)  # noqa: B023
+        monkeypatch.setattr("leaveout.compute.resources.free_memory", lambda *_: free)  # noqa: B023
         for bytes_each, rows in ((1, 2), (10**8, 2), (3 * 10**8, 1), (10**12, 1)):
             assert lo.Resources(work=tmp_path, shard=2).shard_size(bytes_each, 9) == rows
         replay(problem, tmp_path / "replayed")

@@ -6,6 +6,7 @@ import torch
 import leaveout as lo
 from leaveout._util.files import read_sealed, save_sealed
 from leaveout.sweep import checkpoint
+from leaveout.trajectory.trajectory import Trajectory
 from problems import recorded, shuffled
 from test_shards import killed_until_done, timed
 
@@ -67,8 +68,8 @@ def test_a_sweep_is_taken_up_where_it_was(tmp_path, problem, method, monkeypatch
     assert told["step"] in (STEPS - 5, STEPS - 6)  # nothing is noted before the first correction
     again = []
     with monkeypatch.context() as patch:
-        record = type(problem.run).record
-        patch.setattr(type(problem.run), "record", lambda run, index: again.append(index) or record(run, index))
+        step = Trajectory._recorded_step
+        patch.setattr(Trajectory, "_recorded_step", lambda self, i, *states: again.append(i) or step(self, i, *states))
         after = scored(problem, method, tmp_path)
     assert after.values.equal(whole.values)
     assert (after.cost.hvps, after.cost.gradients) == (whole.cost.hvps, whole.cost.gradients)
