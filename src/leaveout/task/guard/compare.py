@@ -15,6 +15,7 @@ from leaveout._util.trees import Params
 from leaveout.diff.forms import CHANGES, EXAMPLE, FOLLOWING, VECTOR, VECTORS, Abilities, Form
 from leaveout.diff.operator import example_gradients, gradient
 from leaveout.errors import first_line
+from leaveout.task.batches import leaves, pick
 from leaveout.task.guard import agreement
 from leaveout.task.guard.coupled import coupled_abilities
 from leaveout.task.guard.culprit import culprit
@@ -23,7 +24,7 @@ from leaveout.task.guard.hidden import Hidden, hidden
 from leaveout.task.guard.points import Point, Trial, trial
 from leaveout.task.objective import Objective
 from leaveout.task.preparing import is_large
-from leaveout.task.training_batch import TrainingBatch
+from leaveout.task.training_batch import TrainingBatch, has_shared_draws, size_of, take
 
 NOTHING: dict[str, Any] = {
     **dict.fromkeys(("vector", "vectors", "changes", "example")),
@@ -39,8 +40,41 @@ def compared(
 ) -> tuple[str | None, Abilities]:
     """Return a problem that no method can handle, or the task's abilities at this state and near it.
 
-    With ``before``, only the abilities it had are tried, at the state itself first.
+    With ``before``, only the abilities it had are tried, at the state itself first. Examples without a second
+    derivative there, which no form can compute, are not compared on: a sweep names them.
     """
+    found = _compared(objective, params, batch, before)
+    if (found[0] is None and found[1].vector) or has_shared_draws(batch):
+        return found
+    smooth = [i for i in range(size_of(batch)) if _is_smooth(objective, params, _plain(batch), i)]
+    if len(smooth) in (0, size_of(batch)):
+        return found
+    index = torch.tensor(smooth, device=leaves(batch)[0].device)
+    return _compared(objective, params, take(batch, index), before)
+
+
+def _plain(batch: Any) -> Any:
+    return batch.batch if isinstance(batch, TrainingBatch) else batch
+
+
+def _is_smooth(objective: Objective, params: Params, batch: Any, i: int) -> bool:
+    """Say whether the gradient of an example's loss, in evaluation mode, has a finite derivative along ones."""
+    tracked = {name: tensor.detach().requires_grad_() for name, tensor in params.items() if name in objective.names}
+    try:
+        with torch.enable_grad():
+            loss = objective.example_loss({**params, **tracked}, pick(batch, i))
+            slope = torch.autograd.grad(loss, list(tracked.values()), create_graph=True, materialize_grads=True)
+            along = torch.stack([part.sum() for part in slope]).sum()
+            bent = torch.autograd.grad(along, list(tracked.values()), materialize_grads=True)
+    except Exception:  # noqa: BLE001 - what cannot be computed at all is another problem
+        return True
+    return all(bool(torch.isfinite(tensor).all()) for tensor in bent)
+
+
+def _compared(
+    objective: Objective, params: Params, batch: Any, before: Abilities | None = None
+) -> tuple[str | None, Abilities]:
+    """Do the same on all of the examples."""
     if isinstance(batch, TrainingBatch) and (objective.coupled or batch.whole):
         return coupled_abilities(objective, params, batch, before)
     tested = trial(objective, params, batch, near=before is None)
