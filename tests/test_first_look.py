@@ -77,7 +77,7 @@ def test_every_result_shows_itself(kernel):
     }.items():
         assert words in html(kernel.cell(line).outputs), line
     page = html(kernel.cell('study.report("runs/first_look/report.html", overwrite=True)').outputs)
-    assert page.startswith("<iframe srcdoc=")
+    assert page.startswith('<iframe sandbox="allow-scripts allow-downloads" srcdoc=')
     assert "labels look wrong" in page
     assert (kernel.folder / "runs/first_look/report.html").exists()
 

@@ -54,8 +54,8 @@ def test_a_product_that_is_wrong_across_one_direction_is_noticed():
     assert measured.agrees_transposed({"w": right + 1e-6 * off})
     stack = torch.stack([u, v])
     pushed = {"w": stack @ slopes.T}
-    assert are_transposed({"w": stack @ slopes}, pushed, {"w": stack})
-    assert not are_transposed({"w": (right + 1e-6 * off)[None]}, pushed, {"w": stack})
+    assert are_transposed({"w": stack @ slopes}, pushed, {"w": stack}, measured.gradient)
+    assert not are_transposed({"w": (right + 1e-6 * off)[None]}, pushed, {"w": stack}, measured.gradient)
 
 
 def test_products_are_those_of_the_dense_hessian():

@@ -105,7 +105,7 @@ def changes(objective: Objective, at: Params, batch: Any, point: Point | None) -
         return True
     curved = _stack([_row(changed, 0), last])
     return point.difference.agrees(_row(changed, 0), 0) and (
-        not objective.abilities.symmetric or are_transposed(curved, curved, given)
+        not objective.abilities.symmetric or are_transposed(curved, curved, given, point.difference.gradient)
     )
 
 
@@ -172,7 +172,7 @@ def _is_transposed(objective: Objective, batch: Any, point: Point, curved: Param
         return True
     given, units = _stack(point.difference.directions), _like(point.at).new_ones((2, point.size))
     pushed, _ = Hessian(objective, point.at, batch).push(given, units, torch.zeros_like(units))
-    return are_transposed(curved, pushed, given)
+    return are_transposed(curved, pushed, given, point.difference.gradient)
 
 
 def _fisher(objective: Objective, point: Point) -> Params:

@@ -170,7 +170,7 @@ def _differs(
         pushed, _ = Hessian(objective, at, batch).push(stack, ones, torch.zeros_like(ones))
         if not all(measured.agrees(each(lambda t, i=which: t[i], pushed), which) for which in (0, 1)):
             return "derivative along a vector"
-        if not are_transposed(curved, pushed, stack):
+        if not are_transposed(curved, pushed, stack, measured.gradient):
             return "pull-back"
     return None if _reads_right(objective, at, batch, measured, reads) else "derivative in the weights"
 

@@ -26,6 +26,9 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-2}
 SIDES = {torch.float64: 1e-3, torch.float32: 1e-1}
 """How much a product may differ from a difference, and the differences to the two sides from each other."""
 
+SLIGHT = 1e-6
+"""Products smaller than this fraction of the gradient's norm are compared as if they had that size."""
+
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-2}
 """How much two products with one matrix may contradict each other."""
 
@@ -100,15 +103,17 @@ def difference(
     return None
 
 
-def are_transposed(pulled: Params, pushed: Params, directions: Params) -> bool:
+def are_transposed(pulled: Params, pushed: Params, directions: Params, gradient: Params) -> bool:
     """Say whether the stacks of Jᵀu and Jv of some directions belong to one J: ⟨Jᵀu, v⟩ = ⟨u, Jv⟩ up to rounding.
 
     A difference tells a wrong product from a right one by a few digits, a right product by nearly all. There may be
-    fewer of the former than directions.
+    fewer of the former than directions. Products that are small beside the gradient may be rounding alone.
     """
+    least = SLIGHT * norm(gradient)
     some = {name: directions[name][: len(stack)] for name, stack in pulled.items()}
     missed = rowwise(pulled, directions) - rowwise(some, pushed)
-    scale = torch.outer(_norms(pulled), _norms(directions)) + torch.outer(_norms(some), _norms(pushed))
+    back, ahead = _norms(pulled).clamp_min(least), _norms(pushed).clamp_min(least)
+    scale = torch.outer(back, _norms(directions)) + torch.outer(_norms(some), ahead)
     return bool((missed.abs() <= ROUNDING.get(missed.dtype, ROUNDING[torch.float32]) * scale).all())
 
 
