@@ -1,4 +1,4 @@
-"""Random generators: their states, noted, compared and restored."""
+"""Computing beside a training: the states of random generators, noted and restored, and passes that nobody notes."""
 
 from __future__ import annotations
 
@@ -55,3 +55,21 @@ def undisturbed(*devices: str | torch.device) -> Iterator[None]:
         set_random_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
+
+
+_DEPTH = [0]
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Let no recorder note the forward passes in this context."""
+    _DEPTH[0] += 1
+    try:
+        yield
+    finally:
+        _DEPTH[0] -= 1
+
+
+def is_aside() -> bool:
+    """Return whether forward passes are not to be noted."""
+    return _DEPTH[0] > 0

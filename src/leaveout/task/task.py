@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from leaveout._util.aside import aside
+from leaveout._util.generators import aside
 from leaveout._util.trees import Params
 from leaveout.optim.clip import clip_of
 from leaveout.optim.rule import Penalty

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from leaveout._util.aside import aside
+from leaveout._util.generators import aside
 from leaveout.errors import LeaveoutError, UnsupportedError, first_line
 from leaveout.run.reader import open_run
 from leaveout.task.queries import restored

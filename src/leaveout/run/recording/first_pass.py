@@ -20,8 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.func import functional_call, grad
 from torch.utils._pytree import tree_map_only
 
-from leaveout._util.aside import is_aside
-from leaveout._util.generators import RandomState, set_random_state, undisturbed
+from leaveout._util.generators import RandomState, is_aside, set_random_state, undisturbed
 from leaveout._util.trees import Params, sum_of
 from leaveout._util.wrappers import bare
 from leaveout.errors import LeaveoutError, first_line, kind_of

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from leaveout._util.aside import is_aside
-from leaveout._util.generators import RandomState, random_state
+from leaveout._util.generators import RandomState, is_aside, random_state
 from leaveout._util.wrappers import bare, casts_itself
 from leaveout.run.recording.method_hook import MethodHook
 
