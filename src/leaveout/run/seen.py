@@ -32,7 +32,7 @@ def held(seen: Mapping[str, str]) -> str:
     """Say what is held as it happened, in a sentence without its full stop; nothing if that is nothing.
 
     >>> held({}), held({BY_LOOP: "yes"})[:52]
-    ('', 'Kept batches are held as the loop gave them: where th')
+    ('', 'Kept batches are held as the loop gave them: where t')
     """
     if BY_LOOP not in seen:
         return ""
