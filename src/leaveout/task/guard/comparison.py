@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.func import vjp
 from torch.overrides import TorchFunctionMode
 
@@ -89,7 +88,7 @@ class _Places(TorchFunctionMode):
 
     def __torch_function__(
         self, function: Callable, _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Tensor:
+    ) -> Any:
         frame: Any = sys._getframe(1)
         while frame.f_globals.get("__name__", "").startswith("leaveout.") and frame.f_back:
             frame = frame.f_back
