@@ -31,7 +31,7 @@ from leaveout.task.draws import Draws, replay
 from leaveout.task.example_draws import Axes, together
 from leaveout.task.execution import Chunks, Execution
 from leaveout.task.forward import Called, Forward, default_forward, uncast
-from leaveout.task.losses import Loss, LossParts, as_module, call_name, taken_apart
+from leaveout.task.losses import Loss, LossParts, as_module, taken_apart
 from leaveout.task.measures import FLAT, Measure, measure_of
 from leaveout.task.rewrites.batch_norm import weighted_batch_norm
 from leaveout.task.rewrites.folding import Folded
@@ -380,11 +380,6 @@ def objective_of(
     given = Objective(called, taken_apart(loss), names, names, mode=Mode(training), loss=loss, **fields)
     measure_of(given.measure, loss)
     return given._with(execution)
-
-
-def loss_name(objective: Objective) -> str:
-    """Return the name of its loss."""
-    return call_name(objective.loss)
 
 
 def _to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
